@@ -1,7 +1,7 @@
-"""Keeps NATS servers running that this process has started: who ended is started again.
+"""A supervisor of the NATS servers that this process has started; it restarts those that end.
 
-Owns one thread, which starts the servers anew: they end with it. A server keeps ports and store, so
-a cluster is whole again when it has caught up.
+It owns one thread. A server that the thread starts ends with the thread. A server keeps its ports
+and its store, so the cluster is complete again once the server has caught up.
 """
 
 from __future__ import annotations
@@ -17,23 +17,28 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Seconds before a start, by how often it ended since it last ran for long."""
+"""Seconds before a restart, by the number of ends since the server last ran for `_LONG_S`."""
 _LONG_S = 60.0
 _END_S = 30.0
 
 
 class NatsKeeper:
-    """From its making until ``close``. Nobody else may start or end servers meanwhile."""
+    """A supervisor of servers; until ``close``, no other code may start or end them."""
 
     def __init__(
         self, processes: list[subprocess.Popen[bytes] | None], start: Callable[[int], None]
     ) -> None:
-        """``processes``: by number, kept up to date by ``start``, which starts one again."""
+        """Start supervising.
+
+        Args:
+            processes: The servers by number; ``start`` must update the list.
+            start: Starts the server of a number again.
+        """
         self._processes, self._start = processes, start
         self._ends = [0] * len(processes)
         self._began = [time.monotonic()] * len(processes)
         self._due: dict[int, float] = {}
-        """When a server is to be started again, on the monotonic clock."""
+        """Time of the next restart by server number, on the monotonic clock."""
         self._wake = os.eventfd(0)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="fft-nats-keeper", daemon=True)
@@ -55,7 +60,10 @@ class NatsKeeper:
                     self._start_again(number)
 
     def _wait(self, fds: list[int]) -> list[int]:
-        """Those of ``fds`` whose process has ended; none: something is due, or this is closed."""
+        """Wait until a process of ``fds`` ends, a restart is due, or the keeper is closed.
+
+        Returns those of ``fds`` whose process has ended.
+        """
         waiter = select.poll()
         for fd in (*fds, self._wake):
             waiter.register(fd, select.POLLIN)
@@ -92,7 +100,7 @@ class NatsKeeper:
             logger.error("NATS server %d cannot be started: %s", number, error)
 
     def close(self) -> None:
-        """Start nothing any more. Servers that this has started end with it. Idempotent."""
+        """Stop restarting servers. The servers that the keeper has started end. Idempotent."""
         if self._closing:
             return
         self._closing = True

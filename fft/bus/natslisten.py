@@ -1,7 +1,7 @@
-"""Listeners of the NATS bus: a task that fetches what is new, and a thread that hands it over.
+"""Listeners of the NATS bus: a task that fetches new messages and a thread that delivers them.
 
-Touches one stream, by direct gets and, for an inbox, by purges of what was taken; see
-`fft.bus.nats` for the whole.
+A listener reads one stream by direct gets and, for an inbox, purges the messages that it has taken;
+`fft.bus.nats` describes the design.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from fft.bus.natslink import Headers, NatsLink, Stored
 from fft.util.chance import CHANCE
 
 NUDGE: Final = "Fft-Nudge"
-"""Header of a broadcast that only takes a number."""
+"""Header of a broadcast that carries no message and only reserves a number."""
 
 _JOIN_WAIT_S: Final = 0.9  # close() promises 1 s; a callback that runs longer is left to finish
-_LOOK_S: Final = (0.05, 1.0)  # first and longest time without a look at the stream
-_BEHIND_S: Final = (0.002, 0.1)  # pauses while the replica asked has not got what was announced
-_GIVE_UP_S: Final = 5.0  # and how long until it is taken to have been removed
+_LOOK_S: Final = (0.05, 1.0)  # first and longest interval between reads of the stream
+_BEHIND_S: Final = (0.002, 0.1)  # pauses while the replica lacks a message that was announced
+_GIVE_UP_S: Final = 5.0  # how long until that message is assumed to be removed
 _BATCH: Final = 256
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 
 
 class Listener(Subscription):
-    """Hands over the messages of `subject` in `stream` in the order of their numbers.
+    """A subscription that delivers the messages of `subject` in `stream` in order of their numbers.
 
-    With `ring`, all numbers of the stream are its messages, and one that is missing is lost.
+    With `ring`, every number of the stream belongs to `subject`, so a missing number is a lost
+    message.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Listener(Subscription):
         self._on_message, self._on_lost, self._forget = on_message, on_lost, forget
         self._ready = threading.Condition()
         self._waiting: deque[bytes] = deque()
-        self._ended = False  # closed or lost, whichever comes first
+        self._ended = False  # closed or lost, whichever came first
         self._error: BusError | None = None
         self._thread = threading.Thread(target=self._listen, name="fft-bus-listen", daemon=True)
-        # the rest belongs to the loop
+        # The attributes below are used on the event loop only.
         self._next = 1
         self._announced = 0
         self._wake = asyncio.Event()
@@ -72,21 +73,21 @@ class Listener(Subscription):
     # ---- on the loop
 
     async def open(self, note: str) -> None:
-        """Hear the wake-ups on `note`."""
+        """Subscribe to the wake-ups on the subject `note`."""
         self._deaf = await self._link.hear(note, self._note)
 
     def start(self, first: int) -> None:
-        """Take what has number `first` or a later one. On the loop."""
+        """Start fetching messages from number `first` on; called on the loop."""
         self._next = first
         self._task = asyncio.get_running_loop().create_task(self._fetch())
         self._thread.start()
 
     def look(self) -> None:
-        """Have the task look now."""
+        """Make the task read the stream now."""
         self._wake.set()
 
     def deaf(self) -> None:
-        """Hear no more wake-ups; instead of `start`, or at the end."""
+        """Unsubscribe from the wake-ups; called instead of `start`, or at the end."""
         self._deaf()
 
     def _note(self, headers: Headers) -> None:
@@ -107,13 +108,13 @@ class Listener(Subscription):
             self.lose(error)
 
     async def _take_all(self) -> None:
-        """Take messages until there are no more, and none is announced that we have not."""
+        """Fetch messages until the stream has no more and every announced one has arrived."""
         taken, pause, since = False, _BEHIND_S[0], time.monotonic()
         while not self._ended:
             try:
                 found = await self._link.repeat(self._batch)
             except BusUnreachable:
-                self._link.check()  # silence is borne until the link gives up
+                self._link.check()  # retry until the link gives up
                 continue
             if found:
                 taken, since = True, time.monotonic()
@@ -157,13 +158,13 @@ class Listener(Subscription):
             self._ready.notify()
 
     async def _clear(self) -> None:
-        """Remove what was taken from the stream."""
+        """Purge the messages that were taken from the stream."""
 
         async def purge(limit: float) -> None:
             request = {"filter": self._subject, "seq": self._next}
             await self._link.api(f"STREAM.PURGE.{self._stream}", request, limit)
 
-        with contextlib.suppress(BusUnreachable):  # the next one removes this too
+        with contextlib.suppress(BusUnreachable):  # the next purge covers these messages too
             await self._link.repeat(purge)
 
     # ---- on the thread
@@ -185,7 +186,7 @@ class Listener(Subscription):
     # ---- the end, from any thread
 
     def lose(self, error: BusError) -> None:
-        """End, and have `on_lost` told why, unless ended before."""
+        """End the subscription and call `on_lost` with `error`, unless it has ended before."""
         if self._end(error):
             self._forget(self)
 

@@ -1,50 +1,51 @@
 """The bus over torch's TCPStore: `tcp://host:port/job`.
 
-Touches one TCPStore server and, in it, only keys under `fft/<job>/`. Per job there are
+It uses one TCPStore server and, in it, only keys under `fft/<job>/`. Each job has these keys:
 
-- `gen`        names this life of the server (see `ErrorBus.generation`)
-- `head`       the number of the last message of the protocol taken, a counter
+- `gen`        identifies this life of the server (see `ErrorBus.generation`)
+- `head`       a counter: the last number that was reserved for a message of the protocol
 - `q/<number>` one such message: write-once, removed once it is `RING_MESSAGES` old
 - `p/<topic>/head`, `p/<topic>/q/<number>`  the same for another topic
 - `r/` `c/`    registers and counters by name
 - `b/<slot>`   one ballot: all its votes in the order of casting
-- `n/<slot>/<tag>`  how many votes were cast in it under one tag, a counter
-- `i/<inbox>`  a queue of the store; it exists only while something is in it
+- `n/<slot>/<tag>`  a counter: the number of voters counted in the slot under one tag
+- `i/<inbox>`  a queue of the store; it exists only while it holds a message
 
-**Messages.** A writer takes a number from `head`, then writes that slot. Listeners read the slots
-in the order of numbers, so all hear the same order. A slot that stays empty while `head` has
-passed it belongs to a writer that died or stalled: after half a second a listener's watch thread
-fills it with a tombstone. A slot's first content is final; a writer that finds a tombstone takes
-a new number. Whoever takes number n removes slot n - ring, so anything that happened to a slot
-while `head` was less than a ring past it happened before the removal. That is the test both sides
-use: a listener trusts what it read, and a writer what it wrote, only if `head`, read afterwards,
-is still less than a ring past the slot. Otherwise it says `BusOverrun`.
+**Messages.** A writer reserves a number from `head`, then writes that slot. Listeners read the
+slots in the order of numbers, so all receive the same order. A slot that stays empty while `head`
+has passed it belongs to a writer that died or stalled: after half a second a listener's watch
+thread fills it with a tombstone. A slot's first content is final; a writer that finds a tombstone
+reserves a new number. The writer of number n removes slot n - ring, so anything that happened to a
+slot while `head` was less than a ring past it happened before the removal. Both sides check this: a
+listener trusts its read, and a writer its write, only if `head`, read afterwards, is still less
+than a ring past the slot. Otherwise it raises `BusOverrun`.
 
-**Ballots.** A vote is appended, then counted; only who brings the count to `voters` reads them.
-So no count is ever ahead of the votes that it counts. Removing a ballot removes the counters of
-the tags found in it. A vote that was appended before the removal and counted after it leaves its
-counter behind, without a vote under its tag; now and then a client looks for such counters.
+**Ballots.** A vote is appended, then counted, so no count is ever ahead of the votes that it
+counts. Only a client that sees the count reach `voters` uses the votes. Removing a ballot removes
+the counters of the tags found in it. A vote that is appended before the removal and counted after
+it leaves its counter behind, without a vote under its tag; clients occasionally sweep such
+counters.
 
-**Inboxes** are queues: the listener waits for one to have something in it, on a connection of its
-own, and takes message by message. The store removes a queue with its last message; it neither
-counts nor lists queues.
+**Inboxes** are queues: the listener waits on its own connection until the queue holds a message,
+and takes one message at a time. The store removes a queue with its last message; it neither counts
+nor lists queues.
 
 **Numbers** are the store's signed 64-bit counters taken modulo 2**64 and compared by their
-distance (serial-number arithmetic), so running past the range is nothing special.
+distance (serial-number arithmetic), so wrapping around needs no special case.
 
-**Connections.** `fft.bus.tcpclient` speaks to the server; torch is not loaded here. Requests that
-do not wait for each other's answers go out together. A server that gives no answer in time may be
-stopped, and come back with all it holds: the next operation tries again, on a connection of its
-own, and looks whether the generation is the one that was known. Listeners wait on; their
-connections live as long as the server's host answers. A server that has ended has lost all: the
-first connection that it closes or refuses makes the bus object unusable for good. Pass the old
-`generation` to `open_bus` to recognise a bus that was started again empty.
+**Connections.** `fft.bus.tcpclient` talks to the server; this module does not import torch.
+Requests that do not depend on each other's answers are sent together. A server that does not answer
+in time may be stopped, and come back with its contents: the next operation opens a new connection
+and checks that the generation is the same. Listeners keep waiting; their connections last as long
+as the server's host answers. A server that has ended has lost its contents: the first connection
+that it closes or refuses makes the bus object unusable for good. Pass the old `generation` to
+`open_bus` to recognise a bus that was started again empty.
 
-**Name service.** On every new connection torch looks up the client's name in the server's only
-thread. `serve_tcp` listens on an IPv4 socket when the host is one, so that loopback peers are
-found in /etc/hosts; with torch's own IPv6 socket each of them would be a DNS question, and one
-lost packet would stop the bus for 5 s. For clients on other hosts, see that their addresses
-resolve quickly where the bus is served.
+**Name service.** For every new connection torch looks up the client's name in the server's only
+thread. `serve_tcp` listens on an IPv4 socket if the host has an IPv4 address, so that loopback
+peers are found in /etc/hosts. With torch's own IPv6 socket each of them would need a DNS query, and
+one lost packet would stop the bus for 5 s. Make sure that the addresses of clients on other hosts
+resolve quickly on the host that serves the bus.
 """
 
 from __future__ import annotations
@@ -88,41 +89,41 @@ from fft.util.chance import CHANCE
 
 logger = logging.getLogger(__name__)
 
-_FEW: Final = 8  # voters so few that reading their votes costs less than a further round trip
+_FEW: Final = 8  # up to so many voters, reading the votes costs less than another round trip
 _SWEEP: Final = 4096  # messages, or removed ballots, between two sweeps for leftovers
-_VALUE = b"="  # before every register value: the store cannot tell an empty one from none
+_VALUE = b"="  # prefix of every register value: the store treats an empty value as none
 _ABSENT = b"?"  # no value begins with this, so comparing with it reads and never writes
-_VOTE = struct.Struct("!HII")  # bytes in the tag, in the vote, and its weight; then both
-_STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
+_VOTE = struct.Struct("!HII")  # length of the tag, length of the vote, weight; tag and vote follow
+_STALL_S: Final = 0.05  # a writer that waited longer for its number checks `head` before it writes
 _RETRIES: Final = 100
 _SLOTS: Final = "q/"
 NUMBERS: Final = 2**64
 MESSAGE, _TOMBSTONE = b"M", b"T"
-_GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
-_WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
-PAUSE_S: Final = (0.5, 1.0)  # how often it looks whether there is one; at random, as many do it
-_SELDOM_S: Final = (4.0, 8.0)  # the same in topics that can wait for a writer that died
+_GRACE_S: Final = 0.5  # how long a reserved slot may stay empty before it gets a tombstone
+_WATCH_S: Final = 0.1  # interval of checks while a slot may be blocking the subscription
+PAUSE_S: Final = (0.5, 1.0)  # interval of checks otherwise; random, to spread many subscriptions
+_SELDOM_S: Final = (4.0, 8.0)  # the same in topics that can wait longer for a dead writer's slot
 _JOIN_WAIT_S: Final = 0.4
 
 
 def lag(head: int, number: int) -> int:
-    """How far `head` is past `number`; negative if it has not reached it."""
+    """Return how far `head` is past `number`; negative if it has not reached it."""
     distance = (head - number) % NUMBERS
     return distance - NUMBERS if distance >= NUMBERS // 2 else distance
 
 
 def below(topic: Topic) -> str:
-    """What the names of a topic's keys begin with."""
+    """Return the prefix of the names of a topic's keys."""
     return "" if topic == "protocol" else f"p/{topic}/"
 
 
 def slots_of(topic: Topic) -> str:
-    """What the names of its slots begin with."""
+    """Return the prefix of the names of a topic's slots."""
     return below(topic) + _SLOTS
 
 
 class Ring:
-    """The messages of one topic: how a slot is taken, written, given up and removed."""
+    """The messages of one topic: reserves, writes, buries and removes slots."""
 
     def __init__(self, bus: TcpBus, topic: Topic) -> None:
         self._bus = bus
@@ -130,7 +131,7 @@ class Ring:
         self._slots = slots_of(topic)
 
     def send(self, frame: bytes) -> None:
-        """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
+        """Write `frame` into the next slot. Raises `BusOverrun` if this writer stalled."""
         for _ in range(_RETRIES):
             asked = time.monotonic()
             if self.fill(self.take_number(), asked, frame):
@@ -138,16 +139,19 @@ class Ring:
         raise BusOverrun(overrun_text("writer"))
 
     def fill(self, number: int, asked: float, frame: bytes) -> bool:
-        """Write into a slot whose number was asked for at that time; False: it was given up."""
+        """Write into the slot `number`, which was requested at the time `asked` (monotonic).
+
+        Returns False if the slot was given up, so that `frame` was not written.
+        """
         if time.monotonic() - asked > _STALL_S and self._passed(number):
-            return False  # for sure, and before anything was written
+            return False  # certain, because nothing was written yet
         return self.write_slot(number, frame)
 
     def take_number(self) -> int:
         return self._bus._add(self.head_name, 1)
 
     def write_slot(self, number: int, frame: bytes) -> bool:
-        """Write a message into its slot; False if the slot was given up before."""
+        """Write a message into its slot; return False if the slot holds a tombstone."""
         bus = self._bus
         held, _, head = bus._ask(
             tcpclient.compare_set(self.slot(number), b"", frame),
@@ -157,7 +161,7 @@ class Ring:
         if held != frame:
             return False
         if lag(head % NUMBERS, number) >= RING_MESSAGES:
-            # so the slot may have been given up, removed and made again
+            # The slot may have been buried and removed, and this call may have created it anew.
             bus._delete(self.slot_name(number))
             raise BusOverrun(overrun_text("writer"))
         if number % _SWEEP == 0:
@@ -170,8 +174,8 @@ class Ring:
     def bury(self, first: int, last: int) -> None:
         """Fill the slots from `first` to `last` that are still empty with tombstones.
 
-        If the ring has removed `first` for good, only that one, so that whoever waits for it
-        wakes and sees where `last` is.
+        If the ring has already passed `first`, fill only that slot, so that a listener that waits
+        for it wakes up and notices the overrun.
         """
         passed = lag(last, first)
         for offset in range(passed + 1 if passed < RING_MESSAGES else 1):
@@ -180,7 +184,7 @@ class Ring:
                 self._bus._swap(name, b"", _TOMBSTONE)
 
     def sweep(self, names: Iterable[str]) -> None:
-        """Remove what is in `names` of slots that the ring has passed."""
+        """Remove the slots in `names` that the ring has passed."""
         slots = [name for name in names if name.startswith(self._slots)]
         head = self.head() if slots else 0
         for name in slots:
@@ -188,19 +192,19 @@ class Ring:
                 self._bus._delete(name)
 
     def head(self) -> int:
-        """The number that was taken last."""
+        """Return the number that was reserved last."""
         return self._bus._add(self.head_name, 0)
 
     def slot_name(self, number: int) -> str:
         return f"{self._slots}{number % NUMBERS:016x}"
 
     def slot(self, number: int) -> str:
-        """The key of slot `number`."""
+        """Return the key of slot `number`."""
         return self._bus._key(self.slot_name(number))
 
 
 class Listener(Subscription):
-    """A thread that waits on a connection of its own and hands over what `_hear` finds."""
+    """A thread that waits for messages on its own connection and delivers them (`_hear`)."""
 
     def __init__(
         self,
@@ -213,7 +217,7 @@ class Listener(Subscription):
         self._on_lost = on_lost
         self._client = bus._dial()
         self._lock = threading.Lock()
-        self._ended = False  # lost or closed: whichever comes first
+        self._ended = False  # lost or closed, whichever came first
         self._stop = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="fft-bus-listen", daemon=True)
 
@@ -221,18 +225,18 @@ class Listener(Subscription):
         self._listener.start()
 
     def discard(self) -> None:
-        """Give the connection back; instead of `start`."""
+        """Close the connection; called instead of `start`."""
         self._client.close()
 
     def cut(self) -> None:
-        """Have the listener notice that the bus is lost, or that it was closed."""
+        """Wake the listener, so that it notices that the bus is lost or was closed."""
         self._client.cut()
 
     @abstractmethod
     def _hear(self) -> None:
-        """Wait for what comes next and deliver it. Returns after a while, or when cut and closed.
+        """Wait for the next message and deliver it; return early once closed.
 
-        Raises a `BusError` that ends the subscription.
+        A `BusError` that it raises ends the subscription.
         """
 
     def _listen(self) -> None:
@@ -246,7 +250,7 @@ class Listener(Subscription):
             self._stop.set()
 
     def _ask(self, *requests: Request) -> Any:
-        """What the server answers to the last of the requests; None when closed."""
+        """Return the server's answer to the last of the requests, or None once closed."""
         try:
             return self._client.ask(*requests)[-1]
         except OSError as error:
@@ -270,7 +274,7 @@ class Listener(Subscription):
         self._end()
 
     def _end(self) -> None:
-        """End the threads, within 1 s; `_stop` is set."""
+        """End the threads within 1 s, after `_stop` was set."""
         self._client.cut()
         self._join(self._listener, _JOIN_WAIT_S)
 
@@ -281,7 +285,7 @@ class Listener(Subscription):
 
 
 class TcpInbox(Listener):
-    """Takes what is in one queue of the store."""
+    """The listener of an inbox, which is one queue of the store."""
 
     def __init__(
         self,
@@ -294,7 +298,7 @@ class TcpInbox(Listener):
         self._queue = bus._key("i/" + inbox)
 
     def _hear(self) -> None:
-        # Taken first: where many messages wait, each costs the server one operation.
+        # Pop before waiting: a message from a backlog then costs the server one operation.
         frame = self._ask(tcpclient.pop(self._queue))
         if frame is None and not self._stop.is_set():
             self._ask(tcpclient.wait([self._queue]))
@@ -303,7 +307,7 @@ class TcpInbox(Listener):
 
 
 class TcpSubscription(Listener):
-    """Waits for the next slot of a topic's ring; a second thread watches over it."""
+    """The listener of a topic's ring, with a second thread that buries slots of dead writers."""
 
     def __init__(
         self,
@@ -335,9 +339,9 @@ class TcpSubscription(Listener):
             deliver(self._on_message, frame[1:])
 
     def _wait_for(self, number: int) -> bytes | None:
-        """The content of slot `number` once it has any; None when closed.
+        """Wait until slot `number` is filled and return its content, or None once closed.
 
-        One request reads the slot and then `head`: the order the ring's rule asks for.
+        One request reads the slot and then `head`, the order that the overrun check needs.
         """
         keys = [self._ring.slot(number), self._bus._key(self._ring.head_name)]
         if self._ask(tcpclient.wait(keys)) is None:
@@ -347,7 +351,7 @@ class TcpSubscription(Listener):
             return None
         frame, head = found
         if not frame or lag(int(head), number) >= RING_MESSAGES:
-            self._bus._delete(self._ring.slot_name(number))  # our watcher may have made it again
+            self._bus._delete(self._ring.slot_name(number))  # the watcher may have recreated it
             raise BusOverrun(overrun_text("listener"))
         return bytes(frame)
 
@@ -355,7 +359,7 @@ class TcpSubscription(Listener):
         return CHANCE.uniform(*self._pauses)
 
     def _watch(self) -> None:
-        """Give up slots that hold the listener up; cut it loose once the bus is lost."""
+        """Bury slots that block the listener; cut its connection once the bus is lost."""
         position, head, since = self._next, self._next - 1, time.monotonic()
         while not self._stop.wait(_WATCH_S if lag(head, position) >= 0 else self._pause()):
             held_up = position == self._next and lag(head, position) >= 0
@@ -365,7 +369,7 @@ class TcpSubscription(Listener):
                 if held_up:
                     self._ring.bury(position, head)
                 position, head, since = self._next, self._ring.head(), time.monotonic()
-            except BusError:  # silent, or lost; then the listener, cut loose, says why
+            except BusError:  # if the bus is lost, the listener reports the reason once it is cut
                 if self._bus.is_lost:
                     self._client.cut()
                     return
@@ -447,7 +451,7 @@ class TcpBus(ErrorBus):
         check_key(key)
         check_bytes(value, "a register value", MAX_VALUE_BYTES + self.extra)
         name = self._key("r/" + key)
-        # the store answers to the second only, and in order
+        # A put has no answer; the answer to the check, which comes later, proves that it is done.
         self._ask(tcpclient.put(name, _VALUE + value), tcpclient.check(name))
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
@@ -457,7 +461,7 @@ class TcpBus(ErrorBus):
     def decide(
         self, key: str, expected: bytes | None, desired: bytes, announcement: bytes
     ) -> bytes | None:
-        """The announcement's number is taken with the decision; who does not win gives it up."""
+        """Reserve the broadcast's number together with the compare-and-set; losers release it."""
         check_bytes(announcement, "a message", MAX_MESSAGE_BYTES + self.extra)
         ring, asked, held = self._rings["protocol"], time.monotonic(), None
         asking = self._comparison(key, expected, desired)
@@ -479,8 +483,8 @@ class TcpBus(ErrorBus):
         return tcpclient.compare_set(self._key("r/" + key), before, _VALUE + desired)
 
     def _held(self, key: str, expected: bytes | None, desired: bytes, answer: bytes) -> bytes:
-        """The value held after a comparison with this answer."""
-        # Without a value the store repeats what was expected: not to be taken for an answer.
+        """Return the value held after a compare-and-set with this answer."""
+        # For a key without a value the store returns `expected`, which is not a value it holds.
         repeats = expected is not None and answer == _VALUE + expected
         if repeats and (desired != expected or self._peek("r/" + key) is None):
             raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
@@ -505,7 +509,7 @@ class TcpBus(ErrorBus):
             return None
         cast = _seen(read[0]) if read else self._peek("b/" + slot)
         if cast is None:
-            return None  # deleted since; whoever deletes a ballot has done with it
+            return None  # deleted since; a ballot is deleted once its result is not needed
         mine = [(v, w) for t, v, w in _split_votes(cast) if t == name]
         return [v for v, _ in mine] if sum(w for _, w in mine) >= voters else None
 
@@ -531,7 +535,7 @@ class TcpBus(ErrorBus):
         return True
 
     def _remove_inbox(self, inbox: str) -> None:
-        """Empty the queue: the store then forgets it. As many as are there now, no more."""
+        """Empty the queue, which removes it; take no more messages than it holds at the start."""
         queue = self._key("i/" + inbox)
         for _ in range(self._ask(tcpclient.length(queue))[0]):
             if self._ask(tcpclient.pop(queue)) == [None]:
@@ -558,17 +562,17 @@ class TcpBus(ErrorBus):
     # ---- the message rings
 
     def _sweep(self) -> None:
-        """Remove slots that a writer should have removed before it died, and stray counters."""
+        """Remove slots that a dead writer left behind, and stray vote counters."""
         names = [key.removeprefix(self._prefix) for key in self._keys("")]
         for ring in self._rings.values():
             ring.sweep(names)
         self._sweep_tallies(names)
 
     def _sweep_tallies(self, names: Iterable[str]) -> None:
-        """Remove counters without a vote under their tag.
+        """Remove vote counters whose ballot holds no vote under their tag.
 
-        A counter that was there when the keys were listed was there after its votes. So if none
-        of them is in the ballot now, they have been removed, and the counter was forgotten.
+        A counter is created after its first vote. So if a counter was listed and the ballot has
+        none of its votes now, the votes were removed and the counter was left behind.
         """
         slots: dict[str, list[tuple[str, str]]] = {}
         for name in names:
@@ -602,15 +606,15 @@ class TcpBus(ErrorBus):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server is known to have ended, and with it all that it held."""
+        """Whether the server is known to have ended, or to have lost its contents."""
         return self._lost is not None
 
     def _unreachable(self, error: Exception) -> BusError:
-        """The error to raise for the end of a connection: the first reason stays the reason."""
+        """Mark the bus as lost after a connection ended, and return the error to raise."""
         return self._lose(partial(BusUnreachable, self.url, str(error) or type(error).__name__))
 
     def _lose(self, why: Callable[[], BusError]) -> BusError:
-        """The bus is lost. Every listener is cut loose, so that it hears of it too."""
+        """Mark the bus as lost, cut every listener, and return the error for the first reason."""
         with self._lock:
             self._lost = why = self._lost or why
             listeners = list(self._listeners)
@@ -627,7 +631,7 @@ class TcpBus(ErrorBus):
         return self._back(client) if client.silent else client
 
     def _back(self, old: StoreClient) -> StoreClient:
-        """A connection in the place of one that was given up, if the server is the same one."""
+        """Replace a connection that timed out, if the server's generation is unchanged."""
         with self._dialling:
             if self._client is not old:
                 return self._live()
@@ -658,7 +662,7 @@ class TcpBus(ErrorBus):
             return client
 
     def _ask(self, *requests: Request) -> list[Any]:
-        """The answers of the server, in one round trip."""
+        """Send the requests in one round trip and return the server's answers."""
         client = self._live()
         try:
             return client.ask(*requests)
@@ -679,7 +683,7 @@ class TcpBus(ErrorBus):
         return bytes(self._ask(tcpclient.compare_set(self._key(name), expected, desired))[0])
 
     def _peek(self, name: str) -> bytes | None:
-        """What `name` holds, now."""
+        """Return the current value of `name`, or None."""
         return _seen(self._ask(_look(self._key(name)))[0])
 
     def _filled(self, name: str) -> bool:
@@ -694,28 +698,28 @@ class TcpBus(ErrorBus):
 
 
 def _look(key: str) -> Request:
-    """Reads and never writes. (The store's own reading waits for a key that is not there.)"""
+    """Return a request that reads a key; the store's own read would wait for a missing key."""
     return tcpclient.compare_set(key, _ABSENT, _ABSENT)
 
 
 def _seen(held: bytes) -> bytes | None:
-    """The answer to `_look`."""
+    """Return the value in an answer to `_look`, or None if the key has none."""
     return None if held == _ABSENT else held
 
 
 def _tally(slot: str, tag: str) -> str:
-    """Name of the counter of votes; the slot's length makes it clear where the tag begins."""
+    """Return the name of a vote counter; the slot's length marks where the tag begins."""
     return f"n/{len(slot)}/{slot}/{tag}"
 
 
 def _untally(name: str) -> tuple[str, str]:
-    """(slot, tag) of a counter's name."""
+    """Return the (slot, tag) in a vote counter's name."""
     _, length, rest = name.split("/", 2)
     return rest[: int(length)], rest[int(length) + 1 :]
 
 
 def _split_votes(cast: bytes) -> list[tuple[bytes, bytes, int]]:
-    """(tag, vote, weight) of every vote in a ballot, in the order of casting."""
+    """Return (tag, vote, weight) of every vote in a ballot, in the order of casting."""
     votes, at = [], 0
     while at < len(cast):
         tag_bytes, vote_bytes, weight = _VOTE.unpack_from(cast, at)
@@ -727,7 +731,7 @@ def _split_votes(cast: bytes) -> list[tuple[bytes, bytes, int]]:
 
 
 def parse_url(url: str) -> tuple[str, int, str]:
-    """(host, port, job) of `tcp://host:port/job`; `BusError` that names what is wrong."""
+    """Return (host, port, job) of `tcp://host:port/job`; raise `BusError` if it is malformed."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
