@@ -1,1 +1,1 @@
-"""The trace of a run: written, followed, judged and reported. Starts nothing."""
+"""Write, follow, judge and report the trace of a run. Importing this package starts nothing."""

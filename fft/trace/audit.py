@@ -1,8 +1,11 @@
 """``fft audit``: read all traces of a run, replay them through the shipped core, judge them.
 
-Pure but for reading files. Three questions, in this order: are the files whole (each line is
-linked to the one before), does the machine of the spec do what the trace says (every event is
-handled again, state and rows must match), and do the guarantees hold (``core.invariants``).
+Apart from reading files, this module is pure. It answers three questions, in this order:
+
+- Are the files whole? Each line is linked to the line before it.
+- Does the state machine of the spec do what the trace records? Every event is handled again, and
+  the resulting states and rows must match.
+- Do the guarantees hold (``core.invariants``)?
 """
 
 from __future__ import annotations
@@ -36,17 +39,18 @@ __all__ = [
 ]
 
 _WINDOW = 1024
-"""Register records of which facts are kept, at least. Traces are read side by side, by the record
-that each participant stands at, so what one says of a txn others say within a few records."""
+"""Minimum number of register records whose facts are kept. Traces are read side by side, ordered by
+the record that each participant has reached, so all traces mention a txn within a few records."""
 
 
 @dataclass(slots=True)
 class AuditReport:
-    """Result of an audit. ``ok``: every file whole, every replay equal, every guarantee held.
+    """Result of an audit.
 
-    And the job did not end because its replicas differed, which FFT noticed as it shall, but of
-    which no state is known to be right. ``gaps``: where a process could not write its trace. What
-    it did from there on nobody knows.
+    ``ok`` is true if every file is whole, every replay matches, every guarantee holds, and the job
+    did not end because its replicas diverged. FFT handles a divergence correctly, but then no state
+    is known to be right. ``gaps`` lists the places where a process could not write its trace; the
+    actions of that process after such a place are unknown.
     """
 
     directory: Path
@@ -55,43 +59,44 @@ class AuditReport:
     findings: list[Finding]
     torn: list[str]
     empty: list[str]
-    """Traces without a line."""
+    """Names of traces without a line."""
     commits: int
     epochs: int
     bytes_healed: int
     gaps: list[str] = field(default_factory=list)
     divergences: list[str] = field(default_factory=list)
-    """Each time that the votes told that states of replicas differ."""
+    """Each time that the votes showed that the states of replicas differ."""
     diverged: bool = False
-    """The job ended with the last of them."""
+    """The job ended with the last of these divergences."""
     no_state: str | None = None
-    """What is to be said of an end with ``NoState``."""
+    """Description of an end with ``NoState``, or None if the job ended in another way."""
     ended: bool = True
     """At least one trace has a final record."""
     consumed: list[str] = field(default_factory=list)
     """The consumed slices of each shard of a sharded loader, and the samples by their ids."""
     inner: list[AuditReport] = field(default_factory=list)
-    """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
+    """Reports on the scopes inside replica groups, each audited as a job of its own, one per group
+    and store."""
     stages: list[AuditReport] = field(default_factory=list)
-    """Of the scopes of further stages."""
+    """Reports on the scopes of the later stages."""
     flow: Flow | None = None
-    """What the scopes that this one is bound to are compared with."""
+    """The part of this scope that is compared with the scopes that it is bound to."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found, and nothing is missing."""
+        """Whether there is no violation and no gap."""
         scopes = (*self.inner, *self.stages)
         return self.is_sound and not self.gaps and all(scope.ok for scope in scopes)
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found in what there is; lines may be missing."""
+        """Whether there is no violation in the lines that exist; lines may be missing."""
         scopes = (*self.inner, *self.stages)
         is_good = not self.diverged and all(scope.is_sound for scope in scopes)
         return is_good and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data."""
         return {
             "ok": self.ok,
             "directory": str(self.directory),
@@ -123,7 +128,7 @@ class AuditReport:
         }
 
     def render(self, is_only: bool = True) -> str:
-        """The report as text; ``is_only``: the job has no other start."""
+        """Return the report as text. ``is_only``: the job was started only once."""
         lines = [
             f"audit of {self.directory}: {self.files} traces, {self.events} events, "
             f"{self.commits} commits, {self.epochs} epochs, {self.bytes_healed} bytes healed"
@@ -150,7 +155,8 @@ class AuditReport:
         return "\n".join(lines)
 
     def _as_part(self, name: str) -> list[str]:
-        """Of a larger report; whole if something is odd."""
+        """Return the lines for this scope in the report of a larger job; the full report if not
+        ``ok``."""
         told = f"  {name}: {self.commits} commits, {self.epochs} epochs: {self._verdict()}"
         return [told, *([] if self.ok else [f"    {line}" for line in self.render().splitlines()])]
 
@@ -181,7 +187,7 @@ NO_END = (
 
 
 def _verdict(finding: Finding) -> str:
-    """What to say of a finding; that there was nothing to check is no "ok"."""
+    """Return the verdict on a finding as text; a finding without checks is not reported as "ok"."""
     if finding.violation is not None:
         return "VIOLATED"
     if not finding.checks:
@@ -194,7 +200,8 @@ def _verdict(finding: Finding) -> str:
 
 
 class _Findings:
-    """What is found in the traces one by one, and what of it is compared with other scopes."""
+    """Findings that are collected trace by trace, and the facts that are compared between
+    scopes."""
 
     def __init__(self) -> None:
         self.replay = Finding("replay")
@@ -204,26 +211,26 @@ class _Findings:
 
 
 class _Line:
-    """One trace of the run, and what it has told so far."""
+    """One trace of the run, and what has been read from it so far."""
 
     def __init__(self, path: Path, found: _Findings) -> None:
         self.file = TraceFile(path)
         self.at, self.epoch = 0, 0
-        """The register record that it stands at, and its epoch."""
+        """Number and epoch of the register record that the trace has reached."""
         self.peer, self.has_moves = _writer(path)
         self.replay = Replay(self.file, found.replay)
         self._items = self.replay.run()
         self.next: Move | Note | None = None
         self.step()
         head, group = self.replay.head, self.peer.group if self.peer is not None else ""
-        # The data of a scope inside of a group are in the notes of the job's.
+        # The data of a scope inside a group are recorded in the notes of the job's own traces.
         owed = Owed(head) if head and not _is_inner(path.parent, head) else None
         self.inputs = Inputs(found.inputs, found.given, owed, group, path.name)
         self.digests = OwedDigests(head, path.name)
         self.inner = InnerSteps(found.inner_steps, owed, _has_inner_steps(path.parent, head))
 
     def step(self) -> None:
-        """Go on to its next move or note."""
+        """Advance to the next move or note."""
         self.next = next(self._items, None)
         if isinstance(self.next, Move):
             before = self.next.before
@@ -231,7 +238,7 @@ class _Line:
             self.epoch = before.token.epoch
 
     def take(self, item: Move | Note, judge: Judge) -> None:
-        """Judge what this trace tells of steps and their data."""
+        """Judge the facts about steps and their data in one move or note of this trace."""
         if isinstance(item, Move):
             self.inputs.move(item, judge.weigh)
             self.digests.move(item)
@@ -251,7 +258,8 @@ class _Line:
 
 
 def _writer(path: Path) -> tuple[Peer | None, bool]:
-    """Whose trace it is, if its first line tells, and whether it has moves."""
+    """Return the participant that wrote the trace, if its first line names it, and whether it has
+    moves."""
     first: dict[str, Any] = next(TraceFile(path).lines(), (0, {"kind": ""}))[1]
     try:
         if first["kind"] == GAP:
@@ -264,7 +272,7 @@ def _writer(path: Path) -> tuple[Peer | None, bool]:
 def _side_by_side(
     lines: list[_Line], judge: Judge, barriers: Barriers
 ) -> Iterator[tuple[_Line, Move | Note]]:
-    """All moves and notes; each trace in its order, and those first who stand furthest back."""
+    """Yield all moves and notes: each trace in its own order, the trace furthest behind first."""
     heap: list[tuple[int, int]] = []
     for number, line in enumerate(lines):
         heappush(heap, (line.at, number))
@@ -284,13 +292,14 @@ def _side_by_side(
 
 
 def audit_dir(directory: str | Path) -> AuditReport:
-    """Audit every ``*.jsonl`` of a directory, and the scopes inside of groups, in folders of it.
+    """Audit every ``*.jsonl`` of a directory and, in its subdirectories, the scopes inside groups
+    and of later stages.
 
-    Takes memory for the window of records that are read side by side, and some for each trace,
-    however long the run was.
+    Memory use is bounded by the window of records that are read side by side, plus some for each
+    trace, regardless of the length of the run.
 
     Raises:
-        AuditError: there is no trace in it.
+        AuditError: The directory contains no trace.
     """
     root = Path(directory)
     paths = trace_files(root)
@@ -349,11 +358,11 @@ def audit_dir(directory: str | Path) -> AuditReport:
 
 
 _ALIKE = ("world", "leases", "bound", "flow", "quorum", "min_groups", "on_divergence")
-"""In the configurations of all ranks."""
+"""Fields that must be equal in the configurations of all ranks."""
 
 
 def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
-    """All ranks of a scope have one spec, and what follows from it."""
+    """Check that all ranks of a scope have the same spec and the same values derived from it."""
     for line in lines:
         head, first = line.replay.head, lines[0].replay.head
         for name in _ALIKE:
@@ -365,14 +374,15 @@ def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
 
 
 def _is_inner(root: Path, head: Mapping[str, Any]) -> bool:
-    """Whether it is where a scope inside of a group traces, by the header of one of its ranks."""
+    """Whether ``root`` is the trace directory of a scope inside a group, by the header of a
+    rank."""
     place = root.resolve()
     job = place.parents[min(1, len(place.parents) - 1)]
     return place == inner_folder(job, head["group"], head["config"]["store"])
 
 
 def _has_inner_steps(root: Path, head: Mapping[str, Any]) -> bool:
-    """Whether the rank of that header steps in a scope of its group, or of itself alone."""
+    """Whether the rank with this header commits inner steps, in a scope of its group or alone."""
     if not head or not head["config"]["leases"]:
         return False
     store = head["config"]["store"]
@@ -380,7 +390,8 @@ def _has_inner_steps(root: Path, head: Mapping[str, Any]) -> bool:
 
 
 def _flow_of(lines: list[_Line]) -> Flow | None:
-    """Of the scope that the traces are of; None: no trace says which it is."""
+    """Return the flow of the scope that the traces belong to, or None if no trace names the
+    scope."""
     heads = (line.replay.head for line in lines if line.replay.head)
     if (head := next(heads, None)) is None:
         return None
@@ -391,7 +402,7 @@ def _flow_of(lines: list[_Line]) -> Flow | None:
 def _judge_inner_scopes(
     root: Path, lines: list[_Line], scopes: Mapping[Path, AuditReport]
 ) -> Finding:
-    """1: what the ranks of a group say that they have committed together, their scope has."""
+    """Check guarantee 1: the scope of a group committed every inner step that its ranks report."""
     finding = Finding("inner_scopes")
     for line in lines:
         head, told = line.replay.head, line.inner.told

@@ -1,4 +1,4 @@
-"""Barriers of the epochs of a run, as an execution of which `fft.trace.live_sets` judges. Pure."""
+"""Build an execution for `fft.trace.live_sets` from the barriers of the epochs of a run. Pure."""
 
 from __future__ import annotations
 
@@ -29,47 +29,50 @@ _Place = tuple[Peer, int]
 
 @dataclass(slots=True)
 class _Turn:
-    """What one move is to this page: its events, and what it says and hears, by the hash of it.
+    """The relevant part of one move: its events, and hashes of the messages it sends and receives.
 
-    A message, or a record, takes far more memory than its hash, of 64 bits.
+    A message or a record takes far more memory than its 64-bit hash.
     """
 
     events: tuple[Event, ...]
     says: tuple[int, ...]
     hears: tuple[tuple[int, Peer], ...]
-    """With who says it."""
+    """Each hash with the participant that sent the message."""
     repeatable: tuple[int, ...] = ()
-    """Of what it says: what it may say again many epochs later."""
+    """The subset of ``says`` that may be sent again many epochs later."""
     place: str = ""
     starts: int = -1
-    """The epoch whose record it takes; negative: it takes none."""
+    """The epoch whose record this move takes; negative if it takes none."""
 
 
 def execution_of(history: History) -> Execution:
-    """The execution of the epochs' barriers that a history tells of.
+    """Return the execution of the epochs' barriers that a history contains.
 
-    A participant **starts** when it takes the record of an epoch (before, nobody waits for it),
-    **enters** the epoch's barrier with ``Healed`` or ``Connected`` (it says ready), **leaves** from
-    healing to training with the members of its record, and has **failed** when it takes another
-    epoch's record or its moves end, whatever the cause: killed, rolled back, left out, drained, or
-    simply the end of the history, after which it may have failed. As failures move, it does not
-    matter when exactly. A participant that ended between ready and leaving may therefore be held
-    for alive: the others leave with it in their set, which is valid, and find out later. What it
-    may not be is a member without having entered.
+    A participant **starts** when it takes the record of an epoch; before that no participant waits
+    for it. It **enters** the epoch's barrier with ``Healed`` or ``Connected``, when it sends ready.
+    It **leaves** when it goes from healing to training with the members of its record. It has
+    **failed** when it takes another epoch's record or its moves end, whatever the cause: killed,
+    rolled back, left out, drained, or simply the end of the history, after which it may have
+    failed. The exact time of a failure does not matter, because failures can be moved. A
+    participant that ended between ready and leaving may therefore be counted as alive: the others
+    leave with it in their set, which is valid, and detect its failure later. It must not be a
+    member without having entered.
 
-    The order between participants is that of communication: a message is heard after it was first
-    said, a register record is seen after its author proposed it, votes are seen after they are
-    cast. Clocks are not compared. Members without any moves here (their trace is missing) are
-    taken at their word: they entered where somebody heard their ready.
+    The order between participants is that of communication: a message is received after it was
+    first sent, a register record is seen after its author proposed it, and votes are seen after
+    they are cast. Clocks are not compared. For members without any moves here (their trace is
+    missing), the messages that others received count: such a member entered if another participant
+    received its ready.
 
     Raises:
-        ExecutionError: somebody left a barrier without entering it, or heard what was said later.
+        ExecutionError: A participant left a barrier without entering it, or received a message
+            before it was sent.
     """
     return _told(history).execution()
 
 
 def judge_live_sets(history: History) -> Finding:
-    """Guarantee 8 on a whole history: see `Barriers.finding`."""
+    """Judge guarantee 8 on a whole history: see `Barriers.finding`."""
     return _told(history).finding(is_whole=not history.cut)
 
 
@@ -81,46 +84,52 @@ def _told(history: History) -> Barriers:
 
 
 class Barriers:
-    """What the moves of a run, as they come in, tell of barriers.
+    """The barrier events of a run, collected from its moves as they come in.
 
     A long history is judged in **parts**, so that only some epochs are kept in memory. A life of a
     participant (from its start to its failure) belongs to one epoch, and epochs rise from life to
-    life. A part holds the lives of all epochs up to one that everyone is beyond, and nothing in it
-    hears what is said after it. The whole is valid if and only if each part is. A chain of instants
-    for each part gives one for the whole: all failures of a part can come before the next begins.
-    A chain for the whole, cut down to a part, serves the part: members of its barriers are in the
-    part, and all others are dead at its ends.
+    life. A part holds the lives of all epochs up to one that every participant has passed, and
+    nothing in the part receives a message that is sent after it. The whole is valid if and only if
+    each part is valid. Chains of instants for the parts give one chain for the whole, because all
+    failures of a part can come before the next part begins. Conversely, a chain for the whole, cut
+    down to a part, is a chain for that part: members of its barriers are in the part, and all other
+    processes are dead at its ends.
 
-    Of votes and commits within an epoch the first of each participant is kept: they say that it has
-    left the barrier, and nothing happens to it that concerns barriers until what ends the epoch.
+    Of the votes and commits within an epoch, only the first of each participant is kept. It proves
+    that the participant has left the barrier, and nothing else that concerns barriers happens to it
+    until the epoch ends.
     """
 
     SOME = 256
-    """Lives that are kept, at least, before a part is looked for, which reads all that is kept."""
+    """Minimum number of lives to keep before looking for a part, which reads everything that is
+    kept."""
 
     def __init__(self, traced: Collection[Peer]) -> None:
-        """``traced``: whose moves will come in."""
+        """Initialize for the moves of the participants in ``traced``."""
         self._turns: dict[Peer, list[_Turn]] = {peer: [] for peer in traced}
         self._latest: dict[Peer, int] = {}
-        """The epoch that each, but for who has ended, has started in last."""
+        """The epoch that each participant has started last, except for participants that have
+        ended."""
         self._listed: dict[Peer, set[int]] = defaultdict(set)
-        """Members of whom no moves come in: in which epochs."""
+        """Members without moves, and the epochs in which they are listed."""
         self._ready: set[Ready] = set()
-        """What others heard of these."""
+        """The ready messages that others received from these members."""
         self._first: dict[Peer, set[_Key]] = defaultdict(set)
-        """What each has said and heard within its epoch, of what counts once in it."""
+        """Keys that each participant has already sent or received in its current epoch, among those
+        that count only once per epoch."""
         self._ended: set[Peer] = set()
         self._said: set[int] = set()
-        """In the part before."""
+        """Hashes of what was sent in the previous part."""
         self._repeatable: dict[Peer, set[int]] = defaultdict(set)
-        """Said in any part before, by who may still say it again."""
+        """Hashes of what was sent in any earlier part, by the participant that may still send it
+        again."""
         self._lives, self._enough = 0, self.SOME
-        """How many are kept, and with how many a part is looked for."""
+        """Number of lives kept, and the number at which to look for a part."""
         self._finding = Finding("barriers")
-        """Of the parts so far."""
+        """The finding on all parts so far."""
 
     def take(self, move: Move) -> None:
-        """One move; those of one participant come in their order."""
+        """Take one move; the moves of one participant come in their order."""
         if self._finding.violation is not None:
             return
         events = _events(move)
@@ -152,7 +161,7 @@ class Barriers:
             self._note_untraced(move)
 
     def ended(self, peer: Peer) -> None:
-        """No more moves of it come in."""
+        """Record that no more moves of ``peer`` come in."""
         self._ended.add(peer)
         self._latest.pop(peer, None)
 
@@ -168,16 +177,17 @@ class Barriers:
         for peer in member_peers(move.after):
             if peer not in self._turns and move.after.epoch is not None:
                 self._listed[peer].add(move.after.epoch.epoch)
-        # who lets the others begin is there itself
+        # The sender of begin is in the barrier itself, so begin counts as its ready.
         if isinstance(move.event, (Ready, Begin)) and move.event.peer not in self._turns:
             self._ready.add(Ready(move.event.peer, move.event.epoch))
 
     def execution(self) -> Execution:
-        """See `execution_of`: of what has come in since the last part. Raises ExecutionError."""
+        """Return the execution since the last part; see `execution_of`. Raises ExecutionError."""
         return self._execution({peer: len(found) for peer, found in self._turns.items()})
 
     def _execution(self, ends: Mapping[Peer, int], last: float = math.inf) -> Execution:
-        """Of so many turns of each, and of the epochs up to ``last`` of those without a trace."""
+        """Build the execution from the first ``ends[peer]`` turns of each participant; for members
+        without a trace, from their epochs up to ``last``."""
         turns = {peer: self._turns[peer][:end] for peer, end in ends.items()}
         for found in turns.values():
             if any(turn.events for turn in found):
@@ -195,10 +205,11 @@ class Barriers:
         return _project(peers, turns, clocks)
 
     def finding(self, is_whole: bool) -> Finding:
-        """One check per barrier left.
+        """Return the finding with one check per leave.
 
-        Violated if the execution is not valid, and also if it is valid by luck (``unheard``). Of a
-        history of which parts are missing neither can be told.
+        It is violated if the execution is not valid, and also if it is valid only by luck
+        (``unheard``). If parts of the history are missing, neither can be decided, and the finding
+        is empty.
         """
         if not is_whole:
             return Finding("barriers")
@@ -223,7 +234,7 @@ class Barriers:
     # --- parts of a long history ------------------------------------------------------------------
 
     def _judge_a_part(self) -> None:
-        """Judge the lives that everyone is beyond, and forget them."""
+        """Judge the lives of the epochs that every participant has passed, and drop them."""
         if (part := self._part()) is None:
             return
         last, ends = part
@@ -241,11 +252,12 @@ class Barriers:
         self._ready = {word for word in self._ready if word.epoch > last}
 
     def _is_past(self, x: int, by: Peer) -> bool:
-        """Whether it was said in a part that has been judged."""
+        """Whether ``x`` was sent in a part that is already judged."""
         return x in self._said or x in self._repeatable.get(by, ())
 
     def _part(self) -> tuple[int, dict[Peer, int]] | None:
-        """The epoch that the next part ends with, and how many turns of each are in it."""
+        """Return the last epoch of the next part and the number of turns of each participant in
+        it."""
         said: dict[int, _Place] = {}
         for peer, found in self._turns.items():
             for i, turn in enumerate(found):
@@ -264,8 +276,11 @@ class Barriers:
             last = earlier
 
     def _close(self, last: int, ends: dict[Peer, int], said: Mapping[int, _Place]) -> int | None:
-        """Take out of a part, up to epoch ``last``, what hears what is said behind it. If lives
-        would have to be taken out: the epoch to end with instead."""
+        """Remove from a part, up to epoch ``last``, the turns that receive a message sent after the
+        part.
+
+        Returns None, or the earlier epoch to end the part with if lives would have to be removed.
+        """
         untraced = {hash(("message", word)) for word in self._ready if word.epoch > last}
 
         def is_behind(x: int, by: Peer) -> bool:
@@ -293,7 +308,7 @@ class Barriers:
 
 
 def _events(move: Move) -> list[Event]:
-    """What the move is in the document's words."""
+    """Return the events of the move, in the terms of the live-set definition."""
     events: list[Event] = []
     old, new = move.before.epoch, move.after.epoch
     if new is not None and (old is None or old.n != new.n):
@@ -310,12 +325,13 @@ _ABOUT_BARRIERS = (Join, Ack, Ready, Begin, Leave)
 
 
 def _ends_an_epoch(record: Record) -> bool:
-    """Whether it begins an epoch, or no txn of its epoch comes after it."""
+    """Whether ``record`` begins an epoch, or no txn of its epoch comes after it."""
     return record.kind != "commit" or record.change
 
 
 def _says(move: Move) -> Iterator[_Key]:
-    """What others may hear of after this move: what only this participant can say."""
+    """Yield what this move sends that only this participant can send, so others receive it
+    later."""
     for effect in move.out.effects:
         match effect:
             case Broadcast(message=message) | Tell(message=message):
@@ -330,7 +346,7 @@ def _says(move: Move) -> Iterator[_Key]:
 
 
 def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
-    """What somebody must have said before this move, and who."""
+    """Yield what must have been sent before this move, and its sender."""
     match move.event:
         case Decision(record=record):
             if record is not None and _ends_an_epoch(record):
@@ -347,7 +363,7 @@ def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
 
 
 def _life(word: Ready, ready: Container[Ready]) -> _Turn:
-    """An epoch of a participant of which only the ready is known, if that."""
+    """Return one epoch of a participant of which at most the ready message is known."""
     place = f"{word.peer} without a trace, in epoch {word.epoch}"
     if word not in ready:
         return _Turn((Event("start", place=place), Event("fail")), (), ())
@@ -359,7 +375,8 @@ def _life(word: Ready, ready: Container[Ready]) -> _Turn:
 def _hearing(
     peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], is_past: Callable[[int, Peer], bool]
 ) -> Sources:
-    """For each turn those in which what it hears was first said, but for what ``is_past``."""
+    """Return, for each turn, the turns that first sent what it receives, except for past
+    messages."""
     said: dict[int, tuple[int, int]] = {}
     for p, peer in enumerate(peers):
         for i, turn in enumerate(turns[peer]):
@@ -376,7 +393,7 @@ def _hearing(
 def _project(
     peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], clocks: list[list[Cut]]
 ) -> Execution:
-    """The order of all moves, cut down to that of the events. Failures have no part in it."""
+    """Reduce the order of all moves to that of the events. Failures are not ordered."""
     lines: dict[str, tuple[Event, ...]] = {}
     fixed: list[list[tuple[int, int]]] = []  # by participant: (turn, index of the event)
     for peer in peers:

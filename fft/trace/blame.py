@@ -1,9 +1,9 @@
-"""Which ranks the rollbacks since the last commit name. Pure: fed with records, it only reads them.
+"""Find the ranks that the rollbacks since the last commit name. Pure: it only reads records.
 
 An ABORT carries a cause as text, in which its proposer names itself first. A cause is evidence
-against a rank if its own body failed, or if others saw it end, hang or stay away. A cause that says
-only that a collective failed or that a wait was over accuses nobody: its author was only the first
-to notice.
+against a rank if its own step function failed, or if others saw it end, hang or stay away. A cause
+that reports only a failed collective or an expired wait accuses no rank: its author was only the
+first to notice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Place = tuple[str, int]
-"""(group, rank): a place of the job, whichever process holds it."""
+"""(group, rank): a place in the job, independent of the process that holds it."""
 
 _KEPT = 64
 _PEER = r"[^\s,]+/\d+#\d+"
@@ -33,7 +33,7 @@ _NOBODY = re.compile(
 
 @dataclass(frozen=True)
 class Rollback:
-    """One ABORT. ``named``: against whom its cause is evidence; empty: nobody."""
+    """One ABORT. ``named`` holds the ranks that its cause is evidence against; it may be empty."""
 
     n: int
     step: int
@@ -43,12 +43,12 @@ class Rollback:
 
 
 def place_text(place: Place) -> str:
-    """As people write it: ``GROUP/RANK``."""
+    """Return the place in display form: ``GROUP/RANK``."""
     return f"{place[0]}/{place[1]}"
 
 
 def rollback(n: int, step: int, by: str, cause: str) -> Rollback:
-    """An ABORT record read. ``by`` is its proposer as ``GROUP/RANK#INCARNATION``."""
+    """Read one ABORT record. ``by`` is its proposer as ``GROUP/RANK#INCARNATION``."""
     said = cause.removeprefix(f"{by}: ")
     return Rollback(n, step, by, cause, frozenset(_named(by, said)))
 
@@ -57,7 +57,7 @@ def _named(by: str, said: str) -> Iterable[Place]:
     for form in _NAMED:
         if found := form.match(said):
             return [_place(peer) for peer in found["peers"].split(", ")]
-    # "hangs: …" of oneself is evidence whatever words follow it
+    # A participant's own "hangs: …" is evidence, regardless of the text that follows.
     if said.startswith("hangs: ") or not _NOBODY.search(said):
         return [_place(by)]
     return ()
@@ -70,15 +70,16 @@ def _place(peer: str) -> Place:
 
 @dataclass
 class History:
-    """The rollbacks since the last commit, from records heard in any order, and more than once."""
+    """The rollbacks since the last commit; records may arrive in any order and more than once."""
 
     _committed: int = -1
     _rollbacks: dict[int, Rollback] = field(default_factory=dict)
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """One record of the head register, as traces have it. What is none is passed over.
+        """Take one record of the head register, in trace form; anything else is ignored.
 
-        So is an ABORT because the user skipped the step: nothing has failed.
+        An ABORT that the user requested by skipping the step is also ignored, because nothing
+        failed.
         """
         n, kind, step = record.get("n"), record.get("kind"), record.get("step")
         if not isinstance(n, int) or not isinstance(step, int) or n <= self._committed:
@@ -93,7 +94,8 @@ class History:
             )
             found = rollback(n, step, who, str(record.get("cause", "")))
             odd = record.get("odd") or ()
-            if odd or record.get("diverged"):  # else it would be who counted the votes
+            # Otherwise this would name the participant that counted the votes.
+            if odd or record.get("diverged"):
                 found = replace(found, named=frozenset((peer[0], peer[1]) for peer in odd))
             self._rollbacks[n] = found
             while len(self._rollbacks) > _KEPT:
@@ -101,12 +103,13 @@ class History:
 
     @property
     def run(self) -> list[Rollback]:
-        """The rollbacks since the last commit, in order; all are attempts at one step."""
+        """The rollbacks since the last commit, in order; all are attempts at the same step."""
         return [self._rollbacks[n] for n in sorted(self._rollbacks)]
 
 
 def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
-    """The one rank that every one of the rollbacks names, if there are ``at_least`` so many."""
+    """Return the one rank that every rollback names, if there are at least ``at_least``
+    rollbacks."""
     run = list(rollbacks)
     if len(run) < max(1, at_least):
         return None

@@ -1,7 +1,7 @@
-"""What the notes of a trace say of durable checkpoints: which were taken, and why others were not.
+"""Durable checkpoints in the notes of a trace: which were taken, and why others were not.
 
-Pure. For `fft run`, which reads them as they come, and for `fft report`. A rank also reports them
-on the bus, since its trace may lie on the same full disk.
+Pure. ``fft run`` reads the notes as they come, and ``fft report`` reads them afterwards. A rank
+also reports checkpoints on the bus, because its trace may be on the same full disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fft.messages.progress import CheckpointReport, Outcome, fitting
 from fft.messages.protocol import Peer
 
 TOO_OFTEN = "too_often"
-"""In a note `checkpoint_skipped`: the one before was still being written."""
+"""Field of a `checkpoint_skipped` note: the previous checkpoint was still being written."""
 ABOUT_TOO_OFTEN = (
     "a checkpoint was due while the one before was being written, and was left out; if that goes "
     "on, take them less often (--every)"
@@ -23,11 +23,12 @@ _BUT_FOR_GAPS = (
     "have failed: `fft checkpoint list` shows what is there"
 )
 _NAMED = 8
-"""Checkpoints that a report names one by one at most, the newest."""
+"""Maximum number of checkpoints that a report lists one by one; it lists the newest."""
 
 
 def report_of(peer: Peer, note: str, data: Mapping[str, Any]) -> CheckpointReport | None:
-    """What ``peer`` says on the bus of a note of its own; None: nothing."""
+    """Return the report that ``peer`` sends on the bus for its own note, or None for other
+    notes."""
     found = _outcome(note, data)
     if found is None:
         return None
@@ -36,7 +37,7 @@ def report_of(peer: Peer, note: str, data: Mapping[str, Any]) -> CheckpointRepor
 
 
 def _outcome(note: object, data: Mapping[str, Any]) -> tuple[Outcome, str] | None:
-    """What has become of a checkpoint by a note, and why; None: it says nothing of that."""
+    """Return the outcome of a checkpoint by a note, and the reason; None for an unrelated note."""
     if note == "checkpoint" and data.get("published") is True:
         return "published", ""
     if note == "checkpoint_failed":
@@ -47,31 +48,35 @@ def _outcome(note: object, data: Mapping[str, Any]) -> tuple[Outcome, str] | Non
 
 
 class CheckpointNotes:
-    """Of one start of a job; `take` each note in turn, and `hear` each report: what comes in both
-    ways counts once."""
+    """The checkpoints of one start of a job.
+
+    Call `take` for each note and `hear` for each report; an outcome that arrives both ways counts
+    once.
+    """
 
     def __init__(self) -> None:
         self._counted: set[tuple[str, int, Outcome]] = set()
-        """Rank, step, and what had become of it."""
+        """(rank, step, outcome) of everything counted so far."""
         self.troubles: list[str] = []
-        """For whoever tells the operator, and takes them out."""
+        """Messages for the operator; the caller that prints a message removes it."""
         self.taken: set[int] = set()
-        """Steps of those that were published."""
+        """Steps of the published checkpoints."""
         self.failed: dict[int, list[str]] = {}
-        """Step → the ranks of which something is missing, and why."""
+        """Step → for each rank whose part is missing, the rank and the reason."""
         self.left_out: dict[int, str] = {}
-        """Step → why."""
+        """Step → the reason."""
         self.too_often: set[int] = set()
-        """Steps of those that were left out because the one before was being written."""
+        """Steps whose checkpoint was left out because the previous one was being written."""
 
     def take(self, rank: str, note: object, data: Mapping[str, Any]) -> None:
-        """A note of ``rank``; others than those of checkpoints, and odd ones, say nothing."""
+        """Take a note of ``rank``; notes that are unrelated to checkpoints or malformed are
+        ignored."""
         step, found = data.get("step"), _outcome(note, data)
         if isinstance(step, int) and found is not None:
             self._count(rank, step, *found)
 
     def hear(self, report: CheckpointReport) -> None:
-        """What a rank has said on the bus."""
+        """Take a report that a rank sent on the bus."""
         rank = f"{report.group}/{report.rank}"
         self._count(rank, report.step, report.outcome, report.why)
 
@@ -94,12 +99,17 @@ class CheckpointNotes:
 
     @property
     def last_failure(self) -> tuple[int, str] | None:
-        """Step and cause of the last one that was not taken for an error; None: there was none."""
+        """Step and cause of the newest checkpoint that was not taken because of an error, or
+        None."""
         steps = self.failed.keys() - self.taken
         return (step := max(steps), self.failed[step][0]) if steps else None
 
     def lines(self, has_gaps: bool = False) -> Iterable[str]:
-        """For a report; none: the job took no checkpoints. ``has_gaps``: the traces have."""
+        """Yield the lines of a report; no lines if the job took no checkpoints.
+
+        Args:
+            has_gaps: The traces have gaps, so the counts may be too low.
+        """
         failed = sorted(self.failed.keys() - self.taken)
         left_out = sorted((self.left_out.keys() | self.too_often) - self.taken - set(failed))
         if not (self.taken or failed or left_out):

@@ -16,7 +16,7 @@ Who = tuple[str, int, int]
 _LATENCY_S = 0.05
 """A smaller difference may be the time that records take to arrive, and is not corrected."""
 _KEPT = 4096
-"""Records that are kept of each process; then every second one."""
+"""Maximum number of records kept of each process; beyond it, only every second one is kept."""
 
 
 def who_of(line: Mapping[str, Any]) -> Who:
@@ -25,7 +25,7 @@ def who_of(line: Mapping[str, Any]) -> Who:
 
 
 class _Clock:
-    """The clock of one process: monotonic, and so without the jumps of its wall clock."""
+    """The monotonic clock of one process, which does not jump as its wall clock may."""
 
     def __init__(self) -> None:
         self.seen: dict[int, float] = {}
@@ -49,12 +49,13 @@ class _Clock:
 
     @property
     def wall(self) -> float:
-        """Seconds from its monotonic clock to its wall clock, as that mostly was."""
+        """Median number of seconds from its monotonic clock to its wall clock."""
         return median(self._walls)
 
 
 class Clocks:
-    """Takes the lines of all traces of one scope; then `at` gives their times."""
+    """A common time for the lines of all traces of one scope: pass them to `take`, then call
+    `at`."""
 
     def __init__(self) -> None:
         self._clocks: dict[Who, _Clock] = {}

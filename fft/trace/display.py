@@ -19,7 +19,7 @@ from fft.trace.tail import JobView
 
 @dataclass(frozen=True)
 class Row:
-    """One group on the screen. ``doing`` is the supervisor's word on its processes."""
+    """One group on the screen. ``doing`` is the supervisor's description of its processes."""
 
     group: str
     doing: str
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The screen at one moment; ``elapsed`` in seconds since the start of the job."""
+    """The screen at one moment; ``elapsed`` is in seconds since the start of the job."""
 
     elapsed: float
     rows: Sequence[Row]
@@ -41,7 +41,8 @@ class Snapshot:
 
 
 def row_of(view: JobView, group: str, doing: str) -> Row:
-    """The row of ``group``: the state of its first rank, the lowest step of all its ranks."""
+    """Return the row of ``group``: the state of its first rank, the lowest step of all its
+    ranks."""
     ranks = view.of(group)
     if not ranks:
         return Row(group, doing)
@@ -54,7 +55,7 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
 
 
 class Display(Protocol):
-    """Shows snapshots; `close` leaves the terminal as it was found."""
+    """A display of snapshots; `close` restores the terminal."""
 
     def show(self, snapshot: Snapshot) -> None: ...
 
@@ -81,15 +82,15 @@ class LiveDisplay:
         self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Leave the last table standing."""
+        """Stop updating and leave the last table on the screen."""
         self._live.stop()
 
 
 class PlainDisplay:
     """Lines for a log file or a pipe: at once when there is news, else every ten seconds.
 
-    News is a fault, an epoch (a rollback, or groups that come and go), a process that starts or
-    ends; not a step. Never more than one line a second.
+    News is a fault, an epoch (a rollback, or groups that join or leave), or a process that starts
+    or ends. A step is not news. It prints at most one line a second.
     """
 
     def __init__(self, console: Console, every: float = 10.0, at_most: float = 1.0) -> None:
@@ -99,7 +100,7 @@ class PlainDisplay:
         self._newest: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Print the line, unless there is nothing new in it or the last one is too recent."""
+        """Print the line, unless it contains nothing new or the last line is too recent."""
         last, self._newest = self._printed, snapshot
         if last is not None:
             pause = self._every if _news(snapshot) == _news(last) else self._at_most
@@ -108,7 +109,7 @@ class PlainDisplay:
         self._print(snapshot)
 
     def close(self) -> None:
-        """Print what came too soon after the last line."""
+        """Print news that came too soon after the last line."""
         last = self._printed
         if self._newest is not None and last is not None and _news(self._newest) != _news(last):
             self._print(self._newest)
@@ -125,7 +126,7 @@ class PlainDisplay:
 
 
 def _news(snapshot: Snapshot) -> object:
-    """What a reader of a log wants to see at once."""
+    """Return the fields whose change is printed at once."""
     return snapshot.fired, [(row.doing, row.epoch, row.fault) for row in snapshot.rows]
 
 
@@ -134,5 +135,5 @@ def _loss(loss: float | None) -> str:
 
 
 def open_display(console: Console) -> Display:
-    """The display that fits ``console``."""
+    """Return the display that fits ``console``."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

@@ -1,6 +1,6 @@
-"""How a job ended where that is no violation and yet no good end: in words, with the mend. Pure.
+"""Describe ends of a job that violate nothing and are still not good, with their remedy. Pure.
 
-Reads the moves of a history; the texts are for `fft audit` and `fft run`.
+Reads the moves of a history; the texts are for ``fft audit`` and ``fft run``.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from fft.protocol.invariants.facts import Numbers
 from fft.trace.format import RUNS
 
 _NAMED = 8
-"""Participants that a text names at most."""
+"""Maximum number of participants that a text names."""
 
 
 class Ends:
-    """What the moves of a job, as they come in, tell of its course and end."""
+    """The course and end of a job, collected from its moves as they come in."""
 
     def __init__(self) -> None:
         self._apart: dict[int, Record] = {}
-        """Records that tell of states that differ."""
+        """Records that report divergent states."""
         self._ballots: dict[Token, tuple[dict[int, dict[Peer, str]], tuple[Peer, ...]]] = {}
-        """Of votes that tell so: what differs, and who is odd."""
+        """Token of each ballot with divergent states → the differing digests and the divergent
+        ranks."""
         self._commits, self._epochs = Numbers(RUNS), Numbers(RUNS)
         self._last_commit = 0
         self._without_state: list[tuple[Peer, Record | None]] = []
-        """Who stopped so, and the newest record that it knew."""
+        """Participants that stopped with ``NoState``, and the newest record that each had."""
         self.bytes_healed = 0
         self.has_final_record = False
-        """A participant has ended in a way that its trace tells."""
+        """At least one trace shows that its participant ended."""
 
     def take(self, move: Move) -> None:
-        """One move."""
+        """Take one move."""
         if (record := move.record) is not None:
             if record.kind == "commit":
                 self._commits.add(record.n)
@@ -54,21 +55,23 @@ class Ends:
 
     @property
     def commits(self) -> int:
-        """How many txns were committed."""
+        """Number of committed txns."""
         return len(self._commits)
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were."""
+        """Number of epochs."""
         return len(self._epochs)
 
     @property
     def diverged(self) -> bool:
-        """Whether the job has ended for its replicas differ: nobody knows whose state is right."""
+        """Whether the job ended because its replicas differ, so it is unknown which state is
+        right."""
         return any(record.diverged for record in self._apart.values())
 
     def divergences(self) -> list[str]:
-        """Each time that states of replicas differed: after which step, who had which digest."""
+        """Describe each divergence of replicas: after which step, and which rank had which
+        digest."""
         return [self._divergence(record) for _, record in sorted(self._apart.items())]
 
     def _divergence(self, record: Record) -> str:
@@ -86,7 +89,8 @@ class Ends:
         return f"{what}; {whose}, and the job ended with Diverged"
 
     def without_state(self) -> str | None:
-        """The end of a job whose state was nowhere any more (``NoState``); None: another end."""
+        """Describe an end with ``NoState`` (no process had the state any more); None for another
+        end."""
         ended: list[Peer] = []
         step = 0
         for peer, reached in self._without_state:
@@ -102,7 +106,11 @@ class Ends:
 
 
 def about_no_state(step: int | None) -> str:
-    """What ``NoState`` means and what to do; ``step``: the last committed; None: there is none."""
+    """Explain ``NoState`` and its remedy.
+
+    Args:
+        step: The last committed step, or None if no step was committed.
+    """
     if step is None:
         return (
             "all processes that had the weights which the job began with were gone before a step "

@@ -1,4 +1,5 @@
-"""Guarantee 6 between scopes: the order of the data, from the registers of all of them. Pure."""
+"""Judge guarantee 6 between scopes: the order of the data, from the registers of all scopes.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,36 +14,37 @@ from fft.trace.inputs import Given
 
 
 class Flow:
-    """What one scope has taken, and what it says of the others; takes its records as they come.
+    """The slices that one scope has taken, and what its records state about other scopes.
 
     Args:
-        bounds: other scope → how many of its txns this one may begin ahead of it.
+        bounds: Other scope → number of txns that this scope may begin ahead of it.
     """
 
     def __init__(self, scope: str, bounds: Mapping[str, int]) -> None:
         self.scope = scope
         self.bounds = bounds
         self.is_whole = True
-        """Nothing is missing that a trace could have had."""
+        """The scope's traces are complete: no trace has a gap or is truncated."""
         self.given = Given()
-        """Entries, which one scope gives to the next."""
+        """Entries that this scope gives to the next one or takes from the one before."""
         self.furthest = {1: 0}
-        """Groups that take a slice each → the slices before which all were taken, at the most. A
-        scope that has not begun will have one at least."""
+        """Number of groups that take one slice each → the furthest cursor: all slices before it
+        were taken. A scope that has not begun has an entry too, because it will have at least one
+        group."""
         self.seen: dict[str, Record] = {}
-        """Other scope → the record that names the most of it."""
+        """Other scope → the record with the furthest position of that scope."""
         self.unnamed: dict[str, Record] = {}
-        """Other scope → a record that does not say what was seen of it."""
+        """Other scope → a record that lacks a position of that scope."""
         self._commits = Numbers(RUNS)
         self._members: dict[int, int] = {}
-        """Groups of the newest epochs."""
+        """Epoch → number of member groups, for the newest two epochs."""
         self._newest: tuple[int, frozenset[Peer]] = 0, frozenset()
-        """The newest epoch, and who is in it."""
+        """The newest epoch and its participants."""
         self._left: set[Peer] = set()
-        """Who has left in good order."""
+        """Participants that have finished without an error."""
 
     def move(self, move: Move) -> None:
-        """What somebody has done in it."""
+        """Take one move of a participant of the scope."""
         if move.record is not None:
             self.take(move.record)
         finish = next((e for e in move.out.effects if isinstance(e, Finish)), None)
@@ -50,7 +52,8 @@ class Flow:
             self._left.add(move.peer)
 
     def take(self, record: Record) -> None:
-        """A record of the scope; of all of one number the first counts."""
+        """Take a record of the scope; records after the first with the same number change
+        nothing."""
         if record.kind == "epoch" and record.epoch > self._newest[0]:
             self._newest = record.epoch, record.peer_set
         if record.kind == "epoch":
@@ -72,11 +75,11 @@ class Flow:
 
     @property
     def commits(self) -> int:
-        """How many it has."""
+        """Number of commits of the scope."""
         return len(self._commits)
 
     def has_come_to(self, seen: Seen) -> bool:
-        """Whether a record of it allows what another scope has gone by."""
+        """Whether a record of this scope allows the position that another scope has relied on."""
         if not seen.takers:
             return 0 in self.furthest or self._newest[1] <= self._left
         return any(
@@ -86,11 +89,12 @@ class Flow:
 
 
 def judge_flow(flows: Iterable[Flow]) -> Finding:
-    """6: each scope has kept to what the others had taken.
+    """Check guarantee 6: each scope has kept to what the other scopes had taken.
 
-    That a commit keeps to what it names is judged scope by scope (``data_flow``). Here: of two that
-    are bound to each other both say so, by the flow in their headers; each names all that it is
-    bound to, and what had come to pass there.
+    The check that a commit keeps to the positions it names is made scope by scope (``data_flow``).
+    This function checks the rest. If two scopes are bound to each other, the headers of both must
+    state it. Each scope must name a position of every scope that it is bound to, and that scope
+    must have reached it.
     """
     found = Finding("flow_order")
     by_name = {flow.scope: flow for flow in flows}
@@ -127,10 +131,10 @@ def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None
 
 
 def judge_entries(flows: Iterable[Flow]) -> Finding:
-    """6: what a scope has computed on, the one before has given, with these weights and no others.
+    """Check guarantee 6: a scope computes only on entries that the scope before it gave.
 
-    An entry is of a txn that the stage before began in the same group, with the weights of that
-    step; or it was made anew there, with those of that time.
+    An entry belongs to a txn that the stage before began in the same group, with the weights of
+    that step; or the stage before recomputed it with the weights of that time.
     """
     found = Finding("entries")
     by_name = {flow.scope: flow for flow in flows}
@@ -159,5 +163,5 @@ def _of(record: Record, other: str, ahead: int) -> Seen | None:
 
 
 def _more(seen: Seen, than: Seen | None) -> bool:
-    """Whether one says more of the other scope."""
+    """Whether ``seen`` is further than ``than``."""
     return than is None or (not seen.takers, seen.reach) > (not than.takers, than.reach)

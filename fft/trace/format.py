@@ -1,4 +1,4 @@
-"""What writer and reader of a trace agree on. Pure."""
+"""Definitions that the writer and the readers of a trace share. Pure."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ from typing import Any
 from fft.protocol.state import Local, members
 
 FORMAT = 3
-"""Version in every header; a reader refuses another one."""
+"""Version in every header; a reader refuses any other version."""
 INNER = "inner"
-"""In the folder of a job's traces: the folders of the scopes inside of replica groups."""
+"""Subdirectory of a job's traces that holds the directories of the scopes inside replica groups."""
 SCOPES = "scopes"
-"""The same of the scopes of stages, but for the first one's, whose traces are the job's."""
+"""Subdirectory for the scopes of stages; the traces of the first stage are in the job's directory.
+"""
 
 RUNS = 1024
-"""Of the numbers of records of one kind, as who reads traces side by side counts them: runs that it
-keeps. Where each commit ends an epoch, each record is a run of its own."""
+"""Maximum number of runs kept when the record numbers of one kind are counted while traces are read
+side by side. If each commit ends an epoch, each record is a run of its own."""
 
 DIGESTS = "digests"
-"""In ``owes`` of a header: whether each commit and each heal of the process has a digest."""
+"""Key in ``owes`` of a header: whether each commit and each heal of the process has a digest."""
 
 FETCHING = "fetching"
-"""A note of a fetch that takes long: bytes that have arrived, those of the whole, seconds left."""
+"""Name of the note about a long fetch: bytes received, total bytes, seconds left."""
 UNREACHABLE = "unreachable"
-"""A note of a joiner that waits outside the epoch: which addresses it cannot connect to."""
+"""Name of the note of a joiner that waits outside the epoch: the addresses it cannot connect to."""
 NO_REFORM = "no_reform"
-"""A note: since the header, the ranks of this group can be replaced no more."""
+"""Name of the note that revokes ``reforms`` of the header: no rank of the group can be replaced."""
 
 
 def scope_folders(directory: Path) -> list[Path]:
-    """Where the ranks of a job trace: the job's own folder, and those of further stages' scopes."""
+    """Return the trace directories of a job: its own, and those of the later stages' scopes."""
     return [directory, *sorted(directory.glob(f"{SCOPES}/*"))]
 
 
 def scope_folder(directory: Path, scope: str) -> Path:
-    """Where the ranks of a stage's scope trace; ``scope``: its name, empty for the first one."""
+    """Return the trace directory of a stage's scope.
+
+    Args:
+        scope: Name of the scope, empty for the first stage.
+    """
     return directory / SCOPES / scope if scope else directory
 
 
 def inner_folder(directory: Path, group: str, store: str) -> Path:
-    """Where the ranks of one life of a group trace their own scope."""
+    """Return the trace directory for the own scope of one instance of a group."""
     name = f"g{group}-{store}"
     return directory / INNER / "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in name)
 
@@ -53,12 +58,13 @@ def progress_in_words(got: int, total: int, left_s: float) -> str:
 
 
 def chain(previous: str, body: str) -> str:
-    """Digest that links a line to the one before it. ``body``: the line without its ``h``."""
+    """Return the digest that links a line to the one before it. ``body``: the line without
+    ``h``."""
     return hashlib.blake2b(f"{previous}\n{body}".encode(), digest_size=8).hexdigest()
 
 
 def where(s: Local) -> dict[str, Any]:
-    """Where a participant stands: in every line of its own."""
+    """Return a participant's position and state, as in every line of its trace."""
     return {
         "epoch": s.token.epoch,
         "txn": s.token.txn,

@@ -1,6 +1,6 @@
-"""Steps that groups commit alone: each synchronisation has all of its slice's, once and in order.
+"""Judge inner steps: each synchronization includes all inner steps of its slice, once and in order.
 
-Pure. What a group does alone is told by notes of its trace, not by events of the protocol.
+Pure. Inner steps are recorded as notes of a trace, not as events of the protocol.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from fft.trace.inputs import Owed, Weigh
 
 
 class InnerSteps:
-    """The notes of one process are checked, as they come, in the order of its trace.
+    """Check of the inner steps in the notes of one process, in the order of its trace.
 
-    3: a slice that a COMMIT has consumed was computed on by its holder step by step, each step
-    committed once; what was given up between was begun anew. All slices have as many steps.
+    Guarantee 3: the holder of a slice that a COMMIT consumed has computed it step by step, and each
+    step was committed once. Steps that were discarded in between were started again. All slices
+    have the same number of steps.
 
     Args:
-        owed: as of `fft.trace.inputs.Inputs`.
-        needed: each COMMIT that consumes a slice follows inner steps.
+        owed: As in `fft.trace.inputs.Inputs`.
+        needed: Each COMMIT that consumes a slice follows inner steps.
     """
 
     def __init__(self, finding: Finding, owed: Owed | None, needed: bool) -> None:
@@ -27,14 +28,15 @@ class InnerSteps:
         self._slice: int | None = None
         self._done = 0
         self._first = 0
-        """Item of the data that the first step of the slice was computed on."""
+        """Data item that the first step of the slice was computed on."""
         self.told = 0
-        """How many inner steps it has committed, in all."""
+        """Total number of inner steps that the process has committed."""
         self.last = ""
-        """Where it said so last."""
+        """Place of the note of the newest inner step."""
 
     def take(self, place: str, line: dict[str, Any], weigh: Weigh) -> None:
-        """One note, and its place. ``weigh`` gets what the traces of all ranks must say alike."""
+        """Take one note and its place. ``weigh`` gets the facts that must be equal in all ranks'
+        traces."""
         data, finding = line["data"], self._finding
         match line["note"]:
             case "inner_void":

@@ -1,9 +1,10 @@
-"""What committed txns were computed on, by the notes of who drew it: none missing, none odd. Pure.
+"""Judge the data that committed txns were computed on, by the notes of the ranks. Pure.
 
-A note ``loop`` says from which txn on a process runs its txns in FFT's own loop, or in torchft's.
-What a txn owes, that a process applies and that it counts in, follows from the loop that has run it
-and from what the job is: ``consumed`` in FFT's own loop, and ``entry`` in a stage that takes what
-another gives. Jobs of such stages, and those whose groups step alone, have no other loop.
+A ``loop`` note states the txn from which a process runs its txns in FFT's own loop or in torchft's.
+The notes that are required for a txn that a process applies, and that counts for it, depend on the
+loop and on the job. FFT's own loop owes a ``consumed`` note, and a stage that takes the entries of
+another owes an ``entry`` note. Jobs with such stages, and jobs whose groups commit local steps,
+have no other loop.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from fft.protocol.invariants import Claim, Finding, Move, Same
 from fft.protocol.state import Local
 
 MOST_IDS = 1_000_000
-"""Different samples that are counted."""
+"""Maximum number of different samples that are counted."""
 _NAMED = 5
-"""Samples that a text names at most."""
+"""Maximum number of samples that a text names."""
 LOOP = "loop"
 CONSUMED = "consumed"
 ENTRY = "entry"
 MADE_ANEW = "entry_made_anew"
 RESTORED = "entry_restored"
-"""From a checkpoint."""
+"""Note of an entry that was restored from a checkpoint."""
 TRANSACTIONS, TORCHFT = "transactions", "torchft"
 """The loops: ``manager.transactions``, and ``start_quorum`` with ``should_commit``."""
 
@@ -36,7 +37,7 @@ Weigh = Callable[[Finding, Claim, str], None]
 
 
 class _Told(NamedTuple):
-    """A note, and where it stands."""
+    """A note and its place."""
 
     name: str
     data: Mapping[str, Any]
@@ -45,38 +46,38 @@ class _Told(NamedTuple):
 
 
 class Owed:
-    """What a process owes, by the header of its trace: what its job is, and which rank it is."""
+    """The notes that a process owes, by its trace's header: the kind of its job, and its rank."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         config, spec = head["config"], head["spec"]
         self.is_periodic = bool(config["leases"])
         self.takes = any(not other["ahead"] for other in config["flow"])
-        """Entries, of the stage before."""
+        """Whether it takes entries of the stage before."""
         self.only_loop = TRANSACTIONS if self.is_periodic or config["flow"] else ""
-        """The one that the job has; empty: both."""
+        """The only loop that the job can have; empty if it can have both."""
         samples = next(iter(spec["parameter_groups"].values()))["samples"]
         self.ranks = config["world"] if samples == "per_rank" else 1
-        """Of a group, that take an item of the data each; 1: all take the same."""
+        """Number of ranks of a group that take a data item each, or 1 if all take the same item."""
         self.begins_at = head["start"]["step"], head["start"]["cursor"]
         self.rank = config["me"][1]
         self._rank = self.rank if samples == "per_rank" else 0
 
     def item(self, number: int) -> int:
-        """Of the data, that the rank takes of a slice with an item for each rank that takes one."""
+        """Return the data item that this rank takes from slice ``number``."""
         return number * self.ranks + self._rank
 
 
 class Runs:
-    """Pairs (version, slice) in the order in which they came, as runs of equal strides."""
+    """Pairs (version, slice) in the order of arrival, stored as runs of equal strides."""
 
     def __init__(self) -> None:
         self._runs: list[list[int]] = []
-        """Of each run: version and slice it begins with, their strides, and how many it has."""
+        """For each run: its first version and slice, their strides, and its length."""
         self._at = 0
-        """The run that had what was looked for last."""
+        """Index of the run that contained the last pair looked up."""
 
     def add(self, version: int, number: int) -> None:
-        """The next pair; one that is there twice in a row counts once."""
+        """Append a pair; a pair that repeats the last one is dropped."""
         if self._runs:
             run = self._runs[-1]
             count = run[4]
@@ -113,39 +114,41 @@ def _has(run: list[int], version: int, number: int) -> bool:
 
 
 class Given:
-    """Entries of one scope: what it has given to the next one, and taken of the one before."""
+    """Entries of one scope: those it gave to the next scope and took from the one before."""
 
     def __init__(self) -> None:
         self.offered: dict[str, list[Runs]] = {}
-        """Group → of each of its processes, and of what they made anew or had of a checkpoint."""
+        """Group → for each of its processes, the entries it computed and those it recomputed or
+        restored."""
         self.ids: Counter[int | str] = Counter()
-        """How often each sample was consumed, as far as ids are traced."""
+        """Number of times that each sample was consumed, as far as ids are traced."""
         self.shards: dict[tuple[str, int], Items] = {}
-        """(shard, rank) → the slices of the shard that were consumed, counted from its begin."""
+        """(shard, rank) → the consumed slices of the shard, counted from its beginning."""
         self.taken: dict[tuple[str, str], Runs] = {}
-        """(group, trace) → what the txns were computed on that it applied."""
+        """(group, trace) → the entries that the applied txns were computed on."""
 
     def count_ids(self, ids: list[int | str], owed: Owed) -> None:
-        """Samples are consumed by a rank. Ranks that take the same samples count once."""
+        """Count samples that a rank consumed. Ranks that take the same samples count once."""
         if owed.rank == 0 or owed.ranks > 1:
             self.ids.update(i for i in ids if len(self.ids) < MOST_IDS or i in self.ids)
 
 
 def _holds(local: Local) -> bool:
-    """Whether it has the state that its epoch begins with, and fetches none: an epoch may be formed
-    while an entry is being made."""
+    """Whether it has the state that its epoch begins with and fetches none; an epoch may be formed
+    while an entry is being recomputed."""
     return local.epoch is not None and local.lineage == local.epoch.lineage
 
 
 class Inputs:
-    """The notes of one process, with its moves, in the order of its trace.
+    """Check of the notes of one process, with its moves, in the order of its trace.
 
     Args:
-        finding: each txn has the notes that are owed for it, once, and of its slice; what is made
-            anew is made with the weights of the job.
-        given: gets what this process gives and takes.
-        owed: what it owes; None: nothing is known of that, or it is judged elsewhere.
-        group, name: of the process, and of its trace.
+        finding: The finding on these checks: each txn has the notes that are owed for it, once and
+            for its slice, and recomputed entries use the weights of the job.
+        given: Receives the entries that this process gives and takes.
+        owed: The notes that it owes; None if that is unknown or judged elsewhere.
+        group: Group of the process.
+        name: Name of its trace.
     """
 
     def __init__(
@@ -156,14 +159,14 @@ class Inputs:
         self._computed, self._anew = Runs(), Runs()
         given.offered.setdefault(group, []).extend((self._computed, self._anew))
         self._local: Local | None = None
-        """After the last move."""
+        """The state after the last move."""
         self._plan: StartTxn | None = None
         self._loops: list[tuple[Token, str]] = []
-        """From which txn on which loop runs them; that of the present txn, and later ones."""
+        """(first txn, loop) for the loop of the present txn and of later ones."""
         self._told: list[_Told] = []
 
     def note(self, place: str, line: Mapping[str, Any]) -> None:
-        """One note, and its place."""
+        """Take one note and its place."""
         name, data = line["note"], line["data"]
         if name == MADE_ANEW:
             self._make_anew(data["slice"], data["version"], place)
@@ -179,7 +182,7 @@ class Inputs:
                 self._take(data["shard"], data["item"], self._owed.rank, place)
 
     def move(self, move: Move, weigh: Weigh) -> None:
-        """One move. ``weigh`` gets what the traces of all ranks must say alike."""
+        """Take one move. ``weigh`` gets the facts that must be equal in all ranks' traces."""
         event, self._local = move.event, move.after
         if isinstance(event, Applied | ApplyFailed) and move.out.verdict == "row":
             self._judge(event.token, move.place, weigh)
@@ -194,7 +197,8 @@ class Inputs:
         local, state, is_right = self._local, "without the state of the job", False
         if local is not None and (local.healed or has_left_well(local) or _holds(local)):
             state = f"at step {local.step}"
-            is_right = version - local.step in (0, 1)  # 1: the engine is to hear of it yet
+            # 1: the engine has not been notified of the newest step yet
+            is_right = version - local.step in (0, 1)
         text = (
             f"the entry of slice {number} was made anew with version {version}, by a rank {state}"
         )
@@ -212,7 +216,7 @@ class Inputs:
         self._anew.add(version, number)
 
     def _judge(self, token: Token, place: str, weigh: Weigh) -> None:
-        """A txn is applied that this process has computed."""
+        """Judge a txn that this process computed and now applies."""
         plan, owed = self._plan, self._owed
         if plan is None or plan.token != token or owed is None:
             return
@@ -237,14 +241,15 @@ class Inputs:
                 self._judge_note(each, number, owed, text)
 
     def _loop_of(self, token: Token) -> str:
-        """Which one has run that txn, by the notes; empty: none says so."""
+        """Return the loop that ran the txn, by the notes; empty if no note states it."""
         while len(self._loops) > 1 and self._loops[1][0] <= token:
             del self._loops[0]
         begun = bool(self._loops) and self._loops[0][0] <= token
         return self._loops[0][1] if begun else ""
 
     def _judge_uncounted(self, token: Token) -> None:
-        """A txn is applied in which this process was a spare, or a learner."""
+        """Judge a txn that is applied and in which this process was a spare or fetched its
+        state."""
         for told in (t for t in self._told if t.name == CONSUMED and t.token == token):
             text = (
                 f"txn {token} took no slice here, and the trace has a note {CONSUMED!r} of slice "
@@ -266,7 +271,7 @@ class Inputs:
             self.finding.expect(item == due, has, place)
 
     def _take(self, shard: str, item: int, rank: int, place: str) -> None:
-        """A slice of a shard is consumed, by one txn of the rank."""
+        """Record that a txn of the rank consumed a slice of a shard."""
         items = self._given.shards.setdefault((shard, rank), Items())
         items.traces.add(self._name)
         text = f"slice {item} of shard {shard} is consumed by rank {rank} in two txns"
@@ -274,16 +279,16 @@ class Inputs:
 
 
 class Items:
-    """Numbers of consumed items, as ranges."""
+    """Numbers of consumed items, stored as ranges."""
 
     def __init__(self) -> None:
         self.ranges: list[range] = []
-        """Disjoint, in ascending order."""
+        """Disjoint ranges, in ascending order."""
         self.traces: set[str] = set()
-        """Names of the traces that they are in."""
+        """Names of the traces that contain the items."""
 
     def add(self, item: int) -> bool:
-        """Add an item. Whether it was not there."""
+        """Add an item. Returns whether it is new."""
         if any(item in each for each in self.ranges):
             return False
         kept = [r for r in self.ranges if item not in (r.start - 1, r.stop)]
@@ -295,13 +300,14 @@ class Items:
         return True
 
     def missing(self) -> list[int]:
-        """Items between the first and the last one that are not there."""
+        """Return the missing items between the first and the last one."""
         pairs = zip(self.ranges, self.ranges[1:], strict=False)
         return [number for one, other in pairs for number in range(one.stop, other.start)]
 
 
 def judge_shards(finding: Finding, given: Given) -> list[str]:
-    """Judge that no slice of a shard was left out. Returns what each shard has consumed.
+    """Judge that no slice of a shard was left out. Returns a description of what each shard
+    consumed.
 
     A process that is killed between a commit and its note leaves one slice without a note.
     """
@@ -319,11 +325,11 @@ def judge_shards(finding: Finding, given: Given) -> list[str]:
 
 
 def told_of_ids(given: Given) -> list[str]:
-    """Sentences on the samples by their ids: how many were consumed, doubled and left out.
+    """Return sentences on the samples by their ids: how many were consumed, doubled and left out.
 
-    Data that are read more than once have each sample as often. So a sample is doubled if it was
-    consumed more often than the rarest one, and one of consecutive numbers is missing if it was
-    not consumed at all.
+    Data that are read in several epochs contain each sample equally often. So a sample is doubled
+    if it was consumed more often than the rarest one. A sample with a consecutive number is missing
+    if it was not consumed at all.
     """
     ids = given.ids
     if not ids:

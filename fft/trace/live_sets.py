@@ -1,39 +1,40 @@
-"""Who was alive together: the formal semantics of a live set, decided for one execution. Pure.
+"""Decide whether the live sets of one execution are valid, by a formal definition. Pure.
 
 The definition is that of JAX's live_devices document, section "Formal Semantics". Every process
 performs events one after another: it **starts**, it **enters** the barrier (sends its request), it
 **leaves** it with a set of members (receives the reply), it **fails**. From its start, or its
-start again, to its failure a process is alive, and otherwise dead; it is in the barrier from
-entering to leaving or failing. An execution is **valid** if failures can be moved, earlier or
-later, though never past another event of the same process, such that for every leave with a set
-``P`` there is an instant at which every process of ``P`` is in the barrier and every other process
-is dead. One placement of the failures serves all instants.
+restart, to its failure a process is alive, and otherwise dead; it is in the barrier from entering
+to leaving or failing. An execution is **valid** if failures can be moved, earlier or later, though
+never past another event of the same process, such that for every leave with a set ``P`` there is an
+instant at which every process of ``P`` is in the barrier and every other process is dead. One
+placement of the failures serves all instants.
 
-Where the document leaves room, this is how it is read here:
+Where the document leaves room, this module reads it as follows:
 
-- The instant of an answer lies in the stay that got it (the document builds on linearizability);
-  so who is given a set is in it.
-- "The same set to every process" is part of the verdict: at the instant of an answer each member
-  is in a stay that ends with the same answer, or with none because the process failed.
-- A failure that no start comes before says that the process was dead from the beginning.
+- The instant of an answer lies in the stay that got it (the document builds on linearizability); so
+  a process that is given a set is in that set.
+- "The same set to every process" is part of the verdict: at the instant of an answer each member is
+  in a stay that ends with the same answer, or with none because the process failed.
+- A failure without a start before it means that the process was dead from the beginning.
 - A process without a failure is alive to the end of the execution, as a diagram shows it.
-- Time is an order of events and no more. ``timed`` takes it from a clock that all share; other
-  orders, as of messages, are given as pairs. What no order holds apart may be put either way.
+- Time is an order of events and nothing more. ``timed`` takes it from a clock that all share; other
+  orders, such as that of messages, are given as pairs. Events that no order separates may be put
+  either way.
 - An ``act`` is any other event; failures are not moved past it.
 - Barriers may have names. Stays in different ones never meet.
 
 **Decision procedure.** Put all events in some linear order that agrees with the given one: its
 prefixes are cuts, and each answer asks for a cut at which every process, looked at by itself, is
-where it should be. Such a conjunction has a least cut above any given cut, which is found by
-pushing on whoever is not where it should be, and then those whom its events wait for (Garg and
-Waldecker's detection of weak conjunctive predicates). An execution is valid if cuts for all
-answers can be chosen that form one chain, since a chain of cuts is what the prefixes of one order
-are. So: from the cut reached, take the least cut of each process's next answer. If one lies below
-all others, taking it costs nothing, since every chain that goes on from here can be given it
-first. If not, each of the minimal ones is tried. With n processes and m events an instant costs
-O(n * (m + n)); k answers that follow each other cost O(k) times that. Only answers whose order is
-open and matters branch (as when their sets are disjoint, and failures could fall on either side),
-so that the worst case is exponential in how many of those there are at one time.
+where it should be. Such a conjunction has a least cut above any given cut. It is found by advancing
+each process that is not where it should be, and then the processes that its events wait for (Garg
+and Waldecker's detection of weak conjunctive predicates). An execution is valid if cuts for all
+answers can be chosen that form one chain, because the cuts of a chain are the prefixes of one
+order. So, from the cut reached, take the least cut of each process's next answer. If one lies below
+all others, taking it costs nothing, since every chain that goes on from here can be given it first.
+If not, each of the minimal ones is tried. With n processes and m events an instant costs O(n * (m +
+n)); k answers that follow each other cost O(k) times that. The search branches only for answers
+whose order is open and matters (for example if their sets are disjoint, and failures could fall on
+either side). The worst case is therefore exponential in the number of those at one time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ Mark = tuple[str, int]
 
 
 class ExecutionError(FftError):
-    """The given events are no execution: their order is circular, or impossible in one process."""
+    """The given events are not an execution: their order is circular, or impossible in one
+    process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +63,19 @@ class Event:
 
     kind: Kind
     barrier: str = ""
-    """Enter: which barrier, where there are several."""
+    """For an enter: the name of the barrier, if there are several."""
     members: frozenset[str] = frozenset()
-    """Leave: the set that was given."""
+    """For a leave: the set that was given."""
     place: str = ""
-    """Where it stands, for messages."""
+    """Where the event stands in its source, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Events of every process in its own order, and what is known of the order between processes.
+    """Events of every process in its own order, and the known order between processes.
 
-    A pair that names a failure keeps it from moving to the wrong side; the document has none.
+    A pair that names a failure keeps the failure from moving to the wrong side; the document has no
+    such pairs.
     """
 
     lines: Mapping[str, tuple[Event, ...]]
@@ -81,7 +84,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """At this point of the order ``members`` were in ``barrier``, and all others dead."""
+    """A point of the order at which ``members`` were in ``barrier`` and all others were dead."""
 
     members: frozenset[str]
     barrier: str = ""
@@ -89,13 +92,14 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class LiveSetVerdict:
-    """``order`` is the witness of a valid execution, ``reason`` what is wrong with another one."""
+    """A verdict with the witness ``order`` of a valid execution, or the ``reason`` it is
+    invalid."""
 
     valid: bool
     order: tuple[Mark | Instant, ...] = ()
     reason: str = ""
     answers: int = 0
-    """How many leaves were judged."""
+    """Number of leaves that were judged."""
 
     @property
     def instants(self) -> tuple[Instant, ...]:
@@ -106,9 +110,9 @@ class LiveSetVerdict:
 def timed(
     lines: Mapping[str, Sequence[tuple[float, Event]]], failures_move: bool = True
 ) -> Execution:
-    """An execution from events with times of one shared clock; equal times are not ordered.
+    """Build an execution from events timed by one shared clock; equal times are not ordered.
 
-    ``failures_move=False`` is the document's first, simple definition: failures stay in place.
+    ``failures_move=False`` selects the document's first, simple definition: failures stay in place.
     """
     marks = sorted(
         (at, name, i)
@@ -131,12 +135,12 @@ def timed(
 # --- the model ------------------------------------------------------------------------------------
 
 Cut = tuple[int, ...]
-"""How many events of each process have happened."""
+"""The number of events of each process that have happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """One process in the barrier; ``members`` None: it got no answer."""
+    """One stay of a process in the barrier; ``members`` is None if it got no answer."""
 
     process: str
     entered: int
@@ -166,7 +170,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
-    """Where the process is before its first event and after each. Raises ``ExecutionError``."""
+    """Return where the process is before its first event and after each. Raises
+    ``ExecutionError``."""
     found: list[_Where] = ["dead"]
     for i, event in enumerate(line):
         now, inside = found[-1], isinstance(found[-1], _Stay)
@@ -195,11 +200,14 @@ def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
 
 
 Sources = Mapping[tuple[int, int], list[tuple[int, int]]]
-"""For (process, index): what must have happened before it, besides its own past."""
+"""(process, index) → the events that must have happened before it, besides its own past."""
 
 
 def vectors(lengths: Sequence[int], sources: Sources) -> list[list[Cut]]:
-    """For every event the least cut that holds it; too short where the order is circular."""
+    """Return, for every event, the least cut that contains it.
+
+    The result for a process is shorter than its events if the order is circular.
+    """
     found: list[list[Cut]] = [[] for _ in lengths]
     progress = True
     while progress:
@@ -218,7 +226,7 @@ def vectors(lengths: Sequence[int], sources: Sources) -> list[list[Cut]]:
 
 
 class _Model:
-    """The execution, ready for questions about cuts."""
+    """An execution, prepared for questions about cuts."""
 
     def __init__(self, execution: Execution) -> None:
         self.names = sorted(execution.lines)
@@ -229,7 +237,7 @@ class _Model:
         self.lasts = [
             {at: k for k, at in enumerate(line) if isinstance(at, _Stay)} for line in self.where
         ]
-        """By process: its stays, in order, and the last place of each in ``where``."""
+        """For each process: its stays, in order, and the last index of each in ``where``."""
         self._inside: dict[tuple[str, str], list[_Stay]] = defaultdict(list)
         """Process and barrier → its stays there, in order."""
         for stay in (x for lasts in self.lasts for x in lasts):
@@ -241,7 +249,7 @@ class _Model:
         return [[x for x in lasts if x.members is not None] for lasts in self.lasts]
 
     def meeting(self, name: str, stay: _Stay) -> list[_Stay]:
-        """Stays of that process that the answer of ``stay`` can come out of, in order."""
+        """Return the stays of process ``name`` that can share the instant of ``stay``, in order."""
         return [x for x in self._inside[name, stay.barrier] if self.meet(x, stay)]
 
     def _check_members(self) -> None:
@@ -254,7 +262,8 @@ class _Model:
                     )
 
     def _needs(self, before: Iterable[tuple[Mark, Mark]]) -> list[list[Cut]]:
-        """For every event the least cut that holds it. Raises ``ExecutionError`` on a circle."""
+        """Return, for every event, the least cut that contains it. Raises ``ExecutionError`` on a
+        cycle."""
         index = {name: p for p, name in enumerate(self.names)}
         sources: Sources = defaultdict(list)
         for (q, j), (name, i) in before:
@@ -266,13 +275,14 @@ class _Model:
         return need
 
     def event(self, mark: tuple[int, int]) -> str:
-        """An event in words."""
+        """Describe an event."""
         p, i = mark
         event = self.lines[p][i]
         return f"{self.names[p]}'s {event.kind} ({event.place or f'event {i + 1}'})"
 
     def fits(self, stay: _Stay, p: int, k: int) -> bool:
-        """Whether process ``p``, after ``k`` events, is where the answer of ``stay`` has it."""
+        """Whether process ``p``, after ``k`` events, is where the answer of ``stay`` requires
+        it."""
         name, at = self.names[p], self.where[p][k]
         if name == stay.process:
             return at == stay and name in (stay.members or ())
@@ -282,18 +292,18 @@ class _Model:
 
     @staticmethod
     def meet(one: _Stay, stay: _Stay) -> bool:
-        """Whether the answer of ``stay`` can come out of a meeting with ``one``."""
+        """Whether ``one`` can share the instant of the answer of ``stay``."""
         return one.barrier == stay.barrier and one.members in (None, stay.members)
 
     def asks(self, stay: _Stay) -> tuple[object, ...]:
-        """Equal for stays that ask the same of a cut."""
+        """Return a key that is equal for stays that require the same of a cut."""
         members = stay.members or frozenset()
         one_each = all(len(self.meeting(name, stay)) == 1 for name in members)
         plain = one_each and stay.process in members
         return (stay.barrier, members) if plain else (stay,)
 
     def least(self, above: Cut, stay: _Stay) -> Cut | _Stuck:
-        """The least cut from ``above`` on that is an instant of the answer of ``stay``."""
+        """Return the least cut from ``above`` on that is an instant of the answer of ``stay``."""
         cut, cause = list(above), [None] * len(above)  # type: list[int], list[Mark | None]
         todo = list(range(len(cut)))
         while todo:
@@ -310,7 +320,7 @@ class _Model:
         return tuple(cut)
 
     def explain(self, stuck: _Stuck) -> str:
-        """Why there is no instant, in words."""
+        """Explain why there is no instant."""
         stay, p = stuck.stay, stuck.process
         name = self.names[p]
         if name == stay.process and name not in (stay.members or ()):
@@ -318,7 +328,7 @@ class _Model:
         inside = name in (stay.members or ())
         want = "in the barrier with that answer or none" if inside else "dead"
         fitting = [k for k in range(len(self.where[p])) if self.fits(stay, p, k)]
-        if not fitting:  # a member: whoever else was dead at the beginning
+        if not fitting:  # This process is a member: any other process was dead at the beginning.
             given = [_names(s.members or ()) for s in self.stays[p] if s.barrier == stay.barrier]
             other = f"; it was given {', '.join(given[:3])}" if given else ""
             return f"{stay}, but {name} is never {want}{other}"
@@ -334,14 +344,14 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Cuts taken so far, newest first."""
+    """The cuts taken so far, as a linked list from the newest one."""
 
     cut: Cut
     stay: _Stay
     rest: _Path | None
 
     def __iter__(self) -> Iterator[_Path]:
-        """The path from its beginning."""
+        """Iterate over the path from its beginning."""
         found: list[_Path] = []
         at: _Path | None = self
         while at is not None:
@@ -352,14 +362,14 @@ class _Path:
 
 @dataclass(slots=True)
 class _Search:
-    """A chain of cuts for ``stays`` (by process, in order), or the ends where none goes on."""
+    """A search for a chain of cuts for ``stays`` (by process, in order)."""
 
     model: _Model
     stays: list[list[_Stay]]
     dead_ends: list[tuple[_Path | None, _Stuck]] = field(default_factory=list)
 
     def run(self) -> list[_Path] | None:
-        """The chain; None: there is none, and ``dead_ends`` tells why."""
+        """Return the chain, or None if there is none; then ``dead_ends`` holds the reasons."""
         nothing = tuple(0 for _ in self.model.names)
         stack: list[tuple[Cut, Cut, _Path | None]] = [(nothing, nothing, None)]
         seen: set[tuple[Cut, Cut]] = set()
@@ -376,7 +386,7 @@ class _Search:
         return None
 
     def _options(self, cut: Cut, due: list[_Stay], path: _Path | None) -> list[tuple[_Stay, Cut]]:
-        """Minimal next cuts; none if some answer can have no instant any more."""
+        """Return the minimal next cuts; no cuts if some answer can no longer have an instant."""
         found: dict[Cut, _Stay] = {}
         for stay in {self.model.asks(stay): stay for stay in due}.values():
             least = self.model.least(cut, stay)
@@ -391,7 +401,7 @@ class _Search:
         ]
 
     def _served(self, heads: Cut, cut: Cut) -> Cut:
-        """``heads`` after every answer that the cut is an instant of."""
+        """Return ``heads`` after every answer that has the cut as an instant."""
         served = list(heads)
         for p, h in enumerate(heads):
             if h < len(self.stays[p]):
@@ -406,10 +416,10 @@ def _below(one: Cut, other: Cut) -> bool:
 
 
 def decide(execution: Execution) -> LiveSetVerdict:
-    """Whether the execution is valid, with a witness or the reason.
+    """Decide whether the execution is valid, with a witness or the reason.
 
     Raises:
-        ExecutionError: the events are no execution.
+        ExecutionError: The events are not an execution.
     """
     return _decide(_Model(execution))
 
@@ -423,7 +433,7 @@ def _decide(model: _Model) -> LiveSetVerdict:
 
 
 def _linear(model: _Model, chain: Iterable[_Path]) -> Iterator[Mark | Instant]:
-    """One order of all events in which the cuts of the chain are prefixes."""
+    """Yield one order of all events in which the cuts of the chain are prefixes."""
     done = [0] * len(model.names)
     end = tuple(map(len, model.lines))
     for step in (*chain, None):
@@ -442,7 +452,7 @@ def _apart(need: Cut, p: int) -> Cut:
 
 
 def _reason(model: _Model) -> str:
-    """The fewest answers that cannot all be right, and why."""
+    """Return a minimal set of answers that cannot all be right, and the reason."""
     core = list({model.asks(s): s for line in model.stays for s in line}.values())
     nothing = tuple(0 for _ in model.names)
     for stay in core:
@@ -466,16 +476,18 @@ def _search(model: _Model, stays: list[_Stay]) -> _Search:
 
 
 def judged(execution: Execution) -> tuple[LiveSetVerdict, str | None]:
-    """What `decide` says, and the first that `unheard` does. Raises ``ExecutionError``."""
+    """Return the verdict of `decide` and the first result of `unheard`. Raises
+    ``ExecutionError``."""
     model = _Model(execution)
     return _decide(model), next(_unheard(model), None)
 
 
 def unheard(execution: Execution) -> list[str]:
-    """Answers that hold a member of which the order does not say that it had entered before.
+    """Return the answers with a member that the order does not show to have entered before.
 
-    Such an execution may be valid, but by luck: there is an order in which the member came late.
-    Who answers by messages alone can only be sure of what was heard. Raises ``ExecutionError``.
+    Such an execution may be valid, but only by luck: in another order the member came late. A
+    process that answers by messages alone can rely only on the messages it received. Raises
+    ``ExecutionError``.
     """
     return list(_unheard(_Model(execution)))
 
@@ -493,7 +505,7 @@ def _unheard(model: _Model) -> Iterator[str]:
 
 
 def render(execution: Execution, verdict: LiveSetVerdict) -> str:
-    """The witness or the reason as text, one event or instant a line."""
+    """Return the witness or the reason as text, one event or instant per line."""
     if not verdict.valid:
         return f"invalid: {verdict.reason}"
     told = ["valid, in this order:"]

@@ -1,7 +1,8 @@
-"""Digests that a trace owes: its header states that each commit and each heal has one. Pure.
+"""Check the digests that a trace owes: its header states that each commit and each heal has one.
+Pure.
 
-Without this check a group whose digests are all missing would pass: `replicas_equal` compares the
-digests that are there. Traces written before the header had ``owes`` owe none.
+Without this check a group whose digests are all missing would pass: `replicas_equal` compares only
+the digests that exist. Traces written before the header had ``owes`` owe none.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from fft.protocol.invariants import Finding, Move
 from fft.trace.format import DIGESTS
 
 _NAMED = 8
-"""Participants that a text names at most."""
+"""Maximum number of participants that a text names."""
 
 
 class OwedDigests:
     """Count the digests that one trace owes, and those that it lacks.
 
     Args:
-        head: the header of the trace; empty if it has none.
-        file: name of the trace, for places.
+        head: The header of the trace; empty if it has none.
+        file: Name of the trace, for places.
     """
 
     def __init__(self, head: Mapping[str, Any], file: str) -> None:
@@ -34,7 +35,7 @@ class OwedDigests:
         self.owed = 0
         self.missing = 0
         self.place = ""
-        """Where the first one is missing."""
+        """Place of the first missing digest."""
 
     def move(self, move: Move) -> None:
         """Take one move of the trace."""
@@ -50,7 +51,7 @@ class OwedDigests:
 
 
 def judge_digests(traces: Sequence[OwedDigests]) -> Finding:
-    """1: every commit and heal has the digest that the header of its trace states."""
+    """Check guarantee 1: every commit and heal has the digest that its trace's header states."""
     finding = Finding("digests")
     is_owed = any(trace.are_owed for trace in traces)
     for trace in traces:

@@ -1,8 +1,8 @@
-"""Trace files: one line after the other, linked by digests, up to their end or the first damage.
+"""Read trace files line by line, linked by digests, up to their end or the first damage.
 
-Reads files, block by block, so that a run of any length takes a little memory, and any number of
-traces no open files. `read_trace` and `read_lines` are for those who want a trace, or lines, at
-once.
+Files are read block by block and are not kept open, so memory use is independent of the length of a
+run, and any number of traces can be read together. `read_trace` and `read_lines` return a whole
+trace, or all lines, at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fft.trace.format import chain
 from fft.util.errors import FftError
 
 GAP = "gap"
-"""A line in the place of lines that could not be written: what came after it is not audited."""
+"""Kind of a line that replaces lines that could not be written; what follows it is not audited."""
 _IS_GAP = re.compile(rb'\{"seq":\d+,"kind":"gap"')
-"""How such a line begins; what users put into notes may say the same."""
+"""Beginning of a gap line; a note of a user may contain the same text elsewhere in its line."""
 _BLOCK = 1 << 15
-"""Bytes read at a time: of each trace so many are in memory, as long as it is read."""
+"""Bytes read at a time, and so the memory for each trace that is being read."""
 
 
 class AuditError(FftError):
@@ -34,19 +34,19 @@ class AuditError(FftError):
 
 @dataclass(slots=True)
 class TraceFile:
-    """One file, read by `lines`; the other fields tell of what was read so far."""
+    """One file, read by `lines`; the other fields describe what was read so far."""
 
     path: Path
     count: int = 0
-    """Lines that are right."""
+    """Number of undamaged lines."""
     torn: bool = False
-    """The last lines were cut off, as by SIGKILL; the event that they tell of is left out."""
+    """The last lines were cut off, for example by SIGKILL; the event they belong to is left out."""
     damage: str | None = None
     gaps: list[str] = field(default_factory=list)
-    """Where lines could not be written, and how many."""
+    """Places where lines could not be written, with the number of lines."""
 
     def lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each line's number from 1, and record, until the end or the first damage."""
+        """Yield the number (from 1) and record of each line, until the end or the first damage."""
         link = ""
         for number, piece in enumerate(self._pieces(), 1):
             problem = _damage(piece, link, number)
@@ -61,7 +61,7 @@ class TraceFile:
             yield number, problem
 
     def _pieces(self) -> Iterator[bytes]:
-        """Whole lines, without their ends. The file is not kept open between two blocks."""
+        """Yield whole lines without line ends. The file is not kept open between two blocks."""
         rest, at = b"", 0
         while True:
             with self.path.open("rb") as file:
@@ -77,7 +77,7 @@ class TraceFile:
 
 @dataclass(slots=True)
 class Trace:
-    """One file as a whole, as far as it can be read."""
+    """A whole file, as far as it can be read."""
 
     path: Path
     lines: list[tuple[int, dict[str, Any]]]
@@ -95,21 +95,22 @@ def read_trace(path: Path) -> Trace:
 
 
 def has_gap(path: Path) -> bool:
-    """Whether a line of the file tells that others could not be written. Follows no chain."""
+    """Whether a line of the file reports lines that could not be written. Does not check the
+    chain."""
     return any(_IS_GAP.match(piece) for piece in TraceFile(path)._pieces())
 
 
 def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
-    """The record of a line, or what is wrong with the line."""
+    """Return the record of a line, or a description of the damage."""
     try:
         text = piece.decode()
         record = _loaded(piece)
-    except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
+    except (ValueError, RecursionError) as error:  # RecursionError: lists nested 1000 deep
         return f"not JSON ({error}); the line was changed after it was written"
     if not isinstance(record, dict) or not isinstance(record.get("h"), str):
         return "no chain digest; the line is not from a trace"
     body = text[: text.rindex(',"h":')] + "}"
-    is_whole = text.rstrip() == f'{body[:-1]},"h":"{record["h"]}"}}'  # nothing stands behind it
+    is_whole = text.rstrip() == f'{body[:-1]},"h":"{record["h"]}"}}'  # nothing follows the digest
     if not is_whole or chain(link, body) != record["h"]:
         return "the line does not follow from the one before: changed, removed or inserted here"
     if record.get("seq") != number:
@@ -118,7 +119,7 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
 
 
 def _loaded(piece: bytes) -> Any:
-    """JSON, as Python reads it: also half of a surrogate pair, and deeper nesting."""
+    """Parse JSON as Python does, including lone surrogates and deeper nesting."""
     try:
         return from_json(piece, cache_strings="keys")
     except ValueError:
@@ -126,7 +127,7 @@ def _loaded(piece: bytes) -> Any:
 
 
 def trace_files(directory: str | Path) -> list[Path]:
-    """The trace files of a run, by name. Raises ``AuditError`` if there is none."""
+    """Return the trace files of a run, by name. Raises ``AuditError`` if there are none."""
     paths = sorted(Path(directory).glob("*.jsonl"))
     if not paths:
         raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")

@@ -1,4 +1,4 @@
-"""A trace through the shipped core once more: each event is handled again, and does the same."""
+"""Replay a trace through the shipped core: handle each event again and compare the results."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _HANDLED = {"transition", "fenced", "refused", "deferred"}
 
 
 class Note(NamedTuple):
-    """A line that is no event of the protocol, and its place."""
+    """A line that is not an event of the protocol, and its place."""
 
     place: str
     line: dict[str, Any]
 
 
 def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
-    """The participant that a header line describes, and the fields of its start.
+    """Return the participant that a header line describes, and the fields of its start.
 
-    The spec in ``head`` gives way to an equal one, which all headers share.
+    The spec in ``head`` is replaced by an equal object that all headers share.
 
     Raises:
-        ValueError, KeyError, TypeError: the header is not one of this format.
+        ValueError, KeyError, TypeError: The header is not one of this format.
     """
     if head.get("kind") != "header" or head["format"] != FORMAT:
         raise ValueError(f"the first line is no header of trace format {FORMAT}")
@@ -49,7 +49,8 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
-    """The table of a spec, and the spec as plain data: the same for all ranks, which are many."""
+    """Return the table of a spec and the spec as plain data; cached, since many ranks share
+    them."""
     found = json.loads(spec)
     return LookupTable(FsmSpec.model_validate(found)), found
 
@@ -59,22 +60,24 @@ def _elsewhere(told: dict[str, Any]) -> Elsewhere:
 
 
 class Replay:
-    """One trace file as moves and notes, in their order; what it does not do right is found."""
+    """One trace file as moves and notes, in order; differences from the core go to the finding."""
 
     def __init__(self, file: TraceFile, finding: Finding) -> None:
         self.file, self._finding = file, finding
         self.head: dict[str, Any] = {}
         """Its first line, if that is a header of this format."""
         self.differs = False
-        """Its moves end before the file does: what they would have been nobody knows."""
+        """Its moves end before the file does; the moves after that are unknown."""
 
     def run(self) -> Iterator[Move | Note]:
-        """All of the file; after a difference, or a gap, nothing more than what still can be told:
-        after a gap nothing, after a difference notes."""
+        """Yield the moves and notes of the whole file.
+
+        After a difference only notes follow; after a gap nothing follows.
+        """
         lines = self.file.lines()
         number, first = next(lines, (0, {}))
         if not first or first["kind"] == GAP:
-            for _ in lines:  # the chain goes on
+            for _ in lines:  # read to the end, so that the chain is checked
                 pass
             return
         name = self.file.path.name
@@ -123,7 +126,7 @@ _END: dict[str, Any] = {"kind": "end", "event": {}}
 
 
 class _Events:
-    """The lines of each event are gathered, and the event is handled when the next one begins."""
+    """The events of a trace: the lines of each are collected until the next event begins."""
 
     def __init__(self, file: TraceFile | Trace, participant: Participant, start: Any) -> None:
         self._file, self._participant = file, participant
@@ -131,11 +134,12 @@ class _Events:
         self._local = participant.initial(**start)
         self._told: list[tuple[int, dict[str, Any]]] = []
         self.last = 1
-        """The line of the last event that was handled."""
+        """Line of the last event that was handled."""
         self.is_over = False
 
     def take(self, number: int, line: dict[str, Any]) -> tuple[Move, int, str | None] | None:
-        """The move that ends before this line, its line, and how the trace differs from it."""
+        """Return the move that ends before this line, its line, and how the trace differs from
+        it."""
         if line["kind"] == "transition" and line["event"] is None:
             self._told.append((number, line))
             return None
@@ -160,11 +164,11 @@ class _Events:
 
 
 def _event_of(data: dict[str, Any]) -> Event:
-    """All ranks trace a decision: what is read side by side has it once. Raises
+    """Return the event; cached, since all ranks trace the same decision. Raises
     UnreadableMessage."""
     try:
         text = to_json(data, inf_nan_mode="constants")
-    except ValueError:  # half of a surrogate pair
+    except ValueError:  # a lone surrogate
         return event_from_json(data)
     return _parsed(text)
 
@@ -187,14 +191,15 @@ def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
 
 
 def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:
-    """The rows that an event took: as its lines tell, and as the table has them."""
+    """Return the rows that an event took: those in its lines, and those by the table."""
     told = [tuple(map(line.get, _OF_A_ROW)) for line in lines]
     steps = move.out.steps
     return told, [(s.source, s.dest, list(s.roles), s.event, s.guards, s.effects) for s in steps]
 
 
 def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
-    """Whether the process was killed as it wrote these lines; it had done nothing of them yet."""
+    """Whether the process was killed while writing these lines, before it carried out any of
+    them."""
     told, rows = _rows(lines, move)
     return len(told) < len(rows) and told == rows[: len(told)]
 

@@ -1,5 +1,5 @@
-"""What the faults of a run cost, out of its traces: one row a rollback or membership change; and
-where each error of a rank's own came from.
+"""Report the cost of the faults of a run, one row per rollback or membership change, and the origin
+of each rank's own errors.
 
 Reads trace files only. Times are in milliseconds, on one clock for all hosts (`fft.trace.clocks`).
 """
@@ -28,7 +28,7 @@ from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
 _ALONE = ("inner_abort", "inner_torn")
-"""What a group says that repeats a step which it commits alone."""
+"""Notes of a group that repeats a local step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Incident:
     fault: str
     noticed: str
     rolled_back_ms: float | None
-    """Fault → the last survivor has its start of the step back."""
+    """Time from the fault until the last survivor has restored its start of the step."""
     next_commit_ms: float | None
-    """Fault → next commit on the last survivor."""
+    """Time from the fault until the next commit on the last survivor."""
     attempts_lost: int
     bytes_healed: int
 
@@ -59,7 +59,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A register record that closed an epoch, when it was first known."""
+    """A register record that closed an epoch, at the time when it was first traced."""
 
     wall: float
     record: dict[str, Any]
@@ -68,7 +68,7 @@ class _End:
 
     @property
     def what(self) -> str:
-        """Why the epoch ended, in a few words."""
+        """Short reason for the end of the epoch."""
         if self.record["kind"] == "abort":
             return str(self.record["cause"])
         if self.record["leavers"]:
@@ -77,9 +77,9 @@ class _End:
 
 
 def incidents(directory: str | Path) -> list[Incident]:
-    """Every fault of a run: injected ones, and ends of epochs that nobody injected.
+    """Return every fault of a run: injected faults, and ends of epochs without an injected fault.
 
-    Of each scope by itself, where stages have scopes of their own.
+    If stages have scopes of their own, the incidents of each scope are determined separately.
     """
     folders = scope_folders(Path(directory))
     found = [timed for folder in folders for timed in _incidents(folder)]
@@ -87,7 +87,7 @@ def incidents(directory: str | Path) -> list[Incident]:
 
 
 def _incidents(directory: Path) -> list[tuple[float, Incident]]:
-    """Those of one scope, and when they were."""
+    """Return the incidents of one scope with their times."""
     paths = trace_files(directory)
     traces = [read_trace(path) for path in paths]
     lines = sorted(_lines(traces), key=lambda x: x.wall)
@@ -113,7 +113,8 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
 
 
 def damages(directory: str | Path) -> list[str]:
-    """What of the traces cannot be read, or was not written: the report knows nothing of it."""
+    """Return the parts of the traces that cannot be read or were not written; the report lacks
+    them."""
     found = []
     for path in (p for folder in scope_folders(Path(directory)) for p in trace_files(folder)):
         trace = read_trace(path)
@@ -124,7 +125,7 @@ def damages(directory: str | Path) -> list[str]:
 
 
 def fault_table(directory: str | Path) -> Table:
-    """The incidents as a table."""
+    """Return the incidents as a table."""
     table = Table(title="faults and what they cost")
     table.add_column("fault", overflow="fold")
     table.add_column("noticed by", overflow="fold", max_width=56)
@@ -144,7 +145,7 @@ def fault_table(directory: str | Path) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class OwnError:
-    """Errors of one rank, of one class and place, in one step."""
+    """Errors of one rank with the same class, place and step."""
 
     group: str
     rank: int
@@ -156,7 +157,7 @@ class OwnError:
 
 
 def own_errors(directory: str | Path) -> list[OwnError]:
-    """Where the errors of the ranks came from, in the order in which they came."""
+    """Return the origins of the ranks' errors, in the order of their occurrence."""
     found: Counter[tuple[str, int, int, str, str, str]] = Counter()
     for line in _notes(directory, "fault"):
         data = line["data"]
@@ -167,7 +168,7 @@ def own_errors(directory: str | Path) -> list[OwnError]:
 
 
 def place_table(directory: str | Path) -> Table | None:
-    """The errors as a table; None: there were none."""
+    """Return the errors as a table, or None if there were none."""
     table = Table(title="errors and where they came from")
     for name in ("rank", "step", "times"):
         table.add_column(name, justify="right")
@@ -181,7 +182,11 @@ def place_table(directory: str | Path) -> Table | None:
 
 
 def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
-    """Keep the fault plan of a run beside its traces, for `fired`. Its file; None: it is empty."""
+    """Save the fault plan of a run beside its traces, for `fired`.
+
+    Returns:
+        The path of the file, or None if the plan is empty.
+    """
     path = directory / _PLAN
     path.unlink(missing_ok=True)
     if not plan.faults:
@@ -191,9 +196,9 @@ def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
 
 
 def fired(directory: str | Path) -> str | None:
-    """Which faults that were planned, or commanded, did not happen; None: none were to.
+    """Report planned or commanded faults that did not happen; None if no fault was requested.
 
-    Raises FaultPlanError: the plan that lies with the traces cannot be read.
+    Raises FaultPlanError if the plan in the trace directory cannot be read.
     """
     path = Path(directory, _PLAN)
     plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
@@ -213,7 +218,7 @@ def fired(directory: str | Path) -> str | None:
 
 
 def input_wait(directory: str | Path) -> str:
-    """How long committed steps waited for their input, on all ranks, and which rank longest."""
+    """Report how long committed steps waited for input, over all ranks, and the slowest rank."""
     waits: dict[tuple[str, int], list[float]] = {}
     for line in _notes(directory, "consumed"):
         if "input_ms" in line["data"]:
@@ -230,8 +235,14 @@ def input_wait(directory: str | Path) -> str:
 
 
 def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
-    """Where the next start of the job went on, and how far this one had come; None: it was the
-    last one. ``has_gaps``: the traces of this one have damages."""
+    """Report where the next start of the job resumed, and how far this one had come.
+
+    Args:
+        has_gaps: The traces of this start have gaps or damage.
+
+    Returns:
+        The text, or None if this was the last start.
+    """
     after = start_after(Path(directory).resolve())
     if after is None:
         return None
@@ -255,9 +266,11 @@ def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
 
 
 def checkpoints(directory: str | Path, has_gaps: bool = False) -> str | None:
-    """Which durable checkpoints were taken, and why others were not; None: the job took none.
+    """Report which durable checkpoints were taken, and why others were not; None if the job took
+    none.
 
-    ``has_gaps``: the traces have damages.
+    Args:
+        has_gaps: The traces have gaps or damage.
     """
     found = CheckpointNotes()
     for folder in scope_folders(Path(directory)):
@@ -267,14 +280,14 @@ def checkpoints(directory: str | Path, has_gaps: bool = False) -> str | None:
 
 
 def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
-    """The notes of that name, of all scopes, in the order of time."""
+    """Return the notes with that name, of all scopes, in the order of time."""
     folders = scope_folders(Path(directory))
     found = [n for f in folders for n in read_lines(f, lambda line: line.get("note") == name)]
     return sorted(found, key=lambda line: line["wall"])
 
 
 def _share(values: list[float], share: float) -> float:
-    """The value that ``share`` of ``values`` do not exceed."""
+    """Return the value that ``share`` of ``values`` do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -299,7 +312,8 @@ def _ends(lines: list[_Line]) -> list[_End]:
             known.setdefault(record["n"], (line.wall, record))
     ends = []
     for n, (wall, record) in sorted(known.items()):
-        apart = record.get("bound") and not record["leavers"]  # each epoch ends with its commit
+        # in an asynchronous job each epoch ends with its commit
+        apart = record.get("bound") and not record["leavers"]
         if record["kind"] == "abort" or (record["change"] and not apart):
             following = known.get(n + 1, (0.0, None))[1]
             ends.append(_End(wall, record, following))
@@ -319,7 +333,7 @@ def _injected(lines: list[_Line]) -> list[tuple[float, str, tuple[str, int, int]
 def _alone(
     lines: list[_Line], name: str, wall: float, who: tuple[str, int, int]
 ) -> Incident | None:
-    """A fault after which a group has repeated a step of its own; None: it was the job's."""
+    """Return a fault after which a group repeated a local step, or None if the job noticed it."""
     own = [x for x in lines if x.who == who and x.wall >= wall]
     said = next((x for x in own if x.record.get("note") in _ALONE or x.event), None)
     if said is None or said.event:
@@ -339,8 +353,10 @@ def _alone(
 def _while_apart(
     lines: list[_Line], name: str, wall: float, who: tuple[str, int, int], end: _End | None
 ) -> Incident | None:
-    """A fault that ends a process of an asynchronous job between two synchronisations: the others
-    commit, and roll nothing back. None: it was another one."""
+    """Return a fault that ended a process of an asynchronous job between two synchronizations.
+
+    The other groups then commit and roll nothing back. Returns None for any other fault.
+    """
     moves = [x for x in lines if x.who == who and "roles" in x.record]
     if not moves or moves[-1].wall > wall or moves[-1].record["roles"][1] != "apart":
         return None
@@ -361,7 +377,8 @@ def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> I
         return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
     record = end.record
     epoch = end.following["epoch"] if end.following else None
-    # Those who were in the epoch that ended, are in the next one, and committed a later step.
+    # Participants that were in the epoch that ended, are in the next one, and committed a later
+    # step.
     inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
     if end.following and end.following["members"]:
         inside &= {

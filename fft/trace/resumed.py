@@ -1,14 +1,15 @@
-"""``fft audit`` of a job that was started several times: each start, and what it goes on from.
+"""``fft audit`` of a job that was started several times: judge each start and what it resumed from.
 
-A start that begins with steps behind it has the state of a checkpoint. That is one which an earlier
-start has committed, or has begun with itself: same step, lineage and place in the data, which
-groups of another number of ranks count in slices of another size. What was committed after it there
-is on no lineage any more. Where the traces have digests, the state has the bits that it had there.
-Stages that step by themselves are judged one by one, and all ranks of a start begin with the same
-checkpoint. With what the audit of each start says, every slice of the data is consumed once on the
-lineage that results.
+A start that begins at a step after 0 has the state of a checkpoint. An earlier start must have
+committed that state or begun with it: same step, lineage and place in the data. Groups with a
+different number of ranks count the data in slices of a different size. Commits of the earlier start
+after that state are on no lineage any more. Where the traces have digests, the state must have the
+same bits as before. Stages that step separately are judged one by one, and all ranks of a start
+must begin with the same checkpoint. Together with the audit of each start, this shows that every
+slice of the data is consumed once on the resulting lineage.
 
-Starts are read from the last one back: what is kept of a start is what later ones begin with.
+Starts are read from the last to the first, so that only states that later starts begin with are
+kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fft.trace.starts import start_folders
 
 
 class Stand(NamedTuple):
-    """Where a state stands."""
+    """The position of a state."""
 
     step: int
     cursor: int
@@ -42,24 +43,23 @@ class Stand(NamedTuple):
 
 @dataclass
 class _Start:
-    """What the traces of one start say of states that it, or a later one, begins with."""
+    """The states in the traces of one start that it, or a later start, begins with."""
 
     ranks: int = 1
-    """Of each group."""
+    """Number of ranks of each group."""
     begins: dict[tuple[str, Stand], str] = field(default_factory=dict)
-    """Lineage of a state that a participant began with, and where it stands → the first place."""
+    """(lineage, position) of a state that a participant began with → the first place."""
     commits: dict[str, Stand] = field(default_factory=dict)
     digests: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    """Lineage and rank number → the state's digest, and the first place that tells it."""
+    """(lineage, rank number) → the state's digest, and the first place that states it."""
     checkpoints: dict[str, str] = field(default_factory=dict)
-    """Which ones participants began with → the first place that tells it."""
+    """Checkpoints that participants began with → the first place that states it."""
     resharded: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Lineage that a state got as it was loaded for another number of ranks → that it had, and
-    whether all ranks of a group take the same item."""
+    """Lineage that a state got when it was loaded for another number of ranks → its previous
+    lineage, and whether all ranks of a group take the same item."""
 
     def stands(self) -> dict[str, tuple[Stand, int]]:
-        """Lineage of what it has begun with, or committed → where that stands, in slices of so many
-        ranks."""
+        """Return lineage → (position, ranks per group) of the states it began with or committed."""
         found = (*self.begins, *self.commits.items())
         return {lineage: (stand, self.ranks) for lineage, stand in found}
 
@@ -73,23 +73,24 @@ class JobAudit:
 
     @property
     def ok(self) -> bool:
-        """Whether a step was committed, and nothing was found in any start, nor between them."""
+        """Whether a step was committed and there is no violation or gap in any start or between
+        them."""
         found = self.resumed.violation is not None or not all(start.ok for start in self.starts)
         return self.has_commits and not found
 
     @property
     def has_commits(self) -> bool:
-        """Whether any start has committed a step; else the audit shows nothing."""
+        """Whether any start has committed a step; if not, the audit shows nothing."""
         return any(start.commits for start in self.starts)
 
     @property
     def is_only_incomplete(self) -> bool:
-        """Whether traces have gaps, and nothing else was found."""
+        """Whether traces have gaps, and there is no other finding."""
         is_sound = self.resumed.violation is None and all(start.is_sound for start in self.starts)
         return is_sound and not all(start.ok for start in self.starts)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data; of one start, that of `AuditReport`."""
+        """Return the report as plain data; for a single start, that of `AuditReport`."""
         if len(self.starts) == 1:
             return {**self.starts[0].to_json(), "ok": self.ok}
         found = self.resumed
@@ -98,7 +99,7 @@ class JobAudit:
         return {"ok": self.ok, "resumed": told, "starts": starts}
 
     def render(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         if len(self.starts) == 1:
             return self.starts[0].render()
         lines = [start.render(is_only=False) for start in self.starts]
@@ -115,17 +116,16 @@ class JobAudit:
 
 
 def audit_job(directory: str | Path) -> JobAudit:
-    """Audit all starts of a job. Raises AuditError: there is no trace of it."""
+    """Audit all starts of a job. Raises AuditError if the job has no trace."""
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
     return JobAudit([audit_dir(folder) for folder in (root, *later)], _judge(root, later))
 
 
 def _judge(root: Path, later: list[Path]) -> Finding:
-    """1: each start but the first goes on where an earlier one has committed or begun, and none is
-    missing.
+    """Check guarantee 1: each later start resumes from an earlier state, and no start is missing.
 
-    A start that is followed by another has left traces: it could have committed something.
+    A start that is followed by another has left traces, and it could have committed steps.
     """
     finding = Finding("resumed")
     if not later:
@@ -150,7 +150,8 @@ def _judge(root: Path, later: list[Path]) -> Finding:
 def _judge_scope(
     finding: Finding, all_starts: Sequence[_Start], begun: Sequence[dict[str, str]]
 ) -> None:
-    """Of one scope of the job. ``begun`` gets what each start but the first has begun with."""
+    """Judge one scope of the job; ``begun`` collects the checkpoints that each later start began
+    with."""
     first, *starts = all_starts
     known = first.stands()
     digests = first.digests
@@ -172,13 +173,15 @@ def _judge_scope(
                 had, then = digests[lineage, rank]
                 text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {then} has"
                 finding.expect(digest == had, f"{text} {had}", place)
-        digests |= start.digests  # a later start may come to a lineage again, by other groups
+        digests |= start.digests  # A later start may reach a lineage again, with other groups.
         known |= start.stands()
 
 
 def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> bool:
-    """Whether both are one place in the data: a slice has an item for each of its ranks, but where
-    all ranks take the same."""
+    """Whether both are the same place in the data.
+
+    A slice has an item for each rank of a group, unless all ranks take the same item.
+    """
     size, size_then = (1, 1) if takes_same else (ranks, had)
     return now.cursor * size == was.cursor * size_then and now._replace(cursor=0) == was._replace(
         cursor=0
@@ -186,11 +189,11 @@ def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> 
 
 
 _ODD = (LookupError, TypeError, AttributeError)
-"""What reading raises of a line that does not say what it must: `audit_dir` tells of that."""
+"""Exceptions for a line that lacks a required field; `audit_dir` reports such lines."""
 
 
 def _read(root: Path, folders: list[Path]) -> list[_Start]:
-    """The starts of one scope, in their order; ``root``: of the traces of all."""
+    """Return the starts of one scope, in order. ``root``: directory of the traces of all starts."""
     found: list[_Start] = []
     asked: set[str] = set()
     for folder in reversed(folders):
@@ -221,7 +224,7 @@ def _take_header(start: _Start, path: Path, place: str) -> None:
 
 
 def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> None:
-    """One line, if it tells of a checkpoint, or of a lineage that is asked for."""
+    """Take one line, if it concerns a checkpoint or one of the lineages in ``asked``."""
     if line.get("note") == "resumed":
         told = line["data"]
         start.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
@@ -240,8 +243,8 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
 
 
 def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those of a trace that may tell of one of the lineages, or of a checkpoint that was loaded;
-    whether they are whole `audit_dir` tells."""
+    """Yield the lines that may concern a lineage or a loaded checkpoint; `audit_dir` checks
+    integrity."""
     words = [b'"resumed"', *(json.dumps(lineage).encode() for lineage in lineages)]
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -252,7 +255,7 @@ def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[s
 
 
 def _loaded(text: bytes) -> dict[str, Any]:
-    """A line; empty: it is none."""
+    """Parse a line; empty if it is not a JSON object."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""The traces of a job that was started several times: a folder for each start after the first."""
+"""The trace directories of a job that was started several times: one for each start after the
+first."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from pathlib import Path
 from fft.util.names import in_file_name
 
 _MARK = ".start-of-"
-"""A file of this prefix in a folder names the start of a job whose traces are there."""
+"""Prefix of a file whose name states which start of a job has its traces in the same directory."""
 
 
 def start_folder(root: Path) -> Path:
-    """Return the folder for the traces of the next start: ``root``, if that has none yet."""
+    """Return the directory for the traces of the next start: ``root``, if that has none yet."""
     if not any(root.glob("*.jsonl")) and not (root / "start2").exists():
         return root
     for number in itertools.count(2):
@@ -23,23 +24,24 @@ def start_folder(root: Path) -> Path:
 
 
 def folder_of(root: Path, start: str) -> Path:
-    """Return the folder in ``root`` for the traces of one start of a job, and mark it.
+    """Return the directory in ``root`` for the traces of one start of a job, and mark it.
 
-    All processes of a start get the same folder, on all hosts that share ``root``. The caller
+    All processes of a start get the same directory, on all hosts that share ``root``. The caller
     makes sure that no process of another job writes to ``root`` meanwhile.
 
     Args:
-        root: the directory of all starts; made if absent.
-        start: name of the start on the bus, such as ``job-7f4d.start2``.
+        root: The directory of all starts; created if absent.
+        start: Name of the start on the bus, such as ``job-7f4d.start2``.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: The directory cannot be created.
     """
     mark = _MARK + in_file_name(start)
     if (found := _marked(root, mark)) is not None:
         return found
     folder = start_folder(root)
-    if (found := _marked(root, mark)) is not None:  # by another process of this start meanwhile
+    # another process of this start may have marked one meanwhile
+    if (found := _marked(root, mark)) is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
     (folder / mark).touch()
@@ -51,13 +53,13 @@ def _marked(root: Path, mark: str) -> Path | None:
 
 
 def start_folders(root: Path) -> list[Path]:
-    """``root``, and those of the starts after it, in their order."""
+    """Return ``root`` and the directories of the starts after it, in order."""
     later = [path for path in root.glob("start*") if _is_later(path) and path.is_dir()]
     return [root, *sorted(later, key=lambda path: int(path.name[5:]))]
 
 
 def start_after(folder: Path) -> Path | None:
-    """The next start that has left traces after the one whose folder this is; None: it was the
+    """Return the directory of the next start that left traces, or None if ``folder`` is the
     last."""
     number = int(folder.name[5:]) if _is_later(folder) else 1
     root = folder.parent if number > 1 else folder

@@ -1,7 +1,7 @@
-"""What a running job is doing, learned by tailing its trace files.
+"""Show what a running job is doing, by tailing its trace files.
 
-Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl``. It judges nothing: a record or line that it
-cannot read is skipped (the audit names it).
+Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl``. It judges nothing and skips a record or line
+that it cannot read (the audit reports it).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class RankView:
     commits: int = 0
     fault: str = ""
     fetches: str = ""
-    """How much of the state it has fetched, if that takes long."""
+    """How much of the state it has fetched, if the fetch takes long."""
     waits: str = ""
-    """For whom, and why, as it said last."""
+    """The newest message on which participants it waits for, and why."""
     role: Role = "joining"
-    """Of the state."""
+    """Role of the state."""
     reforms: bool = False
-    """Its group may lose other ranks, and go on with others in their places."""
+    """Its group may lose other ranks and go on with replacements in their places."""
     leaves: bool = False
-    """On purpose: its group was asked to, or its last step has come."""
+    """It leaves on purpose: its group was asked to leave, or its last step is reached."""
     asked: bool = False
     """Its group was asked to leave."""
     loop: str = ""
-    """Which loop runs its transactions: FFT's own, or one of torchft's kind."""
+    """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
 
 
 @dataclass(frozen=True)
 class Injected:
-    """A planned fault that fired: where the job stood when it did."""
+    """A planned fault that fired, with the job's position at that time."""
 
     name: str
     kind: str
@@ -64,7 +64,7 @@ class Injected:
     step: int
     epoch: int
     rank: int = 0
-    """Whose trace tells it."""
+    """Rank whose trace contains the fault."""
 
 
 @dataclass
@@ -74,32 +74,32 @@ class JobView:
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
     commanded: dict[str, AnyFault] = field(default_factory=dict)
-    """Faults that processes have taken from an operator (`fft inject`), by name."""
+    """Faults that processes have accepted from an operator (`fft inject`), by name."""
     history: History = field(default_factory=History)
     committed: bool = False
     """Whether any process has committed a step."""
     gone: int = 0
-    """The most steps of an incarnation in whose place a newer one has come."""
+    """The highest step of an incarnation that a newer one has replaced."""
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     gaps: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Ranks that have said that their traces cannot be written → newest incarnation that did."""
+    """Ranks that reported that they cannot write their traces → the newest such incarnation."""
     begun: int = 0
-    """Steps of the checkpoint that the job has begun with."""
+    """Step of the checkpoint that the job has begun with."""
     is_stale: bool = False
-    """There are gaps, and the registers could not be read, which tell how far the job is."""
+    """There are gaps, and the registers, which have the job's progress, could not be read."""
     cursor: int = 0
     """The position in the data of the newest record, in items."""
     min_groups: int = 1
-    """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
+    """Minimum number of groups for a commit: ``min_replica_size`` of the script."""
     has_stages: bool = False
     """Whether each rank number steps by itself."""
 
     def of(self, group: str) -> list[RankView]:
-        """The ranks of ``group`` seen so far, in order."""
+        """Return the ranks of ``group`` seen so far, in order."""
         return [view for (name, _), view in sorted(self.ranks.items()) if name == group]
 
     def incs(self, group: str) -> dict[int, int]:
-        """The newest incarnation seen of each rank of ``group``."""
+        """Return the newest incarnation seen of each rank of ``group``."""
         return {rank: view.inc for (name, rank), view in self.ranks.items() if name == group}
 
     def committed_since(self, group: str, incs: dict[int, int]) -> bool:
@@ -107,17 +107,21 @@ class JobView:
         return any(view.commits > 0 for view in self.since(group, incs).values())
 
     def joined_since(self, group: str, incs: dict[int, int]) -> bool:
-        """Whether an incarnation newer than ``incs`` has come into an epoch."""
+        """Whether an incarnation newer than ``incs`` has joined an epoch."""
         return any(view.role != "joining" for view in self.since(group, incs).values())
 
     def since(self, group: str, incs: dict[int, int]) -> dict[int, RankView]:
-        """The ranks of ``group`` that have started since its incarnations were ``incs``."""
+        """Return the ranks of ``group`` whose incarnation differs from that in ``incs``."""
         ranks = {rank: view for (name, rank), view in self.ranks.items() if name == group}
         return {rank: view for rank, view in ranks.items() if view.inc != incs.get(rank)}
 
     def see_member(self, peer: Peer, step: int, has_committed: bool) -> None:
-        """The registers have ``peer`` in the newest epoch of its scope, which has come to ``step``;
-        ``has_committed``: in that epoch."""
+        """Take from the registers that ``peer`` is in the newest epoch of its scope.
+
+        Args:
+            step: The step that the scope has reached.
+            has_committed: The scope has committed in that epoch.
+        """
         known = self.ranks.get((peer.group, peer.rank))
         if known is None or known.inc < peer.inc:
             known = self.ranks[peer.group, peer.rank] = RankView(peer.inc)
@@ -127,12 +131,12 @@ class JobView:
             known.role = "training" if known.role == "joining" else known.role
 
     def unfired(self, plan: FaultPlan) -> list[AnyFault]:
-        """Those of the plan, and those that were commanded, that have not happened."""
+        """Return the faults of the plan, and commanded ones, that have not happened."""
         asked = {fault.name: fault for fault in plan.faults} | self.commanded
         return [fault for name, fault in asked.items() if name not in self.injected]
 
     def note_service_fault(self, name: str, kind: str) -> None:
-        """It is being carried out now, by no rank."""
+        """Record that a fault of a service, which concerns no rank, is being carried out now."""
         epoch = max((rank.epoch for rank in self.ranks.values()), default=0)
         self.injected[name] = Injected(name, kind, "", self.step, epoch)
 
@@ -142,24 +146,24 @@ class JobView:
         return max([self.gone, *(view.step for view in self.ranks.values())])
 
     def reached(self, number: int) -> int:
-        """The same of the ranks of that number, which may have a scope of their own."""
+        """Return the step of the ranks with that number, which may have a scope of their own."""
         own = [view.step for (_, rank), view in self.ranks.items() if rank == number]
         return max(own, default=0) if self.has_stages else self.step
 
 
 class TraceTail:
-    """Follows all trace files of a directory; `poll` takes in what was appended."""
+    """A reader that follows all trace files of a directory; `poll` takes in what was appended."""
 
     def __init__(self, directory: Path, begun: int = 0) -> None:
-        """``begun``: as of `JobView`."""
+        """Open no file yet. ``begun``: as in `JobView`."""
         self.view = JobView(begun=begun)
         self._directory = directory
         self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
         self._rest: dict[str, bytes] = {}
         self._of_stages: set[str] = set()
-        """Files of further stages' scopes."""
+        """Files of the later stages' scopes."""
         self._through: set[str] = set()
-        """Files of processes that were started again since: read to the end, and closed."""
+        """Files of processes that have been replaced: read to the end, and closed."""
 
     def poll(self) -> JobView:
         """Read every line completed since the last call and return the updated view."""
@@ -179,7 +183,7 @@ class TraceTail:
             *lines, self._rest[name] = (self._rest[name] + file.read()).split(b"\n")
             for line in lines:
                 self._take(name, key, inc, line)
-            if is_over:  # else a job that starts processes for long holds a descriptor for each
+            if is_over:  # otherwise a job that starts many processes holds a descriptor for each
                 self._let_go(name)
         return self.view
 
@@ -202,7 +206,7 @@ class TraceTail:
             return
         if not isinstance(record, dict):
             return
-        if name not in self._of_stages:  # one register has one history
+        if name not in self._of_stages:  # The history is that of one register.
             newest = _mapping(_mapping(record.get("event")).get("record"))
             self.view.history.take(newest)
             self.view.cursor = max(self.view.cursor, _number(newest.get("cursor")))
@@ -228,7 +232,7 @@ class TraceTail:
             _update(known, record)
 
     def _take_command(self, record: dict[str, Any]) -> None:
-        """A fault that somebody asked for; the supervisor says of its own when they happen."""
+        """Take a commanded fault; the supervisor reports its own faults when they happen."""
         data = _mapping(record.get("data"))
         if data.get("type") != "inject" or data.get("refused") is not None:
             return
@@ -250,7 +254,7 @@ class TraceTail:
 
 
 def _update(view: RankView, record: dict[str, Any]) -> None:
-    """Take one record of the newest incarnation into its view."""
+    """Apply one record of the newest incarnation to its view."""
     view.epoch = _number(record.get("epoch"), view.epoch)
     view.step = _number(record.get("step"), view.step)
     data = _mapping(record.get("data"))
@@ -263,7 +267,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
             was = view.role
             view.commits += role in COMMITTING and role != was
             view.state, view.role, view.fetches = state, role, ""
-            # an asynchronous job does not wait at its end for who stands apart
+            # At its end an asynchronous job does not wait for a group in its local phase.
             view.leaves |= role == "last_commit" or (was, role) == ("apart", "terminal")
         members = record.get("members")
         if isinstance(members, list):
@@ -285,7 +289,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
 
 
 def _take_cause(view: RankView, record: dict[str, Any]) -> None:
-    """The last fault stays; for whom an asynchronous job waited does not, once it goes on."""
+    """Keep the last fault, but drop the cause of a wait of an asynchronous job once it goes on."""
     cause = str(record.get("cause") or "").partition("\n")[0]
     is_wait = "note_awaited" in (record.get("effects") or ())
     if view.fault == view.waits and (is_wait or not cause):
@@ -296,13 +300,13 @@ def _take_cause(view: RankView, record: dict[str, Any]) -> None:
 
 
 def _role(record: dict[str, Any]) -> Role | None:
-    """The role of the state that the record of a transition leads to."""
+    """Return the role of the state that a transition leads to."""
     roles = record.get("roles")
     return roles[1] if isinstance(roles, list) and len(roles) == 2 else None
 
 
 def _is_asked(event: dict[str, Any], group: str) -> bool:
-    """Whether it asks ``group`` to leave."""
+    """Whether the event asks ``group`` to leave."""
     groups = event.get("groups")
     return event.get("type") == "drain" and isinstance(groups, list) and group in groups
 

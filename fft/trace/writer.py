@@ -1,10 +1,10 @@
 """The trace: one JSON Lines file per process, enough to decide every guarantee afterwards.
 
-Each line is one ``write`` to the file, made before the effects of what it tells are carried out,
+Each line is one ``write`` to the file, made before the effects of the traced event are carried out,
 so that a SIGKILL loses at most the line being written. ``h`` chains the lines: it is a digest of
-the previous line's ``h`` and the line's own text, so that a changed, lost or inserted line shows.
-What cannot be written, on a full disk, is counted and left out, and a line of kind ``gap`` says so:
-training does not depend on its trace. Never imports the engine.
+the previous line's ``h`` and the line's own text, so that a changed, lost or inserted line is
+detected. Lines that cannot be written, for example on a full disk, are counted and left out, and a
+line of kind ``gap`` reports them: training does not depend on its trace. Never imports the engine.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Records = list[tuple[str, dict[str, Any]]]
 
 
 class _End(NamedTuple):
-    """How far a trace is written."""
+    """The end of a trace as written so far."""
 
     size: int = 0
-    """Bytes."""
+    """Size in bytes."""
     seq: int = 0
     link: str = ""
 
@@ -48,17 +48,18 @@ class _End(NamedTuple):
 def _encode(line: dict[str, Any]) -> str:
     try:
         return to_json(line, inf_nan_mode="constants").decode()
-    except PydanticSerializationError:  # half a character, as in the name of a file
+    except PydanticSerializationError:  # a lone surrogate, as in a file name
         return json.dumps(line, separators=(",", ":"))
 
 
 def trace_path(directory: Path, peer: Peer) -> Path:
-    """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
+    """Return the file of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
     return directory / f"g{in_file_name(peer.group)}r{peer.rank}i{peer.inc}.jsonl"
 
 
 def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str, Any]:
-    """What a replay needs besides the events: spec, configuration, the state at the start."""
+    """Return what a replay needs besides the events: spec, configuration, the state at the
+    start."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     values["timeouts"] = dict(config.timeouts)
     values["flow"] = [dataclasses.asdict(other) for other in config.flow]
@@ -79,15 +80,17 @@ def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str
 
 
 class TraceWriter:
-    """Appends records to one participant's file. Thread-safe; ``close`` ends it.
-
-    Raises:
-        FftError: the file has lines: it is the trace of another job.
-        OSError: the file cannot be made, for another reason than a full disk.
+    """A writer of records to one participant's file. Thread-safe; ``close`` ends it.
 
     Args:
-        directory: made if absent. None: nothing is written (and nothing can be audited).
-        clocks: (wall, monotonic) in seconds.
+        directory: The directory of the file; created if absent. None: nothing is written (and
+            nothing can be audited).
+        peer: The participant.
+        clocks: (wall, monotonic) clocks, in seconds.
+
+    Raises:
+        FftError: The file has lines, so it is the trace of another job.
+        OSError: The file cannot be created, for another reason than a full disk.
     """
 
     def __init__(
@@ -102,11 +105,12 @@ class TraceWriter:
         self._wall, self._mono = clocks
         self._end = _End()
         self._before: tuple[_End, int] | None = None
-        """Where the last write began, and how many records it had, or told of as lost."""
+        """Where the last write began, and its number of records, including those reported as lost.
+        """
         self._lost = 0
-        """Records that could not be written, and that no line tells of yet."""
+        """Number of records that could not be written and that no gap line reports yet."""
         self._problem: str | None = None
-        """Why lines are lost at present."""
+        """Why lines are lost at present, or None."""
         self._on_lost: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         if directory is not None:
@@ -133,9 +137,10 @@ class TraceWriter:
             )
 
     def on_lost(self, hear: Callable[[str], None]) -> None:
-        """Call ``hear`` with the reason when lines begin to be lost, or at once if they are.
+        """Call ``hear`` with the reason when lines begin to be lost, or at once if they already
+        are.
 
-        On any thread that writes, with a lock held: it must not wait.
+        The call is made on any thread that writes, with a lock held: it must not wait.
         """
         with self._lock:
             self._on_lost = hear
@@ -147,7 +152,7 @@ class TraceWriter:
         self._write([(kind, fields)])
 
     def _write(self, records: Records) -> None:
-        """Append records in one write: nothing comes between them, and no kill but in a write."""
+        """Append records in one write, so that no other record or kill separates them."""
         with self._lock:
             if self._fd is None:
                 return
@@ -162,7 +167,7 @@ class TraceWriter:
                 logger.error("the trace %s can be written again; it has a gap", self.path)
 
     def _append(self, fd: int, records: Records) -> None:
-        """Raises OSError, and then the end of the file is as it was."""
+        """Append records. On OSError the file keeps its previous end."""
         begin, (_, seq, link) = self._end, self._end
         who = {"group": self.peer.group, "rank": self.peer.rank, "inc": self.peer.inc}
         when = {"wall": self._wall(), "mono": self._mono()}
@@ -187,7 +192,7 @@ class TraceWriter:
         return "gap", {"lost": self._lost}
 
     def _lose(self, fd: int, records: int, error: OSError) -> None:
-        """Count what was not written; the first time, mark the place while there is some room."""
+        """Count unwritten records; the first time, mark the place while there is some room."""
         self._lost += records
         if self._problem is not None:
             return
@@ -201,7 +206,7 @@ class TraceWriter:
             return
         if self._before is None:
             return
-        # No room for a line: it takes that of the last write, which is thereby lost too.
+        # There is no room for a line, so the gap line replaces the last write, which is also lost.
         end, count = self._before
         with suppress(OSError):
             os.ftruncate(fd, end.size)
@@ -209,9 +214,9 @@ class TraceWriter:
             self._append(fd, [self._gap()])
 
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
-        """Append what one event did: a line per row taken, or a line that says why not.
+        """Append what one event did: a line per row taken, or one line with the reason why not.
 
-        Events that the table ignores by name, and decisions heard a second time, change nothing
+        Events that the table ignores by name, and decisions received a second time, change nothing
         and leave no line.
         """
         if self._fd is None:
@@ -240,7 +245,8 @@ class TraceWriter:
         self._write([("transition", row) for row in rows])
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Append something that is no transition: metrics, an injected fault, a slice consumed."""
+        """Append something that is not a transition: metrics, an injected fault, a consumed
+        slice."""
         there = where(local) if local is not None else {}
         self.write("note", {"note": name, "data": data, **there})
 
@@ -251,7 +257,7 @@ class TraceWriter:
                 return
             if self._lost:
                 logger.error("the trace %s ends without its last %d lines", self.path, self._lost)
-                with suppress(OSError):  # it says of a gap already, if it could
+                with suppress(OSError):  # an earlier gap line may be in the file already
                     self._append(self._fd, [self._gap()])
             os.close(self._fd)
             self._fd = None
