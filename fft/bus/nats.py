@@ -1,65 +1,68 @@
 """The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
 
-`tls://` encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
-`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's).
-Needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this
-package. On a cluster streams have three replicas.
+`tls://` encrypts. The environment configures the client: `FFT_NATS_CREDS` (a credentials file),
+`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's
+certificate and key). It needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and
+the extra `nats` of this package. On a cluster, streams have three replicas.
 
-Touches these streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
+Each job uses these streams, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
 
 - `fft-<job>`                state, at most `_HISTORY` messages per subject, all below `s.`:
   `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` a vote too long for a header,
   `i.<inbox>.<id>` one message to an inbox, `mark` the barrier of reads
 - `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: votes, counted by the server
 - `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps.
-  A topic other than the protocol has a stream like it, `…-ring-<topic>`, with `p.<topic>`, made
-  when it is first used: in one stream a gap in one topic's numbers would not show
+  Each topic other than the protocol has such a stream, `…-ring-<topic>`, with `p.<topic>`, created
+  when it is first used: in a shared stream a gap in one topic's numbers would be invisible
 
-**Generation.** A random word in the metadata of the first stream, made with it. As it is a part of
-all subjects, a client of a bus that came back empty cannot even write to its successor: nobody
-takes its messages, it looks, and raises `BusForgot`.
+**Generation.** A random string in the metadata of the first stream, created with it. It is part of
+all subjects, so a client of a bus that came back empty cannot write to the new one: no stream
+accepts its messages, so the client reads the metadata and raises `BusForgot`.
 
-**What the server promises** (nats-server: server/raft.go, server/jetstream_batching.go, read at
+**Guarantees of the server** (nats-server: server/raft.go, server/jetstream_batching.go, read at
 2.15; ADR-31 for direct get). A publish is acknowledged when a majority has it in its Raft log and
-the leader has applied it. `Nats-Expected-Last-Subject-Sequence` is weighed by the leader before it
-proposes, against all that it applied and with whatever it has in flight on that subject refused;
-a new leader weighs nothing before it has applied what it inherited. So a conditional publish that
-was acknowledged is a linearizable compare-and-set. A *refusal* is no proof of anything: it comes
-from whoever believes to be the leader, and a deposed one may believe so for 10 to 20 s
-(`lostQuorumCheck`, `lostQuorumInterval`). `STREAM.MSG.GET` answers likewise, and direct get from
-any replica; there is no lease and no read index.
+the leader has applied it. The leader checks `Nats-Expected-Last-Subject-Sequence` before it
+proposes, against all messages that it has applied, and refuses if another message on that subject
+is in flight. A new leader checks no condition before it has applied its inherited log. So an
+acknowledged conditional publish is a linearizable compare-and-set. A *refusal* proves nothing: it
+comes from a server that believes to be the leader, and a deposed leader may believe so for 10 to
+20 s (`lostQuorumCheck`, `lostQuorumInterval`). The same holds for answers to `STREAM.MSG.GET`, and
+any replica answers a direct get; there is no lease and no read index.
 
-**Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
-question, for the last messages of the register and of `mark`. If it knows of S, then also of all
-that was committed before, else it is asked again.
+**Reads.** A read therefore publishes `mark`, which commits with number S, and requests the last
+messages of the register and of `mark` from some replica in one request. If the replica has S, it
+also has everything that was committed before; otherwise the request is repeated.
 
 **compare_set** publishes on condition that the value's sequence number is still the last. If the
-acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
-answers with the number it has, or refuses since the register moved on (a single server does even
-if it was my message that moved it). Then what followed the expected value is read: if it carries my
-id, I won. The last `_HISTORY` values are kept for this; if so many came in between, the outcome
-stays unknown and `BusUnreachable` is raised.
+acknowledgement is lost, it publishes the same message (same `Nats-Msg-Id`) again. The server then
+answers with the number that the message has, or refuses because the register has changed (a single
+server refuses even if this message changed it). After a refusal the client reads the message that
+followed the expected value; it has won if that message carries its id. The last `_HISTORY` values
+are kept for this. If more values came in between, the outcome is unknown and `BusUnreachable` is
+raised.
 
-**Counters** are registers, read from any replica, since only a write that succeeds counts.
+**Counters** are registers. They are read from any replica, because only a successful write counts.
 
-**Votes** are increments of a counter of the server's (ADR-49), which carry the vote in a header, or
-the name of a message with it. So voters at once cost no more than one by one; who brings the
-count to `voters` reads all increments, up to the number of its own.
+**Votes** are increments of a server-side counter (ADR-49). An increment carries the vote in a
+header, or the name of a message that holds it, so simultaneous voters cost no more than consecutive
+ones. The voter that brings the count to `voters` reads all increments up to its own number.
 
 **Messages** are broadcast with an id, and repeated with it until acknowledged; the server drops
-what it has (within 2 minutes). Republishing wakes listeners, who take what is new by direct get, in
-the order of numbers, and look by themselves now and then, since a wake-up can be lost. A number
-that is missing was removed by newer ones: `BusOverrun`. Who subscribes broadcasts a message that
-nobody hears; its number is where it begins.
+duplicates (within 2 minutes). Republished headers wake the listeners, which fetch new messages by
+direct get in the order of numbers. They also poll occasionally, since a wake-up can be lost. A
+missing number was displaced by newer messages, which raises `BusOverrun`. A new subscriber
+broadcasts an empty message that listeners skip; the number of that message is where its
+subscription begins.
 
-**Losses.** An operation waits out a change of leader or server, within `timeout`, then raises
-`BusUnreachable`; the bus object remains usable, and is lost for good only when nobody answered for
-`PATIENCE` timeouts. A follower that hears nothing from a killed leader stands for election 4 to 9 s
-after the last word (server/raft.go, `minElectionTimeoutDefault`; no setting), so that is what a
-leader's end costs, and more if votes are split: give a replicated bus a timeout of 15 s or more
-(`fft.protocol.timeouts` does). A leader that is told to end (SIGTERM) hands over first: that costs
-one answer. Acknowledged is not on disk: the server syncs every 2 minutes unless `sync_interval:
-always` is set. Killed servers lose nothing; a majority of machines that lose power at once may.
+**Losses.** An operation waits up to `timeout` for a change of leader or server, then raises
+`BusUnreachable`. The bus object remains usable; it is lost for good only after `PATIENCE` timeouts
+without an answer. A follower stands for election 4 to 9 s after the last message of a killed leader
+(server/raft.go, `minElectionTimeoutDefault`; not configurable). The loss of a leader costs that
+time, and more if votes are split, so give a replicated bus a timeout of 15 s or more
+(`fft.protocol.timeouts` does). A leader that gets SIGTERM hands over first, which costs one answer.
+An acknowledged message is not necessarily on disk: the server syncs every 2 minutes unless
+`sync_interval: always` is set. Killed servers lose nothing; if a majority of machines lose power at
+the same time, acknowledged messages may be lost.
 """
 
 from __future__ import annotations
@@ -105,8 +108,8 @@ from fft.bus.natslink import (
 from fft.bus.natslisten import NUDGE, Listener
 from fft.util.chance import CHANCE
 
-_HISTORY: Final = 16  # values of a register that are kept, to see what became of a lost answer
-_CACHE: Final = 64  # registers whose last number this client remembers
+_HISTORY: Final = 16  # values kept per register, to find the outcome of a write without an answer
+_CACHE: Final = 64  # registers whose last message this client remembers
 _CONFLICT_S: Final = 0.005  # longest pause after a conflict with another client
 _NUMBERS: Final = 2**64
 _LONG_NAME: Final = 300  # a longer one is replaced by its digest; a subject has 4096 bytes at most
@@ -116,7 +119,7 @@ _GENERATION: Final = "fft-generation"
 
 
 def _token(name: str) -> str:
-    """`name` as one token of a subject."""
+    """Return `name` as one token of a subject."""
     quoted = quote(name, safe="").replace(".", "%2E").replace("~", "%7E")
     if len(quoted) <= _LONG_NAME:
         return quoted
@@ -124,7 +127,7 @@ def _token(name: str) -> str:
 
 
 def _place(topic: Topic) -> str:
-    """Subject of a topic's messages."""
+    """Return the subject of a topic's messages."""
     return "m" if topic == "protocol" else f"p.{topic}"
 
 
@@ -247,7 +250,7 @@ class NatsBus(ErrorBus):
                 if await self._swap(name, held.seq if held else 0, desired):
                     return desired
                 held = await self._last(name)
-                if held is None or held.payload == expected:  # somebody's write is under way
+                if held is None or held.payload == expected:  # another client's write is in flight
                     await self._conflict()
 
         return self._link.run(decide)
@@ -287,7 +290,7 @@ class NatsBus(ErrorBus):
                 headers[_LONG_VOTE] = name = f"s.b.{place}.{secrets.token_hex(8)}"
                 await self._store(name, vote)
             answer = await self._store(f"t.{place}", b"", headers)
-            if int(answer.get("val", voters)) < voters:  # none: mine was counted before
+            if int(answer.get("val", voters)) < voters:  # absent if this vote was a duplicate
                 return None
             seq = int(answer["seq"])
             cast = await self._link.repeat(lambda limit: self._votes(f"t.{place}", seq, limit))
@@ -298,7 +301,7 @@ class NatsBus(ErrorBus):
         return self._link.run(cast)
 
     async def _votes(self, name: str, last: int, limit: float) -> list[Stored]:
-        """All votes up to number `last`, in order; `Again` from a replica that lags behind."""
+        """Return all votes up to number `last`, in order; raise `Again` if the replica lags."""
         votes: list[Stored] = []
         while not votes or votes[-1].seq < last:
             found = await self._page(self._tally, name, votes[-1].seq + 1 if votes else 1, limit)
@@ -308,7 +311,7 @@ class NatsBus(ErrorBus):
         return votes
 
     async def _vote(self, cast: Stored) -> bytes | None:
-        """The vote itself; None if its ballot was deleted meanwhile."""
+        """Return the vote in an increment, or None if its ballot was deleted meanwhile."""
         if _VOTE in cast.headers:
             return base64.b64decode(cast.headers[_VOTE])
         stored = await self._last(cast.headers[_LONG_VOTE])
@@ -365,7 +368,7 @@ class NatsBus(ErrorBus):
     async def _store(
         self, name: str, payload: bytes, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Store a message once, though it may be published several times; the server's answer."""
+        """Store a message exactly once, republishing as needed; return the server's answer."""
         subject = self._subject(name)
         marked = {"Nats-Msg-Id": secrets.token_hex(12), **(headers or {})}
         return await self._link.repeat(
@@ -373,7 +376,7 @@ class NatsBus(ErrorBus):
         )
 
     async def _last(self, name: str) -> Stored | None:
-        """The last message of a register, linearizably; remembered."""
+        """Read the last message of a register linearizably and remember it."""
         subject, mark = self._subject(name), self._subject("s.mark")
 
         async def look(limit: float) -> Stored | None:
@@ -389,15 +392,15 @@ class NatsBus(ErrorBus):
         return held
 
     async def _glance(self, name: str) -> Stored | None:
-        """What some replica has as the last message of a register; good for a `_swap` only."""
+        """Return some replica's last message of a register, which may be stale; for `_swap`."""
         request = {"multi_last": [self._subject(name)]}
         found = await self._link.repeat(partial(self._link.get, self._state, request))
         return found[0] if found else None
 
     async def _swap(self, name: str, seq: int, payload: bytes) -> bool:
-        """Store `payload` if the last number of the register is `seq` (0: none); whether it is.
+        """Store `payload` if the register's last number is `seq`, or 0 for an empty register.
 
-        Raises `BusUnreachable` if that cannot be known.
+        Returns whether it was stored. Raises `BusUnreachable` if the outcome is unknown.
         """
         own = secrets.token_hex(12)
         headers = {"Nats-Msg-Id": own, "Nats-Expected-Last-Subject-Sequence": str(seq)}
@@ -422,10 +425,10 @@ class NatsBus(ErrorBus):
         return True
 
     async def _became(self, name: str, seq: int, own: str, limit: float) -> int | None:
-        """What followed number `seq`: my message (its number), or another's (None).
+        """Find out after a lost answer and a refusal whether the message `own` follows `seq`.
 
-        Refused, after an answer was lost. All that is read here was committed, so a replica that
-        lags behind can only make us ask again.
+        Returns its number if it was stored, or None if another message followed `seq`. All messages
+        that are read here are committed, so a replica that lags can only cause a retry.
         """
         held = await self._page(self._state, name, 1, limit)
         for message in held:
@@ -457,7 +460,7 @@ class NatsBus(ErrorBus):
 
     @staticmethod
     async def _conflict() -> None:
-        """Wait a little, at random: what stood in the way is not committed yet."""
+        """Wait a short random time, because the conflicting write is not committed yet."""
         await asyncio.sleep(CHANCE.uniform(0, _CONFLICT_S))
 
     # ---- one life of the bus
@@ -468,7 +471,7 @@ class NatsBus(ErrorBus):
         )
 
     async def _held(self, stream: str) -> dict[str, Any]:
-        """What is in a stream; nothing in one that was not made yet."""
+        """Return the state of a stream, which is empty if the stream does not exist yet."""
         try:
             state: dict[str, Any] = (await self._info(stream))["state"]
         except ApiError as error:
@@ -492,7 +495,7 @@ class NatsBus(ErrorBus):
             try:
                 await self._create(self._state, self._state_config())
             except ApiError as error:
-                if error.code != NAME_TAKEN:  # somebody else was first
+                if error.code != NAME_TAKEN:  # another client has created it first
                     raise
         self.generation = found or await self._find() or self.generation
         await asyncio.gather(
@@ -519,12 +522,12 @@ class NatsBus(ErrorBus):
             config = (await request)["config"]
         except ApiError as error:
             return False if error.code == NOT_FOUND else None
-        except Exception:  # noqa: BLE001 - no answer, of whatever kind, says nothing
+        except Exception:  # noqa: BLE001 - without an answer the owner is unknown
             return None
         return bool((config.get("metadata") or {}).get(_GENERATION) == self.generation)
 
     async def _create(self, stream: str, config: dict[str, Any]) -> None:
-        """Make a stream, replicated if there is a cluster; no error if it is there already."""
+        """Create a stream unless it exists, with three replicas if the server has a cluster."""
         common = {"name": stream, "storage": "file", "retention": "limits", "allow_direct": True}
         for replicas in (3, 1):
             request = {**common, **config, "num_replicas": replicas}

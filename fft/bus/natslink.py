@@ -1,14 +1,14 @@
-"""One client's way to a NATS JetStream service: address, loop thread, connection, repetition.
+"""One client's link to a NATS JetStream service: address, loop thread, connection and retries.
 
-Touches the network only through nats-py, which is imported here and nowhere else in `fft`. It knows
-streams, subjects and sequence numbers, and nothing of registers, ballots and inboxes.
+It uses the network only through nats-py, which is imported here and nowhere else in `fft`. It deals
+with streams, subjects and sequence numbers, not with registers, ballots and inboxes.
 
-nats-py is asyncio, our callers are threads: each `NatsLink` has one loop thread, ended by `close`.
-Coroutines of this class run on it; `run` is how a thread calls one.
+nats-py is based on asyncio while the callers are threads. Each `NatsLink` therefore has one loop
+thread, which `close` ends. The coroutines of this class run on it; a thread calls one with `run`.
 
-**Repetition.** An answer can be lost with the connection or the server that owed it. `repeat` asks
-again, with growing pauses, for as long as the bus's timeout; what it repeats must bear that. While
-nobody answers, the connection is made anew with any of the servers, with pauses from 20 ms to 1 s.
+**Retries.** An answer can be lost with the connection or the server. `repeat` sends the request
+again, with growing pauses, until the bus's timeout is over, so the request must be idempotent.
+While no server answers, the client reconnects to any of the servers, with pauses from 20 ms to 1 s.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ T = TypeVar("T")
 Headers = dict[str, str]
 
 PATIENCE: Final = 4
-"""A bus that gave no answer for so many timeouts is lost for good. One leader is elected in less:
-servers wait 4 to 9 s before they elect another, and that time is no setting of theirs."""
+"""Number of timeouts without an answer after which the bus is lost for good. An election takes
+less: servers wait 4 to 9 s, which is not configurable, before they elect another leader."""
 
-HEADROOM: Final = 1024  # bytes of headers that go with a payload, at most
+HEADROOM: Final = 1024  # maximum bytes of headers beside a payload
 
 _FIRST_PAUSE_S: Final = 0.01
 _LAST_PAUSE_S: Final = 0.2
 _RECONNECT_S: Final = (0.02, 1.0)  # first and longest pause before a server is tried again
-_ATTEMPT_S: Final = (0.5, 1.5)  # an answer that takes longer is taken to be lost: at first, at last
-_PING_S: Final = 1  # a server that leaves two of these unanswered is given up
-_GRACE_S: Final = 2.0  # what a busy machine may add before a thread gives up its coroutine
+_ATTEMPT_S: Final = (0.5, 1.5)  # first and longest wait until an answer is assumed to be lost
+_PING_S: Final = 1  # interval of pings; the client drops a server after two unanswered ones
+_GRACE_S: Final = 2.0  # extra time on a busy machine before a thread gives up on its coroutine
 _CLOSE_S: Final = 0.5
-_FORGOTTEN_AFTER: Final = 3  # times in a row that a stream is said not to exist
-_DOUBT_S: Final = 0.25  # from one such question to the next
+_FORGOTTEN_AFTER: Final = 3  # answers in a row that the stream is missing or has another generation
+_DOUBT_S: Final = 0.25  # pause between these checks
 
 NOT_FOUND, NAME_TAKEN, ONE_SERVER = 10059, 10058, 10074  # the server's error codes
 _WRONG_SEQUENCE = frozenset({10071, 10164})
-_BUSY = frozenset({10005, 10158})  # no peers yet; the same message is on its way
+_BUSY = frozenset({10005, 10158})  # no peers yet; the same message is in flight
 
 
 class Again(Exception):
-    """Not answered, or not by somebody who knows: to be asked again."""
+    """The answer is missing, partial or stale; send the request again."""
 
 
 class WrongSequence(Exception):
@@ -67,7 +67,7 @@ class WrongSequence(Exception):
 
 
 class ApiError(BusError):
-    """The server refused; `code` is its own."""
+    """The server refused a request; `code` is the server's error code."""
 
     def __init__(self, url: str, code: int, text: str) -> None:
         super().__init__(f"the NATS server of {url} refused: {text} (error {code})")
@@ -85,12 +85,12 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """What a bus URL and the environment say."""
+    """The settings of a connection, from the bus URL and the environment."""
 
     servers: list[str]
     job: str
     shown: str
-    """The URL without its password, for texts."""
+    """The URL without its password, for messages."""
     user: str | None = None
     password: str | None = None
     tls: ssl.SSLContext | None = None
@@ -102,7 +102,7 @@ _FORM: Final = "write nats://[user:password@]host:port[,host:port...]/job, tls:/
 
 
 def parse_url(url: str) -> Address:
-    """The address in `url` and `FFT_NATS_*`; `BusError` names what is wrong."""
+    """Parse `url` and `FFT_NATS_*`; raise `BusError` if either is invalid."""
     scheme, _, rest = url.partition("://")
     place, _, job = rest.partition("/")
     login, at, hosts = place.rpartition("@")
@@ -151,14 +151,14 @@ def _creds(shown: str) -> str | None:
 
 
 class NatsLink:
-    """A connection that lives until `close`, or until nobody has answered for `PATIENCE`."""
+    """A connection that lasts until `close`, or until `PATIENCE` timeouts without an answer."""
 
     def __init__(self, address: Address, timeout: float) -> None:
         self.address = address
         self.url = address.shown
         self.timeout = timeout
         self.still_ours: Callable[[], Awaitable[bool | None]] | None = None
-        """Whether the service is still the one it was; None if it does not say."""
+        """Check whether the service still has this generation; None if it does not answer."""
         self.on_failure: Callable[[BusError], None] = lambda error: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self._failure: BusError | None = None
@@ -190,7 +190,7 @@ class NatsLink:
             self._loop.close()
 
     def run(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine on the loop and wait for it, for as long as the timeout."""
+        """Run a coroutine on the loop and wait for its result, up to the timeout."""
         self.check()
         if threading.current_thread() is self._thread:
             raise BusError("the bus cannot be used from its own loop thread")
@@ -216,7 +216,7 @@ class NatsLink:
             raise BusUnreachable(self.url, self._last_error) from error
 
     def spawn(self, operation: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start a coroutine on the loop, from any thread; nobody waits for it."""
+        """Start a coroutine on the loop from any thread, without waiting for it."""
         coroutine = operation()
         try:
             asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -224,12 +224,12 @@ class NatsLink:
             coroutine.close()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` on the loop, from any thread; nothing happens once the loop has ended."""
+        """Call `function` on the loop, from any thread; do nothing once the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     def check(self) -> None:
-        """Raise what ended this link, if anything did."""
+        """Raise the error that ended this link, if it has ended."""
         if self._closed:
             raise self._closed_error()
         if self._failure is not None:
@@ -241,7 +241,7 @@ class NatsLink:
         return BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
 
     def close(self) -> None:
-        """End connection, loop and thread. Idempotent; may be called from any thread but ours."""
+        """End connection, loop and thread. Idempotent; not to be called on the loop thread."""
         with self._closing:
             if self._closed:
                 return
@@ -259,9 +259,10 @@ class NatsLink:
     # ---- the connection
 
     async def connect(self) -> None:
-        """Connect to the first server that answers; `BusUnreachable` if none does in time."""
+        """Connect to the first server that answers; raise `BusUnreachable` if none does in time."""
         address = self.address
-        # between the first tries; a fraction, though typed as an int. Nothing of what scripts draw
+        # nats-py types the pause as an int but accepts a fraction. It must not shuffle the servers
+        # itself: that would draw from the random numbers of the user's script.
         options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S[0], "dont_randomize": True}
         if address.tls:
             options["tls"] = address.tls
@@ -295,7 +296,7 @@ class NatsLink:
         self._last_error = _reason(error, self._last_error)
 
     async def _on_disconnected(self) -> None:
-        """What was asked on the old connection will not be answered: ask again at once."""
+        """End all attempts at once: their answers were lost with the old connection."""
         now = asyncio.get_running_loop().time()
         for attempt in self._attempts:
             if not attempt.expired():
@@ -310,7 +311,10 @@ class NatsLink:
             queue.put_nowait(message)
 
     async def hear(self, subject: str, on_note: Callable[[Headers], None]) -> Callable[[], None]:
-        """Call `on_note` with the headers of what is published on `subject`; the end of it."""
+        """Call `on_note` with the headers of each message on `subject`.
+
+        Returns a function that unsubscribes.
+        """
 
         async def heard(message: Msg) -> None:
             on_note(message.headers or {})
@@ -325,9 +329,10 @@ class NatsLink:
     # ---- asking
 
     async def repeat(self, once: Callable[[float], Awaitable[T]]) -> T:
-        """The result of `once(seconds)`, asked again on `Again` or silence.
+        """Return the result of `once(seconds)`; call it again on `Again` or without an answer.
 
-        Raises `BusUnreachable` when the timeout is over: what was asked may or may not be done.
+        Raises `BusUnreachable` when the timeout is over; the request may or may not have taken
+        effect.
         """
         deadline = time.monotonic() + self.timeout
         pause, (limit, longest) = _FIRST_PAUSE_S, _ATTEMPT_S
@@ -358,14 +363,17 @@ class NatsLink:
         return found
 
     def _doubt(self) -> None:
-        """Nobody answered: is the service another one now, or lost for good? Does not wait."""
+        """Check in the background, after a missing answer, whether the service lost its data.
+
+        Fails the link if no server has answered for `PATIENCE` timeouts.
+        """
         if time.monotonic() - self._answered > PATIENCE * self.timeout:
             self._fail(BusUnreachable(self.url, self._last_error))
         elif self._doubting is None or self._doubting.done():
             self._doubting = asyncio.get_running_loop().create_task(self._ask_whose())
 
     async def _ask_whose(self) -> None:
-        """Once more said to be another service? So often in a row, it is."""
+        """Check the generation, and fail the link after `_FORGOTTEN_AFTER` denials in a row."""
         ours = await self.still_ours() if self.still_ours is not None else None
         self._denials = self._denials + 1 if ours is False else 0
         if self._denials >= _FORGOTTEN_AFTER:
@@ -380,13 +388,13 @@ class NatsLink:
     async def publish(
         self, subject: str, payload: bytes, headers: Headers | None, limit: float
     ) -> dict[str, Any]:
-        """Store a message, once tried; the server's acknowledgement, given when it is committed."""
+        """Publish a message in one attempt; return the acknowledgement that it is committed."""
         self.fits(payload)
         reply = await self._client.request(subject, payload, limit, headers=headers)
         return self._answer(reply.data)
 
     def fits(self, payload: bytes) -> None:
-        """Raise `BusError` if the server takes no message so long."""
+        """Raise `BusError` if `payload` is too long for the server."""
         if len(payload) + HEADROOM > self._client.max_payload:
             raise BusError(
                 f"the NATS server of {self.url} takes messages of {self._client.max_payload} bytes "
@@ -394,7 +402,7 @@ class NatsLink:
             )
 
     async def api(self, name: str, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        """One question to the JetStream API, once tried."""
+        """Send one request to the JetStream API in one attempt; return the answer."""
         body = json.dumps(request).encode()
         reply = await self._client.request(f"$JS.API.{name}", body, limit)
         return self._answer(reply.data)
@@ -412,9 +420,9 @@ class NatsLink:
         raise ApiError(self.url, code, text)
 
     async def get(self, stream: str, request: dict[str, Any], limit: float) -> list[Stored]:
-        """Messages that one replica holds, by a batched direct get, once tried.
+        """Return messages that one replica holds, by a batched direct get in one attempt.
 
-        All of them were committed; the replica may lag behind, so the newest may be missing.
+        All of them are committed; the replica may lag, so the newest may be missing.
         """
         token = os.urandom(8).hex()
         queue = self._replies[token] = asyncio.Queue()
@@ -451,7 +459,7 @@ class NatsLink:
 
 
 class _Backoff:
-    """Servers in turn; a pause before each that grows with how often it was tried in vain."""
+    """Choose among the servers tried least, with a pause that grows with the failed attempts."""
 
     def __call__(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
         fewest = min(server.reconnects for server in servers)
@@ -467,7 +475,7 @@ async def _unsubscribe(subscription: Any) -> None:
 
 
 def _reason(error: BaseException, before: str) -> str:
-    """The first line of what `error` says; one that says nothing does not hide the one before."""
+    """Return the first line of `str(error)`, or `before` for an error without information."""
     mute = (TimeoutError, nats.errors.TimeoutError, BrokenPipeError, ConnectionResetError)
     if isinstance(error, mute):
         return before

@@ -1,10 +1,10 @@
-"""NATS servers on this machine, as child processes: for `fft serve --bus nats`, trials and tests.
+"""NATS servers on this machine as child processes, for `fft serve --bus nats`, trials and tests.
 
-Starts `nats-server` (the extra `nats` brings it) on loopback or the given host, with a directory of
-its own for configuration, log and store, and ends every process it started, by its pid. Imports
-nothing of NATS: only the ports and the log of the servers are looked at.
+It starts `nats-server` (the extra `nats` installs it) on loopback or the given host. Each server
+has its own directory for configuration, log and store. Every process that was started is ended by
+its pid. The module does not import nats-py; it uses only the HTTP monitors and logs of the servers.
 
-For work, run NATS servers on machines of their own; see https://docs.nats.io for how.
+For production, run NATS servers on machines of their own; see https://docs.nats.io.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fft.bus.natskeeper import NatsKeeper
 from fft.util.chance import CHANCE
 from fft.util.die_with_parent import tied
 
-_START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
+_START_S: Final = 60.0  # an idle machine elects a cluster's first leader within 10 s
 _POLL_S: Final = 0.02
 _PORTS = range(20_000, 32_000)
 _TRIES = 1_000
@@ -52,9 +52,9 @@ cluster {{ name: fft, listen: "127.0.0.1:{route}", pool_size: -1, routes: [{rout
 
 
 class NatsServers:
-    """One server, or a cluster of them, for one job.
+    """One NATS server, or a cluster, for one job.
 
-    `kill` and `start` are for trials of faults; a server keeps its ports and its store.
+    `kill` and `start` are for fault-injection tests; a server keeps its ports and its store.
     """
 
     def __init__(
@@ -66,12 +66,20 @@ class NatsServers:
         settings: str = "",
         keep: bool = False,
     ) -> None:
-        """Start them and wait until they take requests. `port` 0 takes free ones.
+        """Start the servers and wait until they accept requests.
 
-        `settings` are further lines of their configuration. `keep`: those that end by themselves
-        are started again; then `kill`, `stop` and `start` are not for the caller.
+        Args:
+            port: Port of the first server, with consecutive ports for the others; 0 chooses free
+                ones.
+            job: Name of the job; None chooses a random one.
+            cluster: Number of servers: 1, 3 or 5.
+            settings: Additional lines of the servers' configuration.
+            keep: Restart servers that end by themselves; the caller must then not use `kill`,
+                `stop` and `start`.
 
-        Raises `BusError` if nats-server is not installed, or one cannot be started.
+        Raises:
+            BusError: An argument is invalid, nats-server is not installed, or a server does not
+                start.
         """
         job = job if job is not None else "job-" + secrets.token_hex(4)
         check_job(job, f"nats://{host}:{port}/{job}")
@@ -99,7 +107,7 @@ class NatsServers:
             raise
 
     def start(self, number: int) -> None:
-        """Start server `number`, with whatever is in its store; does not wait for it."""
+        """Start server `number` with the current contents of its store, without waiting for it."""
         directory = self._directory / str(number)
         directory.mkdir(exist_ok=True)
         routes = ",".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
@@ -118,11 +126,11 @@ class NatsServers:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us; we end them
+            start_new_session=True,  # Ctrl-C must not reach the servers; this process ends them
         )
 
     def wait(self, timeout: float = _START_S) -> None:
-        """Wait until all servers that run are ready; `BusError` if they are not in time."""
+        """Wait until all running servers are ready; raise `BusError` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         for number, process in enumerate(self._processes):
             while process is not None and not self._is_ready(number):
@@ -131,7 +139,7 @@ class NatsServers:
                         f"nats-server on {self._place}:{self.ports[number]} did not start: "
                         f"{self._complaint(number)}; choose another port, 0 takes a free one"
                     )
-                time.sleep(_POLL_S)  # a bounded poll: the server has no other way to say it
+                time.sleep(_POLL_S)  # the server offers no notification of its readiness
 
     def _is_ready(self, number: int) -> bool:
         question = "js-meta-only=true" if len(self.ports) > 1 else "js-enabled-only=true"
@@ -154,15 +162,15 @@ class NatsServers:
             self._processes[number] = None
 
     def stop(self, number: int, stopped: bool = True) -> None:
-        """Have server `number` stand still (it does when this returns), or go on."""
+        """Pause server `number` with SIGSTOP and wait until it has stopped, or resume it."""
         process = self._processes[number]
         if process is not None:
             process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
-        if process is not None and stopped:  # on a busy machine its threads run on for a while
+        if process is not None and stopped:  # on a busy machine its threads run on after the signal
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def leaders(self) -> dict[str, int]:
-        """Which server leads which stream, by what the servers that run say of themselves."""
+        """Return the number of the leading server by stream, as the running servers report it."""
         return {
             stream["name"]: number
             for number in self._running()
@@ -171,7 +179,7 @@ class NatsServers:
         }
 
     def whole(self) -> bool:
-        """Whether all servers run, and hold all of every stream."""
+        """Whether all servers run, and every replica of every stream is current."""
         leading = self.leaders()
         return self._running() == list(range(len(self.ports))) and all(
             stream["name"] in leading
@@ -195,17 +203,20 @@ class NatsServers:
         ]
 
     def _ask(self, number: int, question: str) -> dict[str, Any]:
-        """A server's monitor; nothing, if it does not answer."""
+        """Query a server's monitor; return an empty dict if it does not answer."""
         url = f"http://127.0.0.1:{self._monitors[number]}/{question}"
         try:
             with urllib.request.urlopen(url, timeout=1.0) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
-        except (OSError, ValueError):  # nobody listens yet, or it says what is still missing
+        except (OSError, ValueError):  # not listening yet, or an error status while not ready
             return {}
 
     def elections(self, since: float) -> list[float]:
-        """When, by the wall clock, servers that run began to lead a stream; from their logs."""
+        """Return the wall-clock times after `since` at which the running servers became leaders.
+
+        The times come from the servers' logs, one for each stream that a server began to lead.
+        """
         found = []
         for number in self._running():
             for line in (self._directory / str(number) / "log").read_text().splitlines():
@@ -215,7 +226,7 @@ class NatsServers:
         return [one for one in found if one > since]
 
     def forget(self, number: int) -> None:
-        """Remove the store of a server that does not run."""
+        """Remove the store of a server that is not running."""
         shutil.rmtree(self._directory / str(number) / "store", ignore_errors=True)
 
     def close(self) -> None:
@@ -234,7 +245,7 @@ class NatsServers:
 
 
 def find_server() -> str:
-    """The path of nats-server: beside this Python, or on PATH. `BusError` if there is none."""
+    """Return the path of nats-server, next to this Python or on PATH. Raises `BusError`."""
     found = shutil.which("nats-server", path=str(Path(sys.executable).parent))
     found = found or shutil.which("nats-server")
     if found is None:
@@ -246,10 +257,10 @@ def find_server() -> str:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free at this moment, all different.
+    """Return different ports that are free at this moment.
 
-    Below those that the system gives to outgoing connections: one of them could take the port of a
-    server that is being started again.
+    They are below the system's range for outgoing connections, because such a connection could take
+    the port of a server while it restarts.
     """
     family = family_of(host)
     found: list[int] = []
