@@ -1,4 +1,4 @@
-"""What a participant knows of the scopes to which the data flow binds its own. Pure data."""
+"""The positions of the scopes to which the data flow binds a participant's own scope. Pure data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Elsewhere:
     """Number of the other scope's txns that this scope may begin ahead of it; 0 if this scope
     follows it."""
     n: int = 0
-    """Number of its newest known record; 0 if there is none."""
+    """Number of its newest known record, or 0."""
     cursor: int = 0
     takers: int = 1
     """As in ``Seen``, from the record that lets this scope proceed furthest. For a scope that has

@@ -110,8 +110,11 @@ Scopes = Annotated[dict[str, Scope], Field(min_length=1)]
 def scope_problems(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope], flow: Sequence[Edge]
 ) -> Iterator[Problem]:
-    """Yield what makes it unclear which scope commits a parameter group, or how its ranks hold
-    it."""
+    """Yield the problems of the parameter groups, the scopes and the flow.
+
+    They make it unclear which scope commits a parameter group or how its ranks hold it, or cannot
+    be satisfied.
+    """
     by: dict[str, str] = {}
     for name, scope in scopes.items():
         for i, group in enumerate(scope.commits):
@@ -145,7 +148,7 @@ def scope_problems(
 def _unfit_scopes(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
 ) -> Iterator[Problem]:
-    """What makes it unclear which scope waits for which, or what FFT cannot run."""
+    """Problems that make it unclear which scope waits for which, or that FFT cannot run."""
     inner = [name for name, scope in scopes.items() if scope.members == "group"]
     outer = [name for name, scope in scopes.items() if scope.members == "job"]
     if len(outer) != 1:
@@ -175,7 +178,7 @@ def _unfit_scopes(
 def _unfit_stages(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
 ) -> Iterator[Problem]:
-    """What is incompatible with stages that have their own scopes."""
+    """Settings that are incompatible with stages that have their own scopes."""
     for name, scope in scopes.items():
         if scope.members != "stage":
             text = "other scopes are those of stages: so must this one be, or be taken away"
@@ -223,7 +226,7 @@ def _unfit_flow(scopes: Mapping[str, Scope], flow: Sequence[Edge]) -> Iterator[P
 
 
 def _longest(after: Mapping[str, Sequence[str]], first: str, last: str) -> list[str] | None:
-    """The longest path between two scopes, both included; None if there is none without a cycle."""
+    """The longest path between two scopes, both included, or None if all paths have cycles."""
 
     def ways(at: str, passed: tuple[str, ...]) -> Iterator[list[str]]:
         if at == last:

@@ -290,7 +290,7 @@ def _told(table: Mapping[str, Timeout], broken: list[Rule]) -> Iterator[str]:
 def _advice(table: Mapping[str, Timeout], rules: Sequence[Rule]) -> str:
     """A set of values that would work, obtained by raising those that are too small."""
     works = dict(table)
-    while broken := [rule for rule in rules if not rule.holds(works)]:  # ends: no rule is circular
+    while broken := [rule for rule in rules if not rule.holds(works)]:  # ends: rules have no cycle
         for rule in broken:
             works[rule.larger] = replace(works[rule.larger], seconds=rule.least(works))
     changed = [

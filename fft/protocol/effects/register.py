@@ -122,7 +122,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
-        seen=next((vote.seen for vote in votes), ()),  # what allows one vote allows all
+        seen=next((vote.seen for vote in votes), ()),  # any vote's positions allow the txn
     )
 
 

@@ -62,7 +62,8 @@ def give_word(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def give_word_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What I acknowledge the end of the epoch with: the state of the commit that ends it."""
+    """Record the `Hello` that the acknowledgement will carry: the state of the commit that ends the
+    epoch."""
     _give_word(s, c, hello(s, c, after=s.head))
     return ()
 

@@ -154,7 +154,7 @@ def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Run the optimizer step, or the actions of a skip, as the decision says."""
+    """Run the optimizer step, or the actions of a skip, according to the decision."""
     assert s.head is not None, "it is decided"
     s.skip = s.head.skip
     yield Apply(s.head, s.skip)

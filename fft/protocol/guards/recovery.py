@@ -73,8 +73,8 @@ def i_report(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def i_gather(s: Local, c: Config, event: Event) -> bool:
-    """This participant collects them: as coordinator, or because there is none and all
-    broadcast."""
+    """This participant collects them: as coordinator, or because all broadcast without a
+    coordinator."""
     return coordinator(s) in (None, c.me)
 
 

@@ -1,4 +1,4 @@
-"""Guarantee 13, of an asynchronous job: who synchronises with what, who is left behind. Pure."""
+"""Guarantee 13, for asynchronous jobs: which groups synchronize, with what, and the bound. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Key = tuple[str, str]
 
 
 def bounded(move: Move) -> Iterator[Claim]:
-    """13: each synchronisation has a majority of the job, and leaves nobody beyond the bound.
+    """13: each synchronization has a majority of the job, and leaves no group beyond the bound.
 
-    A contribution is at most as many steps behind as the bound says, is that of the lease that the
-    group was granted with its base, and is in one committed record. Who is not in a synchronisation
-    keeps its base and its lease; nobody is left out of the job of whose life nothing else is said.
+    A contribution is at most ``bound`` steps behind, belongs to the lease that the group was
+    granted with its base, and is in one committed record. A group outside a synchronization keeps
+    its base and its lease. A group is left out of the job only if it is lost or leaves.
     """
     for effect in move.out.effects:
         if isinstance(effect, Decide) and effect.after is not None and effect.proposal.bound:
@@ -64,7 +64,7 @@ def bounded(move: Move) -> Iterator[Claim]:
 
 
 def _leaves_out(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
-    """Groups of the job that a proposal does not name any more have been lost, or have left."""
+    """A group of the job that a proposal no longer names was lost, or has left."""
     named = _by_key(proposal.standing).keys()
     for key, each in _by_key(after.standing).items():
         lost = key in named or each.entry.group in leavers_of(proposal)
@@ -74,13 +74,13 @@ def _leaves_out(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
 
 
 def contributes(peer: Peer, token: Token, base: int) -> Claim:
-    """13: a contribution is no older than the base that the epoch's record counts it with.
+    """13: no contribution is older than the base that the epoch's record states for it.
 
-    It is younger where a group that held a lease had computed nothing by it before it came.
+    It is newer if a group with a lease had computed nothing from it before it joined the epoch.
 
     Args:
-        base: step of the job's state that the group's own steps began from, as the process noted it
-            when the txn was committed.
+        base: Step of the job's state that the group's own steps started from, as the process traced
+            it when the txn was committed.
     """
     text = f"{peer} contributed to txn {token} from base {base}, and the epoch counts another"
 
@@ -92,7 +92,7 @@ def contributes(peer: Peer, token: Token, base: int) -> Claim:
 
 
 def _asked_since(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
-    """Members of a proposal have asked for it after the last synchronisation that had them."""
+    """The members of a proposal have asked to join after their last synchronization."""
     if proposal.kind != "epoch":
         return
     since, said = _by_key(after.standing), move.after.hellos
@@ -125,7 +125,8 @@ def _leaves_somebody(move: Move, after: Record, proposal: Record) -> Iterator[Cl
 
 
 def _is_gone(s: Local, entry: GroupEntry) -> bool:
-    """Whether a rank of this instance has ended, is suspected, or was replaced, as ``s`` knows."""
+    """Whether a rank of this instance has ended, is suspected, or was replaced, as far as ``s``
+    knows."""
     for peer in entry.peers():
         word = s.hellos.get((peer.group, peer.rank))
         if peer in s.dead | s.suspected or (word is not None and word.peer.inc > peer.inc):
@@ -134,14 +135,14 @@ def _is_gone(s: Local, entry: GroupEntry) -> bool:
 
 
 def _asks(s: Local, each: Standing) -> bool:
-    """Whether all ranks of a group ask to come in, by messages after its last synchronisation."""
+    """Whether all ranks of a group ask to join, by messages after its last synchronization."""
     words = [s.hellos.get((peer.group, peer.rank)) for peer in each.entry.peers()]
     asking = s.joining.issuperset(each.entry.peers())
     return asking and all(w is not None and w.head >= each.since and not w.unwinding for w in words)
 
 
 def _of_own_lease(move: Move) -> Iterator[Claim]:
-    """A group brings the lease that the newest record it has carried out grants it."""
+    """A group contributes from the lease that its newest applied record grants it."""
     before, after, event = move.before, move.after, move.event
     epoch = after.epoch or before.epoch or after.head
     if epoch is None or not epoch.bound:
@@ -190,7 +191,8 @@ def _of_awaited(move: Move) -> Iterator[Claim]:
 
 
 def _takes_no_state_along(move: Move) -> Iterator[Claim]:
-    """A group that leaves between two synchronizations leaves the newest state with another."""
+    """A group that leaves between two synchronizations leaves the newest state with a remaining
+    group."""
     s, head = move.after, move.after.head
     left = any(isinstance(e, Finish) and e.error is None for e in move.out.effects)
     if not left or head is None or not head.bound or isinstance(move.event, Stop | Leave):
@@ -211,7 +213,8 @@ def _takes_no_state_along(move: Move) -> Iterator[Claim]:
 
 
 def _is_majority(was: Record, now: Record) -> bool:
-    """Of the groups that stay in the job, for those that were lost count nowhere."""
+    """Whether the members are a majority of the groups that stay in the job; lost groups do not
+    count."""
     job = was.standing and [key for key in _by_key(now.standing) if key in _by_key(was.standing)]
     return not job or 2 * len(_inside(now) & set(job)) > len(job)
 
@@ -226,7 +229,8 @@ def _keeps_the_bound(was: Record, now: Record) -> bool:
 
 
 def _keeps_standings(was: Record, now: Record) -> bool:
-    """Who is no member has what it had. A member's base is that, too, or it begins in the job."""
+    """Whether standings of groups outside the epoch are unchanged, and members have their old base
+    or the state of the epoch."""
     before, inside = _by_key(was.standing), _inside(now)
     return all(
         each.since == now.n and (each.base == now.step or before[key].base == each.base)
@@ -237,8 +241,11 @@ def _keeps_standings(was: Record, now: Record) -> bool:
 
 
 def _counts_what_it_may(was: Record, now: Record) -> bool:
-    """Contributions are of leases held before. Where there are none, all members begin anew from
-    the state of the epoch, be it on a slice that one of them had."""
+    """Whether all contributions belong to leases that were held before.
+
+    Without such a lease, all members start from the state of the epoch, possibly on a slice that
+    one of them held before.
+    """
     inside, standing = _inside(now), _by_key(now.standing)
     own = [lease for lease in now.leases if lease[1:] in inside]
     old = [lease for lease in own if lease in was.leases]
@@ -251,7 +258,7 @@ def _counts_what_it_may(was: Record, now: Record) -> bool:
 
 
 def _goes_on(was: Record, now: Record) -> bool:
-    """A COMMIT gives its members its state for a base; an ABORT changes nothing."""
+    """A COMMIT makes its state the base of its members; an ABORT changes nothing."""
     if now.kind == "abort":
         return now.standing == was.standing
     inside = {g.group: (g.group, g.store) for g in was.members}

@@ -1,4 +1,4 @@
-"""What a guarantee says: moves, and claims about them. Pure."""
+"""The types of the guarantees: moves, and claims about them. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fft.protocol.participant import Outcome
 from fft.protocol.roles import COMMITTING, Role
 from fft.protocol.state import Local
 
-# Not frozen: to make a frozen object takes four times as long, and an audit makes millions. Nobody
-# changes one; the checker keeps claims by their hashes.
+# Not frozen, although never changed (the checker stores claims by hash): a frozen object takes four
+# times as long to construct, and an audit constructs millions.
 
 
 @dataclass(slots=True)
 class Move:
-    """One event handled by one participant. ``place`` says where it stands (file and line)."""
+    """One event handled by one participant. ``place`` is its file and line in a trace."""
 
     peer: Peer
     before: Local
@@ -28,9 +28,9 @@ class Move:
     at: float = 0.0
     _entered: tuple[Role, ...] = field(init=False)
     obeyed: str | None = field(init=False)
-    """``commit`` or ``abort``, if the move obeys a decision about the txn it stands at.
+    """``commit`` or ``abort``, if the move carries out a decision about its current txn.
 
-    What a participant goes by is its head, however it came to it.
+    The decision is that of the participant's head, however it was learned.
     """
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Move:
         return "abort" if head.token == before.token else None
 
     def entered(self, *roles: Role) -> bool:
-        """Whether the move went into a state of one of the roles from one of another role."""
+        """Return whether the move went from a state of another role into one of these roles."""
         for now in self._entered:  # noqa: SIM110 - a generator costs more than the question
             if now in roles:
                 return True
@@ -54,7 +54,7 @@ class Move:
 
     @property
     def came_ready(self) -> bool:
-        """Whether it brought the participant into the barrier of its epoch."""
+        """Whether the move brought the participant into the barrier of its epoch."""
         return any(
             step.event in ("connected", "healed") and step.source != step.dest
             for step in self.out.steps
@@ -62,34 +62,35 @@ class Move:
 
     @property
     def roles(self) -> list[tuple[Role, Role]]:
-        """Of the states that its rows lead from and to."""
+        """Roles of the states that its rows lead from and to."""
         return [step.roles for step in self.out.steps]
 
     @property
     def record(self) -> Record | None:
-        """The register record that the event brings, if any."""
+        """The register record that the event carries, if any."""
         return self.event.record if isinstance(self.event, Decision) else None
 
 
 @dataclass(slots=True)
 class History:
-    """Moves of every participant, each in its own order; slices that committed txns consumed."""
+    """The moves of every participant, each in its own order, and the slices that committed txns
+    consumed."""
 
     moves: dict[Peer, list[Move]] = field(default_factory=dict)
     consumed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
-    """(who, txn, slice, place), as the data loaders noted it."""
+    """(participant, txn, slice, place), as the data loaders traced it."""
     contributed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
-    """(who, txn, base, place): the state that a contribution to a committed txn began from."""
+    """(participant, txn, base, place): the base of each contribution to a committed txn."""
     cut: set[Peer] = field(default_factory=set)
-    """Whose moves are not all here: a part of the trace could not be written."""
+    """Participants whose moves are incomplete, because a part of the trace could not be written."""
 
     def all(self) -> Iterator[Move]:
-        """Every move, participant by participant."""
+        """Yield every move, participant by participant."""
         for moves in self.moves.values():
             yield from moves
 
     def records(self) -> dict[int, tuple[Record, str]]:
-        """Values of the head register by number, as first seen, with the place."""
+        """Return the values of the head register by number, as first seen, with the place."""
         seen: dict[int, tuple[Record, str]] = {}
         for move in self.all():
             if move.record is not None:
@@ -98,12 +99,12 @@ class History:
 
 
 Key = tuple[Hashable, ...]
-"""What a fact is about; the first element names the kind."""
+"""The subject of a fact; its first element is the kind."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Know:
-    """A fact that other claims may ask for. Nothing is claimed."""
+    """A fact that other claims may use; it claims nothing."""
 
     key: Key
     value: Any = True
@@ -111,7 +112,8 @@ class Know:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Same:
-    """Whoever speaks of ``key`` gives it this value. ``{was}`` in ``text``: what came first."""
+    """All moves that mention ``key`` give it the same value. ``{was}`` in ``text`` is the first
+    one."""
 
     key: Key
     value: Any
@@ -120,7 +122,7 @@ class Same:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Holds:
-    """True of the move by itself."""
+    """A claim about the move alone."""
 
     ok: bool
     text: str
@@ -128,10 +130,11 @@ class Holds:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Given:
-    """``test`` holds of the values of ``keys``. Unknown keys: wrong if ``needed``, else no claim.
+    """``test`` holds for the values of ``keys``.
 
-    What is needed has happened before the move that claims it. A test that says None had nothing
-    to compare: no claim either.
+    If a key is unknown, the claim fails if ``needed``, and is dropped otherwise. A needed fact must
+    have happened before the move that claims it. A test returns None if it has nothing to compare;
+    the claim is then dropped, too.
     """
 
     keys: tuple[Key, ...]
@@ -145,11 +148,12 @@ Invariant = Callable[[Move], Iterable[Claim]]
 
 
 def applied(move: Move) -> bool:
+    """Return whether the move records an applied step or skip."""
     return isinstance(move.event, Applied) and move.out.verdict == "row"
 
 
 class Yes(NamedTuple):
-    """What a YES says."""
+    """The content of a YES vote."""
 
     manifest: Manifest
     skip: bool
@@ -157,7 +161,7 @@ class Yes(NamedTuple):
 
 
 def voted(move: Move) -> Iterator[Claim]:
-    """For later claims: the YES of the move, if it is one."""
+    """Yield the move's YES vote, if it is one, as a fact for later claims."""
     if move.entered("voting") and isinstance(event := move.event, Prepared):
         digest = move.after.vote.digest if move.after.vote else None
         yes = Yes(event.manifest, event.skip, digest)
@@ -165,4 +169,5 @@ def voted(move: Move) -> Iterator[Claim]:
 
 
 def leavers_of(record: Record) -> tuple[str, ...]:
+    """Return the groups that leave with the record; only a commit has any."""
     return record.leavers if record.kind == "commit" else ()

@@ -1,4 +1,4 @@
-"""Guarantees 1 to 3: what is decided, and what is applied. Pure."""
+"""Guarantees 1 to 3: decisions and their application. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fft.protocol.state import member_peers
 
 
 def agreement(move: Move) -> Iterator[Claim]:
-    """1: no txn is decided differently by two participants; the register never changes its mind."""
+    """1: no two participants decide a txn differently, and a register record never changes."""
     token = move.before.token
     if outcome := move.obeyed:
         text = f"txn {token}: {move.peer} obeyed {outcome}, another participant obeyed {{was}}"
@@ -38,7 +38,7 @@ def agreement(move: Move) -> Iterator[Claim]:
 
 
 def validity(move: Move) -> Iterator[Claim]:
-    """2: COMMIT only if every participant of the epoch voted YES, with manifests that fit."""
+    """2: COMMIT only if every participant of the epoch voted YES, with matching manifests."""
     token, event = move.before.token, move.event
     if move.entered("voting") and isinstance(event, Prepared):
         yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
@@ -89,7 +89,7 @@ def _data_fit(drawn: list[Manifest]) -> bool:
 
 
 def exactly_once(move: Move) -> Iterator[Claim]:
-    """3: a step is applied after its COMMIT, once, and the lineage tells it."""
+    """3: a step is applied after its COMMIT, once, and the lineage records it."""
     if (record := move.record) is not None and record.kind == "commit":
         yield Know(("committed", record.token), record.skip)
     for step in move.out.steps:

@@ -1,4 +1,4 @@
-"""What a judge knows while moves come in: facts, which may be forgotten when their time is over."""
+"""The facts that a judge collects from moves, and how they are forgotten."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any
 from fft.protocol.invariants.claims import Key
 
 _OF_EPOCHS = frozenset({"members", "epoch", "in barrier"})
-"""Facts of an epoch (second element of the key), which are asked for as long as it lasts, and when
-the next one begins."""
+"""Kinds of facts about an epoch (second element of the key), which are needed while it lasts and
+when the next one begins."""
 _EPOCHS = 2
 
 
 class Facts:
-    """Facts by key. Register records are put into buckets of ``window``; a fact is in the bucket of
-    the record at which it was spoken of last, and is forgotten with it."""
+    """Facts by key.
+
+    Register records are divided into buckets of ``window``. A fact belongs to the bucket of the
+    record at which it was last mentioned, and is forgotten with this bucket.
+    """
 
     def __init__(self, window: int | None) -> None:
-        """``window``: None: nothing is forgotten."""
+        """Keep all facts if ``window`` is None."""
         self._window = window
         self.at = 0
-        """The register record that the moves stand at, which speak now."""
+        """The register record of the move that is being checked."""
         self._reached = 0
         self._epoch = 0
         self._values: dict[Key, Any] = {}
@@ -32,11 +35,11 @@ class Facts:
 
     @property
     def bucket(self) -> int:
-        """Where what is said now belongs."""
+        """The bucket of facts that are mentioned now."""
         return 0 if self._window is None else self.at // self._window
 
     def put(self, key: Key, value: Any) -> Any:
-        """Know it, if nothing is known of ``key``; what is known."""
+        """Store a value unless ``key`` has one already; return the stored value."""
         if self._window is not None and self._bucket_of.get(key, -1) < (bucket := self.bucket):
             self._touch(key, bucket)
         return self._values.setdefault(key, value)
@@ -49,15 +52,17 @@ class Facts:
         return key in self._values
 
     def has(self, keys: Iterable[Key]) -> bool:
-        """Whether all of them are known."""
+        """Return whether all keys are known."""
         return self._values.keys() >= set(keys)
 
     def __getitem__(self, key: Key) -> Any:
         return self._values[key]
 
     def due(self, record: int, epoch: int) -> Iterator[int]:
-        """The buckets that are over when the moves have reached ``record`` in ``epoch``: all before
-        the last one."""
+        """Yield the buckets that are complete once the moves have reached ``record`` in ``epoch``.
+
+        These are all buckets before the last one.
+        """
         self.at, self._epoch = record, max(self._epoch, epoch)
         if self._window is None:
             return
@@ -66,7 +71,7 @@ class Facts:
             self._reached += 1
 
     def forget(self, bucket: int) -> Iterator[Key]:
-        """Forget what was not spoken of since, and tell of what."""
+        """Forget the facts that were not mentioned since this bucket, and yield their keys."""
         keys = self._keys.pop(bucket, set())
         for key in keys:
             if self._bucket_of.get(key) != bucket:
@@ -79,17 +84,22 @@ class Facts:
 
 
 class Numbers:
-    """A set of whole numbers, as its runs: what is nearly everything takes a little memory."""
+    """A set of integers, stored as runs, so that a nearly contiguous set takes little memory."""
 
     def __init__(self, runs: int | None = None) -> None:
-        """``runs``: keep so many, the highest. What lies below counts as in it, and once only, so
-        numbers must come in nearly in order. None: keep all."""
+        """Create an empty set.
+
+        Args:
+            runs: Keep only this many of the highest runs; None keeps all. All numbers below them
+                then count as members, without adding to ``len``, so numbers must arrive nearly in
+                order.
+        """
         self._runs = runs
         self._floor: float = -math.inf
-        """All below are in it."""
+        """All numbers below it are members."""
         self._begins: list[int] = []
         self._ends: list[int] = []
-        """Of each run, one beyond its last number."""
+        """The end of each run, exclusive."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -101,7 +111,7 @@ class Numbers:
         return number < self._floor or (at > 0 and number < self._ends[at - 1])
 
     def add(self, number: int) -> None:
-        """Put it in, if it is not."""
+        """Add a number unless it is a member."""
         if number in self:
             return
         self._count += 1

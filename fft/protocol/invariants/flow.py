@@ -1,4 +1,4 @@
-"""Guarantee 6: the order of the data between scopes, as far as one scope can tell. Pure."""
+"""Guarantee 6: the order of the data between scopes, as far as one scope shows it. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fft.protocol.state import members
 
 
 def data_flow(move: Move) -> Iterator[Claim]:
-    """6: no scope takes slices before those that it follows have, nor passes its bound.
+    """6: no scope takes slices before the scopes that it follows, nor is further ahead than its
+    bound.
 
-    Asked of what is computed, and of what the register says. That what is named there was taken in
-    the other scope is judged where the traces of both are read.
+    This checks the txns that are computed and the register's records. Whether the other scope
+    really took the slices that are named there is checked where the traces of both scopes are read.
     """
     for effect in move.out.effects:
         if isinstance(effect, StartTxn):

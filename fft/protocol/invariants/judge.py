@@ -1,4 +1,4 @@
-"""Weighs the claims of the guarantees: of moves as they happen, or of traces. Pure."""
+"""Checks the claims of the guarantees, on moves as they happen or on traces. Pure."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ INVARIANTS: dict[str, Invariant] = {
         decided,
     )
 }
-"""All of them, by name: what checker, simulator and audit evaluate."""
+"""All invariants by name; checker, simulator and audit evaluate them."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """What one invariant says of a history."""
+    """The result of one invariant on a history."""
 
     name: str
     checks: int = 0
     violation: str | None = None
     place: str = ""
     compared: int = 0
-    """Of the checks: digests of a state compared with that of another participant."""
+    """Number of checks that compared the digest of a state with that of another participant."""
 
     def expect(self, holds: bool, text: str, place: str) -> None:
         """Count one check; keep the first violation."""
@@ -70,14 +70,16 @@ class Finding:
 
 
 class Judge:
-    """Weighs claims as moves come in, in any order between participants.
+    """Checks claims as moves arrive, in any order between participants.
 
     Args:
-        names: invariants to evaluate; all by default.
-        traced: participants whose moves will come in; None: all that there are.
-        cut: those of whom not all moves will; nothing is claimed of what they may have done.
-        window: moves come in by and by, those of one register record together (`reach`). What no
-            move has spoken of for so many records is judged by then, and forgotten. None: never.
+        names: Invariants to evaluate; all by default.
+        traced: Participants whose moves will arrive; None for all.
+        cut: Participants whose moves will not arrive completely; nothing is claimed about missing
+            ones.
+        window: Number of register records after which facts that no move has mentioned since are
+            judged and forgotten; None keeps them all. Moves then arrive in the order of the records
+            (see `reach`).
     """
 
     def __init__(
@@ -89,31 +91,34 @@ class Judge:
     ) -> None:
         self.findings = {name: Finding(name) for name in names or INVARIANTS}
         self.truncated: dict[Peer, str] = {}
-        """Whose moves end before what others had of them, by the place and in words."""
+        """Participants whose moves end before something that others received from them, with a
+        message that names the place."""
         self._traced, self._cut = traced, set(cut)
         self._facts = Facts(window)
         self._served: dict[int, Numbers] = {}
-        """By rank: slices that were served, as far as the facts of it are forgotten."""
+        """Slices that were served, by rank, as far as their facts are forgotten."""
         self._waiting: dict[int, list[tuple[Finding, Given, str]]] = {}
         self._ended: set[Peer] = set()
-        """Of whom no more moves will come in."""
+        """Participants whose moves have all arrived."""
 
     def reach(self, record: int, epoch: int) -> None:
-        """The next moves begin at this register record, in this epoch, or later."""
+        """Declare that the next moves start at this register record and epoch, or later."""
         for number in self._facts.due(record, epoch):
             for finding, claim, place in self._waiting.pop(number, ()):
                 self._ask(finding, claim, place)
-            for kind, *about in self._facts.forget(number - 1):  # what these may have asked for
+            # Forgotten only now, because the claims above may have used these facts.
+            for kind, *about in self._facts.forget(number - 1):
                 if kind == "served":
                     served, rank = cast("list[int]", about)
                     self._served.setdefault(rank, Numbers()).add(served)
 
     def ended(self, peer: Peer) -> None:
-        """The trace of ``peer`` has no more moves: what it lacks, and others had, is missing."""
+        """Declare that the trace of ``peer`` has ended: moves that others imply but that did not
+        arrive are missing."""
         self._ended.add(peer)
 
     def feed(self, move: Move) -> None:
-        """Take one move."""
+        """Check one move."""
         self._facts.at = max(self._facts.at, move.after.head.n if move.after.head else 0)
         self._note_others(move)
         weigh, place = self.weigh, move.place
@@ -122,7 +127,7 @@ class Judge:
                 weigh(finding, claim, place)
 
     def consumed(self, peer: Peer, token: Token, number: int, place: str) -> None:
-        """Take the note of a data loader: this slice went into that txn."""
+        """Check the report of a data loader that this slice went into that txn."""
         if "samples_once" in self.findings:
             finding = self.findings["samples_once"]
             text = f"slice {number} was served to {peer} in {token}, and to {{was}}"
@@ -136,12 +141,12 @@ class Judge:
             self.weigh(finding, given, place)
 
     def contributed(self, peer: Peer, token: Token, base: int, place: str) -> None:
-        """Take the note of an asynchronous group: what it brought began from ``base``."""
+        """Check the report of an asynchronous group that its contribution started from ``base``."""
         if "bounded" in self.findings:
             self.weigh(self.findings["bounded"], contributes(peer, token, base), place)
 
     def finish(self) -> list[Finding]:
-        """Weigh what had to wait for facts, and tell what was found."""
+        """Check the claims that had to wait for facts, and return all findings."""
         for waiting in self._waiting.values():
             for finding, claim, place in waiting:
                 self._ask(finding, claim, place)
@@ -149,7 +154,7 @@ class Judge:
         return list(self.findings.values())
 
     def weigh(self, finding: Finding, claim: Claim, place: str) -> None:
-        """Take one claim; what is found of it is in ``finding``."""
+        """Check one claim and record the result in ``finding``."""
         facts = self._facts
         if isinstance(claim, Holds):
             finding.expect(claim.ok, claim.text, place)
@@ -161,7 +166,7 @@ class Judge:
             was = facts.put(claim.key, value)
             if was is value or was == value:
                 finding.checks += 1
-            else:  # its words may be long
+            else:  # formats ``was``, which may be long, only for a violation
                 finding.expect(False, claim.text.replace("{was}", str(was)), place)
         elif isinstance(claim, Given):
             if facts.has(claim.keys):
@@ -186,7 +191,8 @@ class Judge:
             finding.expect(holds, claim.text, place)
 
     def _note_others(self, move: Move) -> None:
-        """What the move tells of what others have done, whatever their own moves tell."""
+        """Remember what the move shows about the actions of others, whether or not their moves
+        arrive."""
         match move.event:
             case Ballot(token=token, votes=votes):
                 for vote in votes:
@@ -204,8 +210,11 @@ class Judge:
             self._facts.put(("others had", kind, at, peer), move.place)
 
     def _look_for_truncated(self, missing: Iterable[Key]) -> None:
-        """Others have had what only this move can have brought: it was made, and its trace is not
-        all here. Nobody else has done anything wrong then."""
+        """Find participants whose trace is truncated.
+
+        Others have received something that only the missing move can have sent, so the move was
+        made. The participants that relied on it have then done nothing wrong.
+        """
         for key in missing:
             if (had := ("others had", *key)) not in self._facts:
                 continue
@@ -218,13 +227,17 @@ class Judge:
             self._cut.add(peer)
 
     def _may_be_cut(self, key: Key) -> bool:
-        """Whether a fact may be missing because the move that made it is."""
+        """Whether a fact may be missing because the move that establishes it is missing."""
         made_by = [part for part in key if isinstance(part, Peer)]
         return any(peer in self._cut for peer in made_by) if made_by else bool(self._cut)
 
 
 def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]:
-    """Evaluate the invariants, all of them by default, on a whole history."""
+    """Evaluate the invariants on a whole history.
+
+    Args:
+        names: Invariants to evaluate; all by default.
+    """
     bench = Judge(names, history.moves.keys(), history.cut)
     for move in history.all():
         bench.feed(move)

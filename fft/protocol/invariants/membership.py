@@ -1,4 +1,4 @@
-"""Guarantees 8 to 11, and 14: who is in, who leaves and comes, and that it ends. Pure."""
+"""Guarantees 8 to 11 and 14: membership, leaving, joining, and the end of doubt. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fft.protocol.state import Local, member_peers, members, waited_for
 def live_set(move: Move) -> Iterator[Claim]:
     """8: an epoch's members are the same set for all, and all were in the barrier at one instant.
 
-    After the formal semantics of JAX's ``live_devices``: whoever leaves the barrier has seen that
-    every member had entered it, and nobody else is given that epoch.
+    This follows the formal semantics of JAX's ``live_devices``: a participant that leaves the
+    barrier has seen that every member had entered it, and no other participant gets that epoch.
     """
     before, after, peer = move.before, move.after, move.peer
     if move.came_ready:
@@ -40,16 +40,17 @@ def live_set(move: Move) -> Iterator[Claim]:
             yield Holds(move.event.epoch == epoch, text)
         for member in member_peers(after):
             text = f"{peer} left the barrier of epoch {epoch} without {member}"
-            if not isinstance(move.event, Begin):  # the coordinator: all have told it
+            if not isinstance(move.event, Begin):  # the coordinator has all `ready` messages
                 yield Holds(after.ready.get(member) == epoch, text)
             yield Given((("in barrier", epoch, member),), text)
 
 
 def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
-    """Members whose group is not in the next epoch, though none of it was lost, or leaves.
+    """Members whose group is not in the next epoch, though none of its ranks is lost and it does
+    not leave.
 
-    It leaves with the record that the proposal follows. My head may be further on by the end of the
-    move, in which what was put off is heard, too.
+    Leavers are those of the record that the proposal follows. The participant's head may be newer
+    at the end of the move, because deferred events are retried in it.
     """
     gone, inside = s.dead | s.suspected | s.joining, decide.proposal.peer_set
     for group in s.epoch.members if s.epoch else ():
@@ -62,10 +63,11 @@ def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
 
 
 def drain(move: Move) -> Iterator[Claim]:
-    """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it.
+    """9: a group that leaves on purpose leaves after a commit, and no participant rolls back for
+    it.
 
-    Or between two epochs: all others left with the last commit, or none could be formed in time.
-    Or held for a scope that has ended.
+    It may also leave between two epochs, if all others left with the last commit or no epoch was
+    formed in time, or while its txn is held for a scope that has ended.
     """
     record = move.record
     if move.entered("terminal"):
@@ -86,7 +88,7 @@ def drain(move: Move) -> Iterator[Claim]:
         text, left = f"record {record.n} ends the job, though some stay", leavers_of(record)
         members_of = (("members", record.epoch),)
         yield Given(members_of, text, lambda all_: {p.group for p in all_} <= set(left), False)
-    # Looking back from each record serves those, too, who see moves as they happen.
+    # A record is compared with its predecessor, which also works while moves still arrive.
     last, n = ("record", record.n - 1), record.n
     text = f"after participants left with record {n - 1} came a rollback"
     left_well = record.kind == "epoch"
@@ -121,7 +123,8 @@ def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:
 
 
 def join(move: Move) -> Iterator[Claim]:
-    """11: who asks to come in does so after a commit; no attempt is lost because of it."""
+    """11: a group that asks to join is admitted after a commit; no attempt is lost because of
+    it."""
     event, record = move.event, move.record
     if isinstance(event, Join):
         who = event.hello.peer
@@ -152,7 +155,7 @@ def join(move: Move) -> Iterator[Claim]:
 
 
 def _asking(s: Local) -> set[str]:
-    """Whole groups that are known to be there and to ask to come in."""
+    """Whole groups that are alive and ask to join, as far as the participant knows."""
     ranks: dict[tuple[str, str, int], set[int]] = {}
     for hello in s.hellos.values():
         if hello.peer in s.joining - s.dead - s.suspected and not hello.unwinding:
@@ -168,9 +171,10 @@ def _asking(s: Local) -> set[str]:
 
 
 def reform(move: Move) -> Iterator[Claim]:
-    """14: who lost a rank and gets another is waited for in the window; only that one fetches.
+    """14: within the window the others wait for a group that replaces a lost rank; only that one
+    fetches.
 
-    Who holds the state fetches none, as far as who forms the epoch was told.
+    A rank that holds the state does not fetch it, as far as the author of the epoch knows.
     """
     after, peer = move.after, move.peer
     for effect in move.out.effects:
@@ -190,7 +194,7 @@ def reform(move: Move) -> Iterator[Claim]:
 
 
 def _told_to_fetch(s: Local, epoch: Record) -> list[str]:
-    """Ranks whose newest word names the epoch's state as theirs, and that are to fetch it."""
+    """Ranks that are to fetch the state although their newest `Hello` names it as theirs."""
     behind = [place for place, entry in epoch.entries.items() if not entry.current]
     return [
         f"{group}/{rank}"
@@ -200,12 +204,13 @@ def _told_to_fetch(s: Local, epoch: Record) -> list[str]:
 
 
 def decided(move: Move) -> Iterator[Claim]:
-    """10: nobody leaves in doubt, but at its user's word or at that of a newer process."""
+    """10: no participant leaves in doubt unless its user stops it or a newer process replaces
+    it."""
     if move.entered("terminal"):
         before = move.before
         errors = {e.error for e in move.out.effects if isinstance(e, Finish)}
         head, fenced = move.after.head, "Fenced" in errors
-        # The register has decided this txn, or has left it behind: that is known, and ends the job.
+        # A head that decides this txn or a later one leaves no doubt, and ends the job.
         told = "Diverged" in errors and head is not None and head.token >= before.token
         yield Holds(
             before.vote is None

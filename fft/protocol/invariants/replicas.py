@@ -1,4 +1,4 @@
-"""Guarantees 4, 5, 7 and 12: shards of one step, equal replicas, skips, fencing. Pure."""
+"""Guarantees 4, 5, 7 and 12: unity of shards, equal replicas, fencing and skips. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fft.protocol.state import member_peers
 def shard_unity(move: Move) -> Iterator[Claim]:
     """4: all ranks of a group begin a txn at the same step and with the same lineage.
 
-    A learner begins it where its epoch does: that state comes before it votes.
+    A joiner that is still fetching begins at the state of its epoch, which arrives before it votes.
     """
     has_come = isinstance(move.event, Healed) and move.out.verdict == "row"
     if move.entered("training") or (has_come and move.after.role == "training"):
@@ -46,7 +46,7 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
         token = move.before.token
         text = f"after txn {token} {move.peer} has lineage {after.lineage}, another has {{was}}"
         yield Same(("lineage", token), after.lineage, text)
-    if after.leases:  # which an epoch may give to others, of the same lineage
+    if after.leases:  # another epoch of the same lineage may grant them to other groups
         leases = (after.cursor, after.leases, after.returned)
         text = f"{move.peer} has (cursor, leases, returned) {leases}, another of its epoch {{was}}"
         yield Same(("leases", after.lineage, move.before.token.epoch), leases, text)
@@ -59,15 +59,16 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
             f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "
             "another's ({was}) although their lineage is equal"
         )
-        # Between the two, a script may change the state, equally on all groups.
+        # Between update and epoch a script may change the state, equally on all groups.
         moment = "update" if isinstance(event, Applied) else "epoch"
         yield Same(("digest", moment, after.lineage, move.peer.rank), event.digest, text)
 
 
 def divergence(move: Move) -> Iterator[Claim]:
-    """5: no txn is committed whose voters' states differ; whose state is given up is no majority.
+    """5: no txn is committed if its voters' states differ; ranks that lose their state are a
+    minority.
 
-    As far as votes bring digests.
+    This holds as far as votes contain digests.
     """
     yield from voted(move)
     token, members, outcome = move.before.token, member_peers(move.before), move.obeyed
@@ -89,7 +90,7 @@ def divergence(move: Move) -> Iterator[Claim]:
 
 
 def _apart(members: Sequence[Peer], yes: Sequence[Yes]) -> set[int]:
-    """Numbers of the ranks whose states differ, by the digests that there are."""
+    """Numbers of the ranks whose states differ, by the known digests."""
     held: dict[int, set[str]] = {}
     for peer, vote in zip(members, yes, strict=True):
         if vote.digest is not None:
@@ -98,13 +99,14 @@ def _apart(members: Sequence[Peer], yes: Sequence[Yes]) -> set[int]:
 
 
 def _are_alike(members: Sequence[Peer], yes: Sequence[Yes]) -> bool | None:
-    """Whether no states differ; None: no two digests are of one rank number."""
+    """Whether no states differ; None if no two digests belong to one rank number."""
     ranks = [p.rank for p, vote in zip(members, yes, strict=True) if vote.digest is not None]
     return None if len(ranks) == len(set(ranks)) else not _apart(members, yes)
 
 
 def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:
-    """Whether those who are not odd have one digest each rank number, and are more than half."""
+    """Whether, for each rank number of the divergent ranks, the others agree and are more than
+    half."""
     for rank in {peer.rank for peer in odd}:
         held = {p: y.digest for p, y in zip(members, yes, strict=True) if p.rank == rank}
         held = {peer: digest for peer, digest in held.items() if digest is not None}
@@ -115,7 +117,8 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes])
 
 
 def skip(move: Move) -> Iterator[Claim]:
-    """12: what one user skips all skip: no step is counted, and nobody waits because of it."""
+    """12: a step that one user skips is skipped by all; it counts neither as a step nor as a
+    failure."""
     yield from voted(move)
     before, after, token = move.before, move.after, move.before.token
     if move.obeyed == "commit":
@@ -165,7 +168,7 @@ def fencing(move: Move) -> Iterator[Claim]:
 
 
 def _speaker(event: Event) -> Peer | None:
-    """Whose word the event is, if it is a participant's about itself."""
+    """The participant that reports about itself in the event, or None."""
     hello = getattr(event, "hello", None)
     found = hello.peer if hello is not None else getattr(event, "peer", None)
     return found if isinstance(found, Peer) else None

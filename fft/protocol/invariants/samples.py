@@ -1,4 +1,4 @@
-"""Guarantee 3, of the data: each slice goes into one committed txn. Pure."""
+"""Guarantee 3 for the data: each slice goes into one committed txn. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fft.protocol.state import leases_outside, with_lease
 
 
 def samples_once(move: Move) -> Iterator[Claim]:
-    """3: each slice of data is consumed by exactly one committed txn, none is left out.
+    """3: each slice of data is consumed by exactly one committed txn, and none is left out.
 
-    With leases: a slice is held by one instance of a group at a time, from its grant until a txn
-    that it contributes to is committed; what a lost one held is granted again.
+    With leases: one instance of a group holds a slice at a time, from its grant until a txn that it
+    contributes to is committed. The slices of a lost instance are granted again.
     """
     record = move.record
     for effect in move.out.effects:
@@ -41,7 +41,7 @@ def samples_once(move: Move) -> Iterator[Claim]:
 
 
 def _goes_on(record: Record) -> Iterator[Claim]:
-    """The register says of the data what the record before it leads to."""
+    """The data position of a record follows from the record before it."""
     yield Know(("record", record.n), record)
     yield Given(
         (("record", record.n - 1), ("record", record.n)),
@@ -68,7 +68,7 @@ def _goes_on(record: Record) -> Iterator[Claim]:
 
 
 def _has_its_data(move: Move) -> Iterator[Claim]:
-    """A committed txn has the same data for all, and no other txn has them."""
+    """All members commit the same data in a txn, and no other txn commits these data."""
     record, before, after = move.record, move.before, move.after
     token = before.token
     decided = record is not None and move.obeyed == "commit" and record.token == token
@@ -78,7 +78,7 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
         outside = leases_outside(before, before)
         data = tuple(lease.slice for lease in before.leases if lease not in outside)
     else:
-        # Within a txn the places in the member list, which all share, keep the members apart.
+        # Within a txn, the members' indices in the shared member list separate their slices.
         end = record.cursor if decided and record else after.cursor
         data = tuple(range(before.cursor, end))
         text = f"the data from {before.cursor} on went into txn {token} and into {{was}}"
@@ -88,7 +88,7 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
 
 
 def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
-    """Which slice a group takes in a txn: those that contribute have one each, in their order."""
+    """Each contributing group takes one slice in a txn, in the order of the groups."""
     token, begun = start.token, (start.cursor, start.participants)
     text = f"{move.peer} began txn {token} with (cursor, participants) {begun}, another with"
     yield Same(("start", token, start.step), begun, text + " {was}")
@@ -122,7 +122,8 @@ def _data_go_on(before: Record, after: Record) -> bool:
 
 
 def _leases_go_on(before: Record, after: Record) -> bool:
-    """Whether what was held, returned or new is held, returned or consumed, and once."""
+    """Whether each slice that was held, returned or new is held, returned or consumed exactly
+    once."""
     inside = {(g.group, g.store) for g in before.members}
     stay = [lease for lease in before.leases if after.bound and lease[1:] not in inside]
     batches, consumed = after.batches - before.batches, len(before.leases) - len(stay)
