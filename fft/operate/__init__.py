@@ -1,4 +1,4 @@
-"""What operators do to a running job: look at it, speak to it, take groups out, break it.
+"""Operations on a running job: watch it, send it messages, drain or evict groups, inject faults.
 
-Everything here reaches the job by its bus alone; nothing here loads torch by itself.
+Everything here reaches the job through its bus alone, and nothing here imports torch by itself.
 """

@@ -1,6 +1,6 @@
-"""An operator's place at a job's bus: how it is opened, read, listened to and spoken to.
+"""An operator's connection to a job's bus: open it, read registers, receive and send messages.
 
-Opens one bus; ends it, its listeners and its inboxes when it is closed.
+A client opens one bus; closing it also closes its listeners and inboxes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from fft.protocol.timeouts import bus_operation
 from fft.util.errors import FftError
 
 FIRST_ANSWER_S = 5.0
-"""How long who is asked may take to say whether it obeys."""
+"""Time that a participant may take to answer whether it accepts a command."""
 _READS = 16
-"""How often the job may move on while it is looked at."""
+"""Number of attempts to read a consistent state while the job moves on."""
 
 Word = BusMessage | Command | Report | Packed
 _READERS: dict[Topic, Callable[[bytes], Word | RollCall]] = {
@@ -59,16 +59,16 @@ _READERS: dict[Topic, Callable[[bytes], Word | RollCall]] = {
 
 
 class OperatorError(FftError):
-    """What was asked cannot be done, or was not: names the place and the mend."""
+    """A request that cannot be carried out or failed; the text names the place and the remedy."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as its registers show it; ``None``: nothing yet."""
+    """A job as its registers show it; a field is ``None`` if its record does not exist yet."""
 
     head: Record | None = None
     epoch: Record | None = None
-    """Of the head, with its members; None also while that cannot be told."""
+    """The epoch record of the head, with its members; None also while it cannot be determined."""
 
     @property
     def groups(self) -> dict[str, GroupEntry]:
@@ -88,12 +88,13 @@ class JobState:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a person; says so if there are none."""
+    """Return names as a list for display, or a hint if there are none."""
     return ", ".join(names) or "none that could be read; try again"
 
 
 class Ear:
-    """What is heard on a bus, in order, for a thread that takes it when it has time."""
+    """A queue of the messages received on a bus, in order, for a thread that reads it at its own
+    pace."""
 
     def __init__(self) -> None:
         self._heard: queue.SimpleQueue[tuple[Topic, bytes] | BusError] = queue.SimpleQueue()
@@ -104,9 +105,9 @@ class Ear:
         self._heard.put((topic, payload))
 
     def until(self, deadline: float) -> Iterator[tuple[Topic, bytes]]:
-        """Every message until ``deadline`` (monotonic, s), and where it was said.
+        """Yield every message until ``deadline`` (monotonic, s), with its topic.
 
-        Raises the ``BusError`` that ends it.
+        Raises the ``BusError`` that ends the subscription.
         """
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -118,8 +119,8 @@ class Ear:
             yield heard
 
     def words(self, deadline: float) -> Iterator[Word]:
-        """The same, read; what is not in the form of its topic, or is for ranks only, is passed
-        over."""
+        """Yield the messages until ``deadline``, decoded. Messages that are malformed or meant only
+        for ranks are skipped."""
         for topic, payload in self.until(deadline):
             with suppress(UnreadableMessage):
                 if not isinstance(word := _READERS[topic](payload), RollCall):
@@ -127,7 +128,8 @@ class Ear:
 
 
 def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """The bus that an operator means. Raises ``OperatorError`` if none was named."""
+    """Return the URL of the bus that an operator means. Raises ``OperatorError`` if there is
+    none."""
     url = given or env.get("FFT_BUS")
     if not url:
         raise OperatorError(
@@ -137,7 +139,7 @@ def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
 
 
 class JobClient:
-    """One operator at the newest start of a job. Not for several threads."""
+    """One operator's client of the newest start of a job. Not thread-safe."""
 
     def __init__(
         self,
@@ -147,16 +149,24 @@ class JobClient:
         me: str | None = None,
         bus: ErrorBus | None = None,
     ) -> None:
-        """Raises ``BusUnreachable`` within ``timeout`` seconds (None: what fits the bus).
+        """Open the bus.
 
-        ``token``: of the job; None: what the environment names. ``me``: who asks, for people.
-        ``bus``: opened already, whatever start it is of; it is closed with this.
+        Args:
+            url: URL of the job's bus.
+            timeout: Seconds for an operation on the bus; None: a value that suits the bus.
+            token: Token of the job; None: the token that the environment names.
+            me: Name of the operator, for display.
+            bus: A bus that is already open, of any start of the job; closed together with the
+                client.
+
+        Raises:
+            BusUnreachable: The bus did not answer within ``timeout``.
         """
         token, timeout = token or JobToken.from_env(), timeout or bus_operation(url)
         self.bus = bus = bus or open_newest(url, token, timeout)
         self._open = partial(open_job_bus, token=token, timeout=timeout)
         self._stages: list[JobClient] | None = None
-        """Of the scopes of further stages; None: not looked for."""
+        """Clients for the scopes of the later stages; None if they have not been looked up."""
         self.me = me or f"{_user()}@{socket.gethostname()}"
         self._wire = Wire()
 
@@ -174,9 +184,10 @@ class JobClient:
         self.bus.close()
 
     def job(self) -> JobState:
-        """The head record and its epoch, as of now.
+        """Return the current head record and its epoch.
 
-        Where stages have scopes of their own: those of the first, and the ranks of all.
+        If stages have scopes of their own, the records are those of the first scope and the members
+        have the ranks of all scopes.
         """
         state = self._first()
         if state.epoch is None:
@@ -191,8 +202,8 @@ class JobClient:
         return JobState(state.head, replace(state.epoch, members=members))
 
     def reports(self) -> list[Report]:
-        """The newest reports of ranks that are kept: of checkpoints, and of traces with gaps. What
-        cannot be read is passed over."""
+        """Return the newest kept reports of ranks, on checkpoints and on traces with gaps.
+        Malformed reports are skipped."""
         found: list[Report] = []
         for held in filter(None, map(self.bus.read, KEPT)):
             with suppress(UnreadableMessage):
@@ -229,19 +240,23 @@ class JobClient:
         )
 
     def check_token(self) -> None:
-        """Before a job has begun: raise ``OperatorError`` if those who are there need a token that
-        is missing here, by the roll of hosts; else nobody of them would obey."""
+        """Raise ``OperatorError`` if the participants need a token that is missing here.
+
+        This check is for a job that has not begun. It uses the roll of hosts; without the token no
+        participant would obey.
+        """
         held = self.bus.read(ROLL)
         if held is not None and not is_roll(held):
             raise OperatorError(self._without_token())
 
     def whole(self, packed: Packed) -> Record | None:
-        """The record with its members; None if the job has moved on and they are gone."""
+        """Return the record with its members; None if the job has moved on and they are gone."""
         return self._wire.found(packed, self.bus.read)
 
     @contextmanager
     def hearing(self, *topics: Topic) -> Iterator[Ear]:
-        """What is broadcast in ``topics`` (none: the protocol) until the block is left."""
+        """Receive what is broadcast in ``topics`` (default: the protocol) until the block is
+        left."""
         ear = Ear()
         with ExitStack() as open_ones:
             for topic in topics or ("protocol",):
@@ -253,7 +268,7 @@ class JobClient:
     def asking(
         self, *commands: Command | RollCall
     ) -> Iterator[Callable[[float], Iterator[Answer]]]:
-        """Broadcast ``commands``; what is yielded gives the answers until a deadline."""
+        """Broadcast ``commands``; the yielded function returns the answers until a deadline."""
         ear, inboxes = Ear(), [answer_inbox(command.id) for command in commands]
         listeners = [self.bus.listen(inbox, ear.hear, ear.lose) for inbox in inboxes]
 
@@ -269,13 +284,13 @@ class JobClient:
         finally:
             for listener in listeners:
                 listener.close()
-            with suppress(BusError):  # a bus that is gone keeps nothing
+            with suppress(BusError):  # an unreachable bus keeps nothing
                 for inbox in inboxes:
                     self.bus.delete(inbox)
 
 
 def _with_ranks(entry: GroupEntry, others: Iterable[Mapping[str, GroupEntry]]) -> GroupEntry:
-    """The group with its ranks in other scopes."""
+    """Return the group with its ranks in other scopes added."""
     more = (r for groups in others if entry.group in groups for r in groups[entry.group].ranks)
     return replace(entry, ranks=(*entry.ranks, *more))
 

@@ -1,6 +1,6 @@
-"""Taking groups out of a running job: after a commit (drain), or at once (evict).
+"""Take groups out of a running job: after a commit (drain), or at once (evict).
 
-Speaks on the bus, and waits, bounded, for what comes of it.
+Sends requests on the bus and waits, up to a limit, for their result.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from fft.messages.wire import Packed
 from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, JobState, OperatorError, listed
 
 _AGAIN_S = 2.0
-"""Until a drain is asked for again: who had fallen behind on the bus has missed it."""
+"""Interval between repeated drain requests, because a slow subscriber may have missed one."""
 _REAPED_S = 20.0
-"""Beyond the grace: for the supervisor to see the processes end."""
+"""Time beyond the grace period for the supervisor to see the processes end."""
 
 
 def drain(desk: JobClient, groups: Sequence[str], wait: float) -> Record:
     """Ask ``groups`` to leave, and wait for it, at most ``wait`` seconds.
 
-    Returns the record with which the last of them left. Raises ``OperatorError``: there is no such
-    group, or it has not left; then the text says what happened meanwhile.
+    Returns the record with which the last of them left. Raises ``OperatorError`` if a group does
+    not exist or has not left; then the text describes what happened meanwhile.
     """
     with desk.hearing() as ear:
         before = desk.job()
@@ -43,7 +43,8 @@ def _have_left(
             missing -= set(record.leavers)
         elif record.kind == "abort":
             abort = f"; the last attempt was rolled back: {record.cause}"
-        elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
+        # a group that was left out or died is gone as well
+        elif (epoch := desk.whole(word)) is not None:
             missing &= {entry.group for entry in epoch.members}
         if not missing:
             return record
@@ -57,8 +58,8 @@ def _have_left(
 
 
 def _asked(desk: JobClient, ear: Ear, missing: set[str], wait: float) -> Iterator[Packed]:
-    """Records that are said within ``wait`` seconds; who is still ``missing`` is asked again and
-    again to leave."""
+    """Yield the records broadcast within ``wait`` seconds; repeat the request to the ``missing``
+    groups."""
     deadline = time.monotonic() + wait
     while (now := time.monotonic()) < deadline:
         desk.bus.broadcast(encode(Drain(tuple(sorted(missing)), by=desk.me)))
@@ -69,12 +70,12 @@ def _asked(desk: JobClient, ear: Ear, missing: set[str], wait: float) -> Iterato
 
 @dataclass(frozen=True)
 class Eviction:
-    """What came of an eviction."""
+    """Result of an eviction."""
 
     told_dead: tuple[str, ...]
-    """Processes that were said dead to the job, in words."""
+    """Descriptions of the processes that were declared dead to the job."""
     done: str
-    """The supervisor's last word."""
+    """Final answer of the supervisor."""
 
 
 def evict(
@@ -82,9 +83,18 @@ def evict(
 ) -> Eviction:
     """Leave out GROUP or GROUP.RANK at once, and have its processes ended by their supervisor.
 
-    The job goes on without it before its processes have ended. ``on_accepted`` hears the
-    supervisor's first word. Raises ``OperatorError``: no such group, no supervisor on this bus, or
-    it refused.
+    The job continues without it before its processes have ended.
+
+    Args:
+        desk: Client of the job.
+        place: GROUP or GROUP.RANK.
+        restart: Whether the supervisor starts the processes again.
+        grace: Seconds that the processes have to end.
+        on_accepted: Called with the first answer of the supervisor.
+
+    Raises:
+        OperatorError: There is no such rank or group, no supervisor answers on this bus, or it
+            refused.
     """
     job = desk.job()
     group, rank = _place(job, place)
@@ -107,7 +117,7 @@ def evict(
 
 
 def _place(job: JobState, text: str) -> tuple[str, int | None]:
-    """GROUP or GROUP.RANK; a group's name may have a dot in it."""
+    """Parse GROUP or GROUP.RANK; the name of a group may contain a dot."""
     group, dot, rank = text.rpartition(".")
     if text in job.groups or not dot or not rank.isdecimal():
         return text, None
@@ -115,7 +125,7 @@ def _place(job: JobState, text: str) -> tuple[str, int | None]:
 
 
 def _tell_dead(desk: JobClient, job: JobState, group: str, rank: int | None) -> tuple[str, ...]:
-    """A death notice for each process of the place that is in the epoch."""
+    """Broadcast a death notice for each process of the place that is in the epoch."""
     entry = job.groups.get(group)
     ranks = [] if entry is None else [r for r in entry.ranks if rank in (None, r.rank)]
     if entry is not None and not ranks:
@@ -128,7 +138,7 @@ def _tell_dead(desk: JobClient, job: JobState, group: str, rank: int | None) -> 
 
 
 def _nobody(desk: JobClient, told: tuple[str, ...], group: str, job: JobState) -> str:
-    """Why an eviction went nowhere, or only half the way."""
+    """Explain why an eviction had no effect, or only part of it."""
     missing = f"no supervisor answered on {desk.bus.url} within {FIRST_ANSWER_S:g} s"
     if not told:
         return f"{missing}, and no group {group!r} is in the job; its groups: {listed(job.groups)}"

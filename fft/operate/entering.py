@@ -1,11 +1,11 @@
-"""Which start of a job a process belongs to that comes to its bus now.
+"""Find the start of the job that a process joins when it now comes to the job's bus.
 
-It takes part in the job that is there, if anybody lives who holds its state. Else that job is over:
-its register is closed, so that no process of it that still lives can commit anything or get into
-the next one, and the next start of the job begins, with keys of its own (`fft.bus.starts`).
+The process takes part in the job that is there if a live participant holds its state. Otherwise
+that job is over. Its register is then closed, so that no live process of it can commit anything or
+join the next start, and the next start of the job begins with its own keys (`fft.bus.starts`).
 
-Touches the bus, the clock, and the list of this host's processes. Blocks its caller for 10 s at
-most, plus what the bus takes.
+Uses the bus, the clock, and the process list of this host. Blocks its caller for at most 10 s, plus
+the time that the bus takes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from fft.util.pidfd import is_there
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 10.0
-"""Nobody of a job answers for so long: it is over. Twice the time after which a joiner takes a job
-over in which nobody answers (``join_window``); a bus may have changed its leader meanwhile."""
+"""A job whose participants have not answered for this long is over. This is twice the time after
+which a joiner takes over a job without answers (``join_window``), because a bus may have changed
+its leader meanwhile."""
 _ALL_GONE_S = 1.0
-"""The same, where all members were on this host and none of their processes is there any more."""
+"""The same limit, if all members were on this host and none of their processes exists any more."""
 _AGAIN_S = 1.0
-"""The question may be missed by who is just taking up its subscription again."""
+"""Interval between questions; a participant that is just resubscribing may miss one."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class JobStart:
     """One start of a job."""
 
     url: str
-    """Of its bus."""
+    """URL of its bus."""
     number: int
-    """From 1."""
+    """Its number, from 1."""
 
 
 def enter(
@@ -55,11 +56,20 @@ def enter(
     timeout: float | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> JobStart:
-    """The start of the job at ``url`` that a process takes part in which starts now.
+    """Return the start of the job at ``url`` that a process that starts now takes part in.
 
-    ``timeout``: seconds for an operation on the bus; None: what fits it. A child of `fft run` is
-    told its start, and a process that torchelastic starts again begins no job after the last step.
-    Raises ``BusError``, ``OperatorError``.
+    A child of ``fft run`` receives its start from the supervisor. A process that torchelastic
+    restarts begins no job after the last step.
+
+    Args:
+        url: URL of the job's bus.
+        token: Token of the job.
+        timeout: Seconds for an operation on the bus; None: a value that suits the bus.
+        env: Environment of the process.
+
+    Raises:
+        BusError: An operation on the bus failed.
+        OperatorError: The registers cannot be read without the job's token.
     """
     timeout = timeout or bus_operation(url)
     if "FFT_GROUP" in env:
@@ -75,7 +85,7 @@ def enter(
 
 
 def _is_over(start: JobStart, token: JobToken | None, timeout: float, is_restart: bool) -> bool:
-    """Whether that job has ended; it is closed then."""
+    """Whether that job has ended; if so, it is closed."""
     bus = open_job_bus(start.url, token, timeout)
     with JobClient(start.url, bus=bus) as desk:
         while (held := bus.read(HEAD)) is not None:
@@ -105,7 +115,7 @@ def _all_have_left(job: JobState) -> bool:
 
 
 def _lives(desk: JobClient, job: JobState) -> bool:
-    """Whether somebody answers who holds the state of the job."""
+    """Whether a participant that holds the state of the job answers."""
     limit = _ALL_GONE_S if _are_gone(job) else _SILENCE_S
     until = time.monotonic() + limit
     call = RollCall(fresh_id(), desk.me)
@@ -125,7 +135,7 @@ def _lives(desk: JobClient, job: JobState) -> bool:
 
 
 def _are_gone(job: JobState) -> bool:
-    """Whether all members were on this host, and their processes are not there any more."""
+    """Whether all members were on this host and their processes no longer exist."""
     if job.epoch is None:
         return False
     ranks = [rank for group in job.epoch.members for rank in group.ranks]
@@ -134,15 +144,16 @@ def _are_gone(job: JobState) -> bool:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether there is such a process, other than this one: whose engine would answer."""
+    """Whether another process with this pid exists; in this process the engine would have
+    answered."""
     return pid != os.getpid() and is_there(pid)
 
 
 def closing(head: Record) -> Record:
-    """The record after ``head`` with which a job ends that nobody is left of.
+    """Return the record after ``head`` that ends a job without live participants.
 
-    It is an epoch without members: whoever was in an older one is fenced, and hears that the job
-    has ended. What was decided before stays decided.
+    It is an epoch without members: a participant of an older epoch is fenced and receives that the
+    job has ended. Earlier decisions remain.
     """
     return replace(
         head,
@@ -164,7 +175,10 @@ def closing(head: Record) -> Record:
 
 
 def _close(bus: ErrorBus, held: bytes, head: Record) -> bool:
-    """Have the last record follow ``head``, which ``held`` is. False: somebody was faster."""
+    """Append the last record after ``head``, whose encoded form is ``held``.
+
+    Returns False if another process was faster.
+    """
     wire, record = Wire(), closing(head)
     desired = wire.encode_record(record)
     if bus.compare_set(HEAD, held, desired) != desired:

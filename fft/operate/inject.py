@@ -1,6 +1,6 @@
-"""Injecting faults into a running job: one, or a plan drawn from a seed.
+"""Inject faults into a running job: one fault, or a plan drawn from a seed.
 
-Speaks on the bus, and waits, bounded, until each who is meant has said whether it obeys.
+Sends commands on the bus and waits, up to a limit, until every addressed participant has answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fft.messages.fault_plans import (
 from fft.operate.client import FIRST_ANSWER_S, JobClient, JobState, OperatorError, listed
 
 SURVIVED = ("exception", "one_sided", "kill", "hang", "stop", "slow", "network_cut")
-"""Kinds that ``any`` draws from: a job goes on after each of them."""
+"""Kinds that ``any`` draws from: a job continues after each of them."""
 _PHASES = [phase for phase in PHASES if phase != "apply"]
 _DEFAULTS: dict[str, Any] = {"rank": 0, "phase": "next", "where": "before", "steps": 10}
 _SECONDS = {"hang": 5.0, "stop": 5.0, "slow": 0.2}
@@ -34,14 +34,18 @@ _SECONDS = {"hang": 5.0, "stop": 5.0, "slow": 0.2}
 
 @dataclass(frozen=True)
 class Said:
-    """What came of one fault: whether everyone meant has obeyed, and who said what."""
+    """Result for one fault: whether every addressed participant accepted, and the answers as
+    text."""
 
     ok: bool
     text: str
 
 
 def single(job: JobState, kind: str, step: int | None, options: Mapping[str, Any]) -> FaultPlan:
-    """One fault, now or at ``step``. Raises ``OperatorError``: no such kind, place or option."""
+    """Return a plan of one fault, now or at ``step``.
+
+    Raises ``OperatorError`` if the kind, the place or an option does not exist.
+    """
     _check_kind(kind)
     needs_group = issubclass(MODELS[kind], Fault)
     if needs_group and "group" not in options:
@@ -59,10 +63,10 @@ def drawn(
     step: int | None,
     options: Mapping[str, Any],
 ) -> FaultPlan:
-    """``count`` faults, ``every`` steps apart, at places drawn from ``seed``.
+    """Return a plan of ``count`` faults, ``every`` steps apart, at places drawn from ``seed``.
 
     The first is due at ``step``, or at the step after the job's present one. Equal arguments on a
-    job of equal groups give an equal plan. Raises ``OperatorError`` as `single`.
+    job of equal groups give an equal plan. Raises ``OperatorError`` like `single`.
     """
     if kind != "any":
         _check_kind(kind)
@@ -83,7 +87,7 @@ def drawn(
 
 
 def as_yaml(plan: FaultPlan) -> str:
-    """The plan as a file for ``fft run --faults``."""
+    """Return the plan as a file for ``fft run --faults``."""
     text: str = yaml.safe_dump(
         plan.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True
     )
@@ -91,7 +95,7 @@ def as_yaml(plan: FaultPlan) -> str:
 
 
 def send(desk: JobClient, job: JobState, plan: FaultPlan) -> list[Said]:
-    """Tell the job of every fault of the plan, and gather what those concerned say to it."""
+    """Send every fault of the plan to the job, and collect the answers."""
     commands = [Inject(fresh_id(), fault, desk.me) for fault in plan.faults]
     waiting = {c.id: set(_meant(job, c.fault)) for c in commands}
     words: dict[str, list[str]] = {command.id: [] for command in commands}
@@ -121,7 +125,7 @@ def _said(
 
 
 def _meant(job: JobState, fault: AnyFault) -> list[str]:
-    """Who must answer, as they call themselves."""
+    """Return the names of the participants that must answer."""
     if not isinstance(fault, Fault):
         return ["the supervisor"]
     rank = getattr(fault, "rank", None)
@@ -135,13 +139,13 @@ def _check_kind(kind: str) -> None:
 
 
 def _entry(kind: str, name: str, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of a plan: what was given, and what the kind needs besides."""
+    """Return an entry of a plan: the given options, and defaults for the other required fields."""
     fields = MODELS[kind].model_fields
     if strange := [f"--{name.replace('_', '-')}" for name in options if name not in fields]:
         raise OperatorError(f"a {kind} has no {', '.join(strange)}; leave it out")
     defaults = {**_DEFAULTS, "seconds": _SECONDS.get(kind)}
     needed = {n: v for n, v in defaults.items() if n in fields and fields[n].is_required()}
-    if kind == "one_sided":  # of several ranks that hear of it only one shall do it
+    if kind == "one_sided":  # if several ranks receive it, only one must carry it out
         needed["rank"] = 0
     return {"name": name, "kind": kind, "step": step, **needed, **options}
 

@@ -1,7 +1,7 @@
-"""What a job is doing, told by its bus alone: the model behind ``fft watch``. Pure.
+"""The state of a job as seen on its bus alone: the model behind ``fft watch``. Pure.
 
-It is fed with everything that is broadcast, and with the registers where it begins; what is not
-broadcast (votes, acknowledgements) it does not know. Times are seconds on the caller's clock.
+It receives everything that is broadcast, and the registers at the beginning. It cannot see what is
+not broadcast (votes, acknowledgements). Times are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, R
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
 from fft.trace.format import progress_in_words
 
-_RATE_COMMITS = 20  # over so many commits the rate of steps is taken
-_STALE_S = 10.0  # after so long without a commit there is no rate
+_RATE_COMMITS = 20  # number of commits over which the step rate is averaged
+_STALE_S = 10.0  # time without a commit after which there is no rate
 _DECISIONS = 8
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
@@ -35,7 +35,7 @@ LEFT_OUT, SUSPECTED, APART = "left out", "suspected", "apart"
 
 @dataclass
 class RankSeen:
-    """The newest known process of one rank. ``why``: what somebody said when it went."""
+    """The newest known process of one rank. ``why``: the reported cause if it has gone."""
 
     inc: int
     pid: int
@@ -53,7 +53,7 @@ class GroupRow:
     draining: bool
 
     def state(self) -> str:
-        """Its state in words; ranks that differ from one another are named."""
+        """Return its state as text; ranks whose states differ are listed one by one."""
         states = {rank.state for rank in self.ranks.values()}
         if len(states) != 1:
             return ", ".join(f"rank {n} {self.ranks[n].state}" for n in sorted(self.ranks))
@@ -61,22 +61,22 @@ class GroupRow:
         return f"{state}, asked to leave" if self.draining and state == IN_EPOCH else state
 
     def why(self) -> str:
-        """The last word on one of its ranks that went."""
+        """Return the reported cause for one of its ranks that has gone, or an empty string."""
         return next((rank.why for rank in self.ranks.values() if rank.why), "")
 
 
 @dataclass
 class JobModel:
-    """The job so far."""
+    """The state of the job so far."""
 
     head: Record | None = None
     lost: str = ""
-    """Why the bus cannot be heard; empty: it is heard."""
+    """Why the bus connection is lost; empty while it works."""
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     stragglers: Stragglers = field(default_factory=Stragglers)
     scopes: dict[str, int] = field(default_factory=dict)
-    """Committed steps, where stages have scopes of their own."""
+    """Scope → committed steps, if stages have scopes of their own."""
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     _gaps: dict[str, str] = field(default_factory=dict)
     """Rank → why its trace could not be written."""
@@ -89,7 +89,7 @@ class JobModel:
     def begin(
         self, head: Record | None, epoch: Record | None, reports: Iterable[Report] = ()
     ) -> None:
-        """The registers where the watching begins, or begins again after the bus was lost."""
+        """Take the registers where watching begins, or begins again after the bus was lost."""
         for report in reports:
             self._take_report(report)
         self.lost = ""
@@ -100,9 +100,9 @@ class JobModel:
             self.head = head
 
     def see(self, word: BusMessage | Record | Command | Report, now: float) -> list[dict[str, Any]]:
-        """Take in one thing that was broadcast; lines for ``--json`` on what it changes.
+        """Take one broadcast message; return lines for ``--json`` on what it changes.
 
-        A record is whole. What a word says by itself is in `event_of`.
+        A record must be complete. `event_of` returns the line for the message itself.
         """
         match word:
             case HeldReport():
@@ -142,12 +142,12 @@ class JobModel:
             self._gaps[f"{word.group}/{word.rank}"] = word.why
 
     def pace(self, group: str) -> str:
-        """The slow ranks of ``group``, each with how many times the median time it takes."""
+        """List the slow ranks of ``group``, each with its time as a multiple of the median."""
         places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
         return ", ".join(f"rank {rank}: {by:.1f} ×" for (of, _, rank), by in places if of == group)
 
     def held(self) -> list[str]:
-        """Who waits for another scope, and for what."""
+        """List the ranks that wait for another scope, and for which position."""
         return [
             f"group {group} rank {rank} is held: step {word.step} waits until scope "
             f"{word.scope} has taken {word.needed} slices of the data; it has taken {word.cursor}"
@@ -155,7 +155,7 @@ class JobModel:
         ]
 
     def fetches(self) -> list[str]:
-        """The ranks that are fetching the state for long, and how far each is."""
+        """List the ranks whose fetch of the state takes long, with their progress."""
         return [
             f"group {group} rank {rank} is fetching the state: "
             f"{progress_in_words(word.got, word.total, word.left)}"
@@ -164,11 +164,12 @@ class JobModel:
         ]
 
     def newest_checkpoint(self) -> int | None:
-        """Its step; None: none was published in this start of the job."""
+        """Return the step of the newest checkpoint published in this start, or None."""
         return max(self.checkpoints.taken, default=None)
 
     def troubles(self) -> list[str]:
-        """The newest checkpoint that failed, unless a later one was published; traces with gaps."""
+        """List the newest failed checkpoint, unless a later one was published, and traces with
+        gaps."""
         failed, newest = self.checkpoints.last_failure, self.newest_checkpoint()
         found = []
         if failed is not None and failed[0] > (newest or 0):
@@ -179,14 +180,15 @@ class JobModel:
         return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
 
     def rate(self, now: float) -> float | None:
-        """Committed steps a second; None: too few commits, or none lately."""
+        """Return the committed steps per second; None if there are too few commits, or none
+        recently."""
         if len(self._commits) < 2 or now - self._commits[-1][0] > _STALE_S:
             return None
         (first, from_step), (last, to_step) = self._commits[0], self._commits[-1]
         return (to_step - from_step) / (last - first) if last > first else None
 
     def rows(self) -> list[GroupRow]:
-        """The groups, by name; numbers in the order of numbers."""
+        """Return the groups by name; shorter names first, so that numbers are in numeric order."""
         names = sorted(self._groups, key=lambda name: (len(name), name))
         return [GroupRow(name, self._groups[name], name in self._leaving) for name in names]
 
@@ -207,7 +209,7 @@ class JobModel:
                     rank.state, rank.why = LEFT, f"drained at step {record.step}"
 
     def _enter(self, epoch: Record) -> None:
-        """Everyone that the epoch names is in it; who was in the last one and is not, is out."""
+        """Mark all members of the epoch as in it, and former members as left out."""
         named = {entry.group for entry in epoch.members}
         for entry in epoch.members:
             self._groups[entry.group] = {
@@ -220,7 +222,7 @@ class JobModel:
         self._leaving &= named
 
     def _let_apart(self, record: Record) -> None:
-        """Groups of an asynchronous job that no synchronisation is under way with."""
+        """Mark groups of an asynchronous job that are not in a synchronization as local."""
         inside = {entry.group for entry in record.members}
         for entry in (each.entry for each in record.standing if each.entry.group not in inside):
             ranks = self._groups.setdefault(entry.group, {})
@@ -241,12 +243,12 @@ class JobModel:
         known = self._groups.get(group, {}).get(rank)
         if known is None or (known.inc != inc and known.pid != pid):
             return
-        if known.state != LEFT:  # a drained process says that it leaves, too; it has been told
+        if known.state != LEFT:  # a drained process also sends a leave; its state is already set
             known.state, known.why = state, why
 
 
 def event_of(word: BusMessage | Record | Command | Report) -> dict[str, Any] | None:
-    """One line for ``--json``; None: nothing that a person would want to know."""
+    """Return one line for ``--json``, or None for a message that is not of interest to a person."""
     match word:
         case Record():
             line: dict[str, Any] = {

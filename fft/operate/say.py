@@ -1,6 +1,6 @@
-"""Messages that a program beside the job may write: their form, and how they are checked.
+"""Messages that a program outside the job may send: their form, and how they are checked.
 
-Reads a file or standard input where it is told to; `send` says one on the bus of a job.
+Reads a file or standard input on request; `send` sends one message on the bus of a job.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def _adapter() -> TypeAdapter[Sayable]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of every message that a monitor or an operator may write."""
+    """Return the JSON schema of every message that a monitor or an operator may send."""
     made: dict[str, Any] = _adapter().json_schema()
     made["title"] = "A message to an FFT job"
-    # `local` marks a drain that was asked for inside the process that speaks
+    # `local` marks a drain that was requested inside the sending process
     made["$defs"]["Drain"]["properties"].pop("local")
     return made
 
 
 def read(message: str | None) -> tuple[bytes, str]:
-    """The message itself and what to call its source: JSON as it is, ``-``, or a path.
+    """Return the message and a name for its source: literal JSON, ``-``, or a path.
 
     Raises ``OperatorError`` if there is nothing to read.
     """
@@ -60,10 +60,11 @@ def read(message: str | None) -> tuple[bytes, str]:
 
 
 def checked(text: bytes, source: str) -> bytes:
-    """``text`` as the bus shall carry it.
+    """Return ``text`` in the form that the bus carries.
 
     Raises:
-        OperatorError: not a message that may be written; names ``source``, the place, the mend.
+        OperatorError: The text is not a message that may be sent; names ``source``, the place and
+            the remedy.
     """
     if len(text) > MAX_MESSAGE:
         raise OperatorError(f"{source}: {len(text)} bytes; a message has at most {MAX_MESSAGE}")
@@ -77,12 +78,12 @@ def checked(text: bytes, source: str) -> bytes:
 
 
 def send(desk: JobClient, payload: bytes, raw: bool = False) -> str:
-    """Say ``payload`` where somebody obeys it; what there is to remark, or nothing.
+    """Send ``payload`` in its topic. Returns a remark for the operator, or an empty string.
 
     Raises:
-        OperatorError: the job's token is missing; or (not if ``raw``) it is about a group or a rank
-            that the job does not have. It is not sent then.
-        BusError: the bus cannot be reached, or holds what another token has sealed.
+        OperatorError: The job's token is missing; or (unless ``raw``) the message is about a group
+            or rank that the job does not have. It is then not sent.
+        BusError: The bus cannot be reached, or its contents are sealed with another token.
     """
     job = desk.job()
     if job.head is None:
@@ -93,12 +94,12 @@ def send(desk: JobClient, payload: bytes, raw: bool = False) -> str:
 
 
 def _said(payload: bytes) -> Sayable:
-    """What ``checked`` has made."""
+    """Parse the output of ``checked``."""
     return _adapter().validate_json(payload)
 
 
 def _check_places(job: JobState, said: Sayable, url: str) -> str:
-    """Raise OperatorError unless all places in ``said`` are in the job; else what to remark."""
+    """Return a remark for the operator. Raises OperatorError if a place is not in the job."""
     if job.head is None:
         return f"no job has begun on the bus at {url}; only who has started already hears this"
     if job.epoch is None:
@@ -123,7 +124,7 @@ def _check_places(job: JobState, said: Sayable, url: str) -> str:
 
 
 def _places(said: Sayable) -> list[tuple[str, int | None]]:
-    """The groups, and ranks of them, that a message is about."""
+    """Return the groups, and their ranks if given, that a message is about."""
     match said:
         case Drain():
             return [(group, None) for group in said.groups]
@@ -139,16 +140,16 @@ def _places(said: Sayable) -> list[tuple[str, int | None]]:
 
 
 def topic_of(text: bytes) -> Topic:
-    """Where to say ``text``: commands have a topic of their own, by their ``type``."""
+    """Return the topic for ``text``: commands, recognized by their ``type``, have their own."""
     try:
         kind = json.loads(text).get("type")
-    except (ValueError, AttributeError, RecursionError):  # --raw
+    except (ValueError, AttributeError, RecursionError):  # possible with --raw
         kind = None
     return "commands" if kind in _COMMANDS else "protocol"
 
 
 def _problem(error: ValidationError) -> str:
-    """The first problem as ``place: what is wrong``."""
+    """Return the first problem as ``place: what is wrong``."""
     problem = error.errors(include_url=False)[0]
     kind = problem["type"]
     if kind == "json_invalid":

@@ -1,7 +1,7 @@
-"""``fft watch``: the loop that listens to a job's bus and shows what it hears.
+"""``fft watch``: the loop that listens to a job's bus and shows the messages.
 
-Opens a bus at a time and writes to the console or stream it is given. It takes no signal handlers:
-whoever calls it ends it by `Watch.stop`.
+It opens one bus at a time and writes to the given console or stream. It installs no signal
+handlers: the caller ends it with `Watch.stop`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0  # between tries to reach a bus that
 
 
 class View(Protocol):
-    """What is shown; all on the thread of the loop."""
+    """An output of the watch loop; all methods are called on the thread of the loop."""
 
     def word(self, line: dict[str, object]) -> None: ...
 
@@ -42,7 +42,7 @@ class View(Protocol):
 
 
 class Watch:
-    """Follows one job until `stop`, and whatever becomes of its bus."""
+    """A loop that follows one job until `stop`, and reconnects if its bus is lost."""
 
     def __init__(self, url: str, view: View) -> None:
         self.model = JobModel()
@@ -53,19 +53,20 @@ class Watch:
         self._generation = ""
 
     def stop(self) -> None:
-        """End `run` soon; from any thread, or a signal handler (so there is no lock in it)."""
+        """End `run` soon. Safe on any thread and in a signal handler, because it takes no lock."""
         self._stopped = True
         self._wake.put(None)
 
     def once(self) -> None:
-        """Show the job as its registers have it now. Raises ``BusUnreachable``."""
+        """Show the job as in its registers now. Raises ``BusUnreachable``."""
         with JobClient(self._url) as desk:
             job = desk.job()
             self.model.begin(job.head, job.epoch, desk.reports())
         self._view.state(self.model, time.monotonic())
 
     def run(self) -> None:
-        """Until `stop`. A bus that cannot be reached is said, and tried again, ever more seldom."""
+        """Follow the job until `stop`. If the bus is unreachable, report it and retry with growing
+        pauses."""
         pause = _FIRST_PAUSE_S
         while not self._stopped:
             try:
@@ -86,7 +87,8 @@ class Watch:
     def _follow(self, desk: JobClient) -> None:
         with desk.hearing(*TOPICS) as ear:
             job = desk.job()
-            if desk.bus.generation != self._generation:  # one that came back empty has another job
+            # a bus that came back empty has another job
+            if desk.bus.generation != self._generation:
                 self.model, self._generation = JobModel(), desk.bus.generation
             self.model.begin(job.head, job.epoch, desk.reports())
             self._view.word({"event": "watching", "bus": self._url})
@@ -109,7 +111,7 @@ class Watch:
 
 
 def _plain(desk: JobClient, word: Word) -> BusMessage | Command | Report | Record | None:
-    """Records whole, however they were announced."""
+    """Return records complete, in whichever form they were announced."""
     if isinstance(word, Packed):
         return desk.whole(word) or word.record
     return word.record if isinstance(word, Decision) else word
@@ -119,7 +121,7 @@ def _plain(desk: JobClient, word: Word) -> BusMessage | Command | Report | Recor
 
 
 class JsonView:
-    """One line per event; with ``--once`` the state as one line."""
+    """Output of one line per event; with ``--once`` the state as one line."""
 
     def __init__(self, stream: IO[str], clock: Callable[[], float], once: bool) -> None:
         self._stream = stream
@@ -131,7 +133,7 @@ class JsonView:
         self._write(line)
 
     def state(self, watch: JobModel, now: float) -> None:
-        """Write the state, if that is all there is to show."""
+        """Write the state, with ``--once`` only."""
         if not self._once:
             return
         head = watch.head
@@ -147,7 +149,7 @@ class JsonView:
         self._write({"event": "state", **where, **told, "groups": groups})
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Do nothing."""
 
     def _write(self, line: dict[str, object]) -> None:
         self._stream.write(json.dumps({"at": round(self._clock(), 3), **line}) + "\n")
@@ -155,7 +157,7 @@ class JsonView:
 
 
 class ScreenView:
-    """A table that is redrawn in place on a terminal; elsewhere one table at the end."""
+    """Output as a table: redrawn in place on a terminal, else printed once at the end."""
 
     def __init__(self, console: Console, url: str) -> None:
         self._url = url
@@ -166,16 +168,16 @@ class ScreenView:
             self._live.start()
 
     def word(self, line: dict[str, object]) -> None:
-        """Events show in the state."""
+        """Ignore the event; the table shows its effect."""
 
     def state(self, watch: JobModel, now: float) -> None:
-        """Draw."""
+        """Draw the table."""
         self._last = render(watch, self._url, now)
         if self._live is not None:
             self._live.update(self._last, refresh=True)
 
     def close(self) -> None:
-        """Leave the last picture standing."""
+        """Leave the last table on the screen."""
         if self._live is not None:
             self._live.stop()
         else:
@@ -183,7 +185,7 @@ class ScreenView:
 
 
 def render(watch: JobModel, url: str, now: float) -> RenderableType:
-    """The job as one picture."""
+    """Return the job as one renderable."""
     head, rate = watch.head, watch.rate(now)
     if head is None:
         title = f"{url}: no job has begun here"
@@ -252,7 +254,10 @@ def watch_job(
     as_json: bool,
     begin: Callable[[Watch], None],
 ) -> None:
-    """Show the job at ``url`` until it is stopped by whom ``begin`` told of it, or ``once``."""
+    """Show the job at ``url`` until it is stopped, or one time with ``once``.
+
+    ``begin`` is called with the `Watch` before it runs, so that the caller can stop it.
+    """
     view: View = JsonView(stream, time.time, once) if as_json else ScreenView(console, url)
     try:
         watch = Watch(url, view)

@@ -1,5 +1,6 @@
-"""Who is at fault when rollbacks repeat at one place: checks between ranks, and what they prove.
+"""Find the rank at fault when rollbacks repeat at one step: checks between ranks, and their
+verdict.
 
-``plan`` is pure; ``rounds`` asks the ranks, for an operator or the supervisor; ``show`` prints what
-was found. The checks themselves are in ``fft.train.diagnosis``.
+``plan`` is pure; ``rounds`` sends the checks to the ranks, for an operator or the supervisor;
+``show`` prints the result. The checks themselves are in ``fft.train.diagnosis``.
 """

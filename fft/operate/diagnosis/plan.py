@@ -1,10 +1,10 @@
-"""Which ranks meet in the next round of checks, and which the results prove at fault. Pure.
+"""Choose the pairs of ranks for the next round of checks, and judge the results. Pure.
 
-After the idea of DLRover's node check: ranks are checked in pairs; a rank of a pair that failed is
+The method follows DLRover's node check: ranks are checked in pairs; a rank of a pair that failed is
 paired again with a rank that has proved sound; a rank that fails again is at fault. Here a rank is
-named only if it has failed with two different sound ranks, so that a broken link between two ranks
-is told from a broken rank. A pair that is slow, compared with the median of all, is treated as one
-that failed, but its verdict is another: slow.
+named only if it has failed with two different sound ranks, which distinguishes a broken link
+between two ranks from a broken rank. A pair that is slow, compared with the median of all, is
+treated as one that failed, but its verdict is different: slow.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ Pair = tuple[Place, Place]
 _GRAVEST: tuple[How, ...] = ("failed", "rollbacks", "silent", "slow")
 
 SLOW_FACTOR = 3.0
-"""Of the median of all."""
+"""A time is slow from this multiple of the median of all times."""
 SLOW_EXCESS_S = 0.25
-"""And so much beyond it: shorter times are the machine's moods."""
+"""Minimum excess over the median for a slow time; smaller differences are noise of the machine."""
 FEWEST_TO_COMPARE = 3
-"""Of two times nobody can say which is the right one."""
+"""Minimum number of times to compare; of two different times, either could be the normal one."""
 FEW = 4
-"""So many ranks all meet each other."""
+"""Up to this many ranks, every rank meets every other rank."""
 FEWEST_ROLLBACKS = 3
-"""Fewer that name one rank are chance."""
+"""Minimum number of rollbacks that name the same rank; fewer may be chance."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check of one rank. ``ok`` None: it could not be made, which is nobody's fault."""
+    """One check of one rank. ``ok`` is None if it could not be made, which is not the rank's
+    fault."""
 
     ok: bool | None
     seconds: float = 0.0
@@ -44,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Meeting:
-    """One network check. ``ok`` holds if both sides said so."""
+    """One network check. ``ok`` is true if both sides reported success."""
 
     round: int
     pair: Pair
@@ -53,7 +54,7 @@ class Meeting:
     text: str = ""
 
     def other(self, rank: Place) -> Place:
-        """Whom ``rank`` met."""
+        """Return the other rank of the pair."""
         return self.pair[1] if self.pair[0] == rank else self.pair[0]
 
 
@@ -62,15 +63,16 @@ class Findings:
     """All results so far."""
 
     alone: dict[Place, dict[str, Outcome]] = field(default_factory=dict)
-    """What each rank did by itself: check → outcome."""
+    """Rank → check → outcome, for the checks that a rank makes alone."""
     meetings: list[Meeting] = field(default_factory=list)
     silent: dict[Place, str] = field(default_factory=dict)
-    """Who did not answer, in words."""
+    """Ranks that did not answer, with a description."""
     left: set[Place] = field(default_factory=set)
-    """Who was not in the job any more when the checks were through."""
+    """Ranks that were no longer in the job when the checks were finished."""
 
     def broken(self, rank: Place) -> list[str]:
-        """What the rank's own checks found wrong with it."""
+        """Return the failures of the rank's own checks, except for checks that failed on every
+        rank."""
         checks, common = self.alone.get(rank, {}), self.failed_by_all()
         return [
             f"{kind}: {one.text}"
@@ -79,14 +81,15 @@ class Findings:
         ]
 
     def failed_by_all(self) -> set[str]:
-        """Checks that failed on every rank, of several: that is no rank's fault."""
+        """Return the checks that failed on every one of several ranks, so that no rank is at
+        fault."""
         failed = [{k for k, one in c.items() if one.ok is False} for c in self.alone.values()]
         return set.intersection(*failed) if len(failed) > 1 else set()
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank at fault. ``how``: the gravest of its faults; ``evidence``: all of it, in words."""
+    """A rank at fault. ``how`` is its gravest fault, and ``evidence`` describes all of them."""
 
     rank: Place
     how: How
@@ -96,7 +99,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who is at fault, the gravest first; and what else a person should know."""
+    """The ranks at fault, the gravest first, and notes for a person."""
 
     culprits: tuple[Culprit, ...]
     notes: tuple[str, ...] = ()
@@ -106,11 +109,12 @@ class Diagnosis:
 
 
 def next_pairs(ranks: Sequence[Place], findings: Findings) -> list[Pair]:
-    """Who shall meet whom; empty: there is nothing more to learn.
+    """Return the pairs of ranks for the next round; empty if another round would add nothing.
 
-    Each rank at most once. In the first round neighbours meet; later only who is under suspicion,
-    or has met nobody yet, and one sound rank each. Where they are few, everyone meets everyone:
-    one meeting of three tells nothing about what is slow.
+    Each rank is in at most one pair. In the first round neighbours meet. Later only ranks that are
+    suspected or have not met another rank are paired, each with one sound rank. If there are only
+    few ranks, every rank meets every other: one of three meetings would not show which rank is
+    slow.
     """
     usable = [r for r in ranks if r not in findings.silent and not findings.broken(r)]
     if not findings.meetings:
@@ -133,13 +137,13 @@ def next_pairs(ranks: Sequence[Place], findings: Findings) -> list[Pair]:
 
 
 def _sound(findings: Findings) -> set[Place]:
-    """Who has been in a meeting that was neither failed nor slow."""
+    """Return the ranks that were in a meeting that neither failed nor was slow."""
     limit = _slow_limit(_best_times(findings).values())
     return {rank for m in findings.meetings if m.ok and m.seconds <= limit for rank in m.pair}
 
 
 def _failed_with(rank: Place, findings: Findings) -> dict[Place, Meeting]:
-    """The sound ranks with which ``rank`` had a meeting that failed or was slow."""
+    """Return the sound ranks with which ``rank`` had a meeting that failed or was slow."""
     sound = _sound(findings)
     limit = _slow_limit(_best_times(findings).values())
     return {
@@ -152,7 +156,7 @@ def _failed_with(rank: Place, findings: Findings) -> dict[Place, Meeting]:
 
 
 def _best_times(findings: Findings) -> dict[Place, float]:
-    """Of each rank the shortest meeting: a slow one is in none that is short."""
+    """Return the shortest meeting of each rank; a slow rank has no short one."""
     best: dict[Place, float] = {}
     for meeting in findings.meetings:
         for rank in meeting.pair if meeting.ok else ():
@@ -161,7 +165,7 @@ def _best_times(findings: Findings) -> dict[Place, float]:
 
 
 def _slow_limit(times: Iterable[float]) -> float:
-    """Seconds beyond which a time is slow among these; infinite where there are too few."""
+    """Return the seconds beyond which a time is slow; infinite if there are too few times."""
     known = sorted(times)
     if len(known) < FEWEST_TO_COMPARE:
         return float("inf")
@@ -175,7 +179,7 @@ def _slow_limit(times: Iterable[float]) -> float:
 def judge(
     ranks: Sequence[Place], findings: Findings, rollbacks: Sequence[Rollback] = ()
 ) -> Diagnosis:
-    """Who is at fault, by the checks and by what the last rollbacks say."""
+    """Judge which ranks are at fault, by the checks and by the last rollbacks."""
     notes: list[str] = []
     against: dict[Place, list[tuple[How, str]]] = {}
     for rank in ranks:
@@ -184,7 +188,8 @@ def judge(
             *(_by_network(rank, findings) if rank not in findings.left else ()),
             *_by_time(rank, findings),
         ]
-        answers = findings.alone and rank not in findings.left  # else it is not the rank
+        # otherwise a missing answer is not evidence against the rank
+        answers = findings.alone and rank not in findings.left
         if rank in findings.silent and answers:
             against[rank].append(("silent", findings.silent[rank]))
     one = named_by_all(rollbacks, FEWEST_ROLLBACKS)
@@ -231,7 +236,7 @@ def _what(meeting: Meeting) -> str:
 
 
 def _by_time(rank: Place, findings: Findings) -> list[tuple[How, str]]:
-    """Slow by itself, though right."""
+    """Return evidence of checks that the rank passed, but slowly."""
     found: list[tuple[How, str]] = []
     for kind, outcome in findings.alone.get(rank, {}).items():
         times = [
@@ -269,7 +274,7 @@ def _partly_named(rollbacks: Sequence[Rollback]) -> list[str]:
 
 
 def _open_questions(ranks: Sequence[Place], findings: Findings) -> list[str]:
-    """Meetings that went wrong and accuse nobody."""
+    """Describe failed meetings that are not evidence against a particular rank."""
     sound = _sound(findings)
     named = {rank for rank in ranks if _by_network(rank, findings)}
     limit = _slow_limit(_best_times(findings).values())

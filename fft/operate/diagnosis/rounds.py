@@ -1,6 +1,6 @@
-"""Asking a job's ranks for checks, round by round, until it is known who is at fault.
+"""Request checks from a job's ranks, round by round, until the rank at fault is known.
 
-Speaks on the bus, and waits, bounded, for each answer.
+Sends commands on the bus and waits, up to a limit, for each answer.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fft.operate.diagnosis.plan import (
 from fft.trace.blame import History, Place, Rollback, place_text
 
 LIMIT_S = 20.0
-"""For one check of one rank: some hundred times what it takes."""
+"""Limit for one check of one rank: about a hundred times its usual duration."""
 MOST_ROUNDS = 16
 _LATER_S = 2.0
-"""Beyond the limit, for the answer itself."""
+"""Time beyond the limit for the answer itself."""
 _DRAIN_S = 0.05
-"""To take in what was heard; it lies ready."""
+"""Time to drain the queue of received messages, which are already there."""
 
 Answers = Callable[[float], Iterator[Answer]]
 
 
 @dataclass
 class Report:
-    """A diagnosis: what was found, and on what it is founded."""
+    """A diagnosis: the verdict and the results it is based on."""
 
     step: int
     epoch: int
@@ -49,10 +49,10 @@ class Report:
     rollbacks: list[Rollback]
     verdict: Diagnosis
     actions: list[str] = field(default_factory=list)
-    """What was done about it."""
+    """Actions taken because of the verdict."""
 
     def lines(self) -> list[str]:
-        """The verdict in words: one line for each culprit and each note."""
+        """Return the verdict as text: one line for each culprit and each note."""
         told = [
             f"group {c.rank[0]} rank {c.rank[1]} is at fault ({c.how}, confidence {c.confidence}): "
             + "; ".join(c.evidence)
@@ -62,7 +62,7 @@ class Report:
         return [*told, *self.verdict.notes, *self.actions]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return the whole report as plain data."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -94,9 +94,15 @@ class Report:
 def diagnose(desk: JobClient, rollbacks: Sequence[Rollback] = (), limit: float = LIMIT_S) -> Report:
     """Check all ranks of the job's epoch, alone and in pairs, and judge.
 
-    ``rollbacks``: what is known of those since the last commit; what is decided meanwhile is heard
-    besides. ``limit`` (s) bounds each check. Raises ``OperatorError``: there is no epoch to check;
-    ``BusError``: the bus is lost.
+    Args:
+        desk: Client of the job.
+        rollbacks: Known rollbacks since the last commit; decisions received meanwhile are added.
+        limit: Time limit for each check, in seconds.
+
+    Raises:
+        OperatorError: There is no epoch to check, it has too many ranks, or another check is
+            running.
+        BusError: The bus is lost.
     """
     with desk.hearing() as ear:
         job = desk.job()
@@ -123,12 +129,12 @@ def diagnose(desk: JobClient, rollbacks: Sequence[Rollback] = (), limit: float =
     return Report(step, job.head.epoch, ranks, findings, run, judge(ranks, findings, run))
 
 
-# --- everyone by himself -----------------------------------------------------------------------
+# --- each rank alone -----------------------------------------------------------------------------
 
 
 def _check_alone(desk: JobClient, ranks: list[Place], findings: Findings, limit: float) -> None:
     waiting = ranks
-    for _ in range(2):  # once more, for who was only late
+    for _ in range(2):  # a second time for ranks that were only late
         answered = _ask_alone(desk, waiting, findings, limit)
         waiting = [rank for rank in waiting if rank not in answered]
         if not waiting or not answered:
@@ -140,7 +146,8 @@ def _check_alone(desk: JobClient, ranks: list[Place], findings: Findings, limit:
 def _ask_alone(
     desk: JobClient, ranks: Sequence[Place], findings: Findings, limit: float
 ) -> set[Place]:
-    """Who answered. Who says nothing at all is not waited for until the limit."""
+    """Check ``ranks`` and return those that answered. A silent rank is not awaited until the
+    limit."""
     tasks = tuple(CheckTask(group, rank, "alone") for group, rank in ranks)
     command = Check(fresh_id(), tasks, desk.me, limit=limit)
     with desk.asking(command) as answers:
@@ -161,9 +168,13 @@ def _gather(
     limit: float,
     heard: Mapping[Place, Answer] | None = None,
 ) -> tuple[dict[Place, Answer], dict[Place, dict[str, Any]]]:
-    """Everyone's first word, and the results. ``heard``: first words that were taken before.
+    """Return the first answer of each rank, and the results.
 
-    Who says nothing in `FIRST_ANSWER_S` is waited for no longer.
+    Args:
+        answers: Returns the answers until a deadline.
+        ranks: The ranks to wait for; a rank that sends nothing in `FIRST_ANSWER_S` is given up.
+        limit: Time limit for the checks, in seconds.
+        heard: First answers that were received before.
     """
     by_name = {f"group {group} rank {rank}": (group, rank) for group, rank in ranks}
     said = {rank: word for rank, word in (heard or {}).items() if rank in by_name.values()}
@@ -186,7 +197,7 @@ def _gather(
 
 
 def _none_refused(said: Mapping[Place, Answer]) -> None:
-    """Raise ``OperatorError`` if somebody else is at a diagnosis of this job."""
+    """Raise ``OperatorError`` if another diagnosis of this job is running."""
     for rank, answer in said.items():
         if answer.verdict == "refused":
             raise OperatorError(
@@ -216,7 +227,7 @@ def _check_pairs(
         second = [Check(fresh_id(), connect, desk.me, number, limit)] if connect else []
         with desk.asking(*second) as other_heard:
             said, there = _gather(other_heard, [pair[1] for pair in open_pairs], limit)
-        # Also who waits for a partner that is silent: until it has given up it refuses others.
+        # Also wait for a rank whose partner is silent: until it gives up it refuses other checks.
         _, here = _gather(heard, [pair[0] for pair in open_pairs], limit, words)
     _none_refused({**words, **said})
     for pair in pairs:
@@ -232,7 +243,7 @@ def _check_pairs(
 
 
 def _first_words(answers: Answers, ranks: Sequence[Place]) -> dict[Place, Answer]:
-    """What each of them says first; who says nothing for long is not in it."""
+    """Return the first answer of each rank; ranks without an answer in time are missing."""
     by_name = {f"group {group} rank {rank}": (group, rank) for group, rank in ranks}
     said: dict[Place, Answer] = {}
     for answer in answers(time.monotonic() + FIRST_ANSWER_S):
@@ -244,7 +255,7 @@ def _first_words(answers: Answers, ranks: Sequence[Place]) -> dict[Place, Answer
 
 
 def _meeting(number: int, pair: Pair, sides: Sequence[dict[str, Any] | None]) -> Meeting:
-    """Good if both sides say so; else what those say who do not."""
+    """Return the meeting: good if both sides report success, else with the failing sides' texts."""
     outcomes = [_outcome((results or {}).get("network")) for results in sides]
     ok = all(outcome.ok for outcome in outcomes)
     told = [
@@ -267,7 +278,7 @@ def _data(answer: Answer) -> dict[str, Any]:
 
 
 def _outcome(data: object) -> Outcome:
-    """One result as a rank wrote it; what is none says nothing for or against the rank."""
+    """Parse one result of a rank; a malformed one counts neither for nor against the rank."""
     if not isinstance(data, dict):
         return Outcome(None, 0.0, "no result")
     ok, seconds = data.get("ok"), data.get("seconds")
@@ -277,7 +288,7 @@ def _outcome(data: object) -> Outcome:
 
 
 def _heard(ear: Ear, head: Record, before: Sequence[Rollback]) -> list[Rollback]:
-    """The rollbacks at one step: those known before, the head, and what was heard meanwhile."""
+    """Return the rollbacks at one step: known before, in the head, or received meanwhile."""
     history = History()
     words = ear.words(time.monotonic() + _DRAIN_S)
     for record in (head, *(word.record for word in words if isinstance(word, Packed))):
@@ -289,7 +300,7 @@ def _heard(ear: Ear, head: Record, before: Sequence[Rollback]) -> list[Rollback]
 
 
 def _excuse_who_left(desk: JobClient, epoch: Record, findings: Findings) -> None:
-    """Who has left the job meanwhile need not answer, nor stand by a connection."""
+    """Mark ranks that left the job meanwhile, which need neither answer nor keep a connection."""
     now = desk.job().epoch
     for peer in set(epoch.peers) - set(() if now is None else now.peers):
         findings.left.add((peer.group, peer.rank))

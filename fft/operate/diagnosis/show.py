@@ -1,6 +1,6 @@
-"""A diagnosis for people: its table; and what follows from it, if they want that.
+"""Show a diagnosis as a table, and optionally evict the ranks at fault.
 
-Reads traces where it is told to; speaks on the bus only to evict.
+Reads traces on request; sends messages on the bus only to evict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GRACE_S = 10.0
 
 
 def table(report: Report) -> Table:
-    """One row for each rank."""
+    """Return a table with one row for each rank."""
     title = f"step {report.step}, epoch {report.epoch}, {len(report.rollbacks)} rollbacks heard of"
     shown = Table(title=title, title_justify="left")
     for name in ("rank", "compute", "memory"):
@@ -67,7 +67,7 @@ def _innocent(report: Report, rank: Place) -> str:
 
 
 def traced_rollbacks(directory: Path) -> list[Rollback]:
-    """Those since the last commit, as the traces of a job have them."""
+    """Return the rollbacks since the last commit, from the traces of a job."""
     tail = TraceTail(directory)
     try:
         return tail.poll().history.run
@@ -76,9 +76,9 @@ def traced_rollbacks(directory: Path) -> list[Rollback]:
 
 
 def evict_culprits(desk: JobClient, report: Report) -> None:
-    """Leave out the groups of the culprits and have their processes ended; noted in the report.
+    """Evict the groups of the culprits and have their processes ended; noted in the report.
 
-    Not if no group would be left: then there is nothing that could go on.
+    If no group would be left, nothing is evicted, because the job could not continue.
     """
     groups = {rank[0] for rank in report.ranks}
     guilty = list(dict.fromkeys(culprit.rank[0] for culprit in report.verdict.culprits))
@@ -90,7 +90,7 @@ def evict_culprits(desk: JobClient, report: Report) -> None:
 
 
 def evict_group(desk: JobClient, group: str) -> str:
-    """What came of it, in words."""
+    """Evict the group and return a description of the result."""
     try:
         done = evict(desk, group, restart=False, grace=_GRACE_S, on_accepted=lambda _: None)
     except OperatorError as error:
