@@ -1,13 +1,13 @@
-"""The checkpoints of a store: which there are, whether each is whole, and which are kept.
+"""The checkpoints of a store: lists, verifies, publishes and prunes them.
 
-Reads and writes files by the store. Nothing here knows what is in them.
+This module reads and writes files through the store; it does not interpret the ranks' files.
 
-Jobs publish, replace and remove checkpoints while others read. A reader that finds a problem
-therefore looks again, and reports the problem only if the store has not changed in between.
+Jobs publish, replace and remove checkpoints while other processes read. A reader that finds a
+problem therefore reads again, and reports the problem only if the store has not changed in between.
 
-A checkpoint is there from the moment when its manifest is, which is written last, into the
-directory of the attempt. That it gets its own name then may be cut off at any point: it is read
-under the attempt's name then. Of two whole ones of a step, the later counts.
+A checkpoint exists once its manifest exists, which is the last file written to the directory of the
+attempt. The renaming that follows may be interrupted at any point; the checkpoint is then read
+under the attempt's name. If a step has two complete checkpoints, the later one counts.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from fft.util.errors import FftError
 logger = logging.getLogger(__name__)
 
 _LOOKS = 20
-"""At most; each further look follows a change by a writer, which makes one every few seconds."""
+"""Maximum number of reads. Each repetition follows a change by a writer, which makes one every few
+seconds."""
 
 
 class Passed(FftError):
-    """The same job has published a checkpoint of a later step meanwhile."""
+    """The job does not need this checkpoint: it has published a later step or a fuller one."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A directory of the store that is, or was to be, a checkpoint."""
+    """A directory of the store that holds a checkpoint or an attempt at one."""
 
     name: str
     step: int | None
-    """None: it was not finished, is being written, or is not needed any more."""
+    """Step of the checkpoint; None if it is unfinished, is being written, or is superseded."""
     manifest: Manifest | None
     problem: str | None
-    """Why it cannot be used; None: nothing is known of it that speaks against it."""
+    """Why it cannot be used; None if no problem is known."""
 
 
 class Checkpoints:
-    """All checkpoints at one place. Every method may raise OSError: the store is not there."""
+    """All checkpoints in one store. Every method raises OSError if the store is unavailable."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     def found(self) -> list[Found]:
-        """All of them by step, and what is unfinished. Reads manifests, and no other file."""
+        """Return all checkpoints by step, and the unfinished ones; read only manifests."""
         entries = self._looked_at()
         whole = {e.step: e for e in entries if e.manifest is not None}
         entries = [
@@ -71,7 +72,7 @@ class Checkpoints:
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _looked_at(self) -> list[Found]:
-        """Return all directories by age, as they were at one moment: of a step the newest last."""
+        """Return a consistent list of all directories by age; the newest of a step comes last."""
         for _ in range(_LOOKS):
             names = self._names()
             entries = [self._look(name) for name in names]
@@ -83,7 +84,7 @@ class Checkpoints:
         return list(filter(_is_ours, self.store.directories()))
 
     def _is_settled(self, names: Sequence[str], problems: Sequence[Found]) -> bool:
-        """Whether ``problems``, found in ``names``, are no effect of a write in between."""
+        """Whether the store has not changed since ``problems`` were found in ``names``."""
         return not problems or (
             all(self._look(entry.name) == entry for entry in problems) and self._names() == names
         )
@@ -99,9 +100,10 @@ class Checkpoints:
             return Found(name, None, None, f"{name}: it was not finished, or is being written")
 
     def manifest(self, step: int) -> Manifest:
-        """Of the checkpoint of ``step``, whose files are there with their sizes.
+        """Return the manifest of the checkpoint of ``step``, after checking its files' sizes.
 
-        Raises DamagedCheckpoint.
+        Raises:
+            DamagedCheckpoint: The checkpoint does not exist or is not complete.
         """
         found = self.found()
         for entry in found:
@@ -115,13 +117,16 @@ class Checkpoints:
         return self._manifest_in(name_of(step))
 
     def directory(self, manifest: Manifest) -> str:
-        """Where its files are: the publication may have been cut off."""
+        """Return the directory of its files: the attempt's, if publishing was interrupted."""
         attempt = partial_name(manifest.step, manifest.attempt)
         return attempt if MANIFEST in self.store.files(attempt) else name_of(manifest.step)
 
     def _manifest_in(self, name: str) -> Manifest:
-        """Of what a directory holds. Raises DamagedCheckpoint: it is not that which its name says,
-        or not whole."""
+        """Read and check the manifest in a directory.
+
+        Raises:
+            DamagedCheckpoint: The directory's name does not match, or the checkpoint is incomplete.
+        """
         try:
             data = self.store.read(f"{name}/{MANIFEST}")
         except FileNotFoundError:
@@ -140,7 +145,11 @@ class Checkpoints:
         return manifest
 
     def verify(self, step: int) -> Manifest:
-        """Read every file of the checkpoint of ``step``. Raises DamagedCheckpoint."""
+        """Read every file of the checkpoint of ``step`` and compare its digest with the manifest.
+
+        Raises:
+            DamagedCheckpoint: The checkpoint does not exist, or a file is missing or damaged.
+        """
         for _ in range(_LOOKS):
             names, manifest = self._names(), self.manifest(step)
             name = self.directory(manifest)
@@ -164,7 +173,7 @@ class Checkpoints:
         return manifest
 
     def newest(self) -> tuple[Manifest | None, list[str]]:
-        """The newest that verifies, if one does; and what is wrong with those that are newer."""
+        """Return the newest checkpoint that verifies, or None, and the problems of newer ones."""
         for _ in range(_LOOKS):
             names, problems, damaged = self._names(), list[str](), list[Found]()
             whole: Manifest | None = None
@@ -186,9 +195,10 @@ class Checkpoints:
     def receipts(
         self, directory: str, attempt: str, known: Mapping[tuple[str, int], Receipt] | None = None
     ) -> dict[tuple[str, int], Receipt]:
-        """What ranks have delivered for ``attempt``, and is there with its size.
+        """Return the receipts of ``attempt``, by (group, rank), whose files have the right sizes.
 
-        ``known``: what an earlier call has found, which is not read again.
+        Args:
+            known: Receipts that an earlier call has returned; they are not read again.
         """
         found = dict(known or {})
         seen = {receipt_name(*place) for place in found}
@@ -207,17 +217,20 @@ class Checkpoints:
         return found
 
     def deliver(self, directory: str, receipt: Receipt) -> None:
-        """Say that a rank's files are there as a whole."""
+        """Write a rank's receipt, which confirms that its files are complete."""
         path = f"{directory}/{receipt_name(receipt.group, receipt.rank)}"
         self.store.write(path, sealed(receipt))
 
     def publish(self, directory: str, manifest: Manifest) -> None:
-        """Let it be the checkpoint of its step, which it is from its manifest on.
+        """Make this the checkpoint of its step: write the manifest, then rename the directory.
 
-        Those of later steps belong to a past that the job has given up: they get another name, by
-        which they are not found any more, and go with the next `prune` after their step. Raises
-        Passed: one of them is of the job's own present, where groups write side by side; or that
-        of the same state is there, with more groups.
+        Checkpoints of later steps belong to a history that the job has abandoned. They are renamed
+        so that they are no longer listed as checkpoints, and `prune` removes them once the job has
+        passed their step.
+
+        Raises:
+            Passed: The job has published a later step in this life of its bus, as its groups may
+                write at the same time; or the same state exists with more groups.
         """
         self._refuse_poorer(manifest)
         self._give_up_after(manifest.step, life_of(manifest.attempt))
@@ -231,7 +244,7 @@ class Checkpoints:
             logger.warning(text, manifest.step, error)
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether it is whole, by whatever name."""
+        """Whether this checkpoint is complete, under either of its names."""
         with suppress(DamagedCheckpoint):
             return self._manifest_in(self.directory(manifest)).attempt == manifest.attempt
         return False
@@ -246,12 +259,12 @@ class Checkpoints:
                 raise Passed(f"that of the same state is there, which has group {names}, too")
 
     def refuse_passed(self, step: int, attempt: str) -> None:
-        """Raise Passed if the job that makes ``attempt`` has published a later step meanwhile."""
+        """Raise Passed if the job that writes ``attempt`` has published a later step meanwhile."""
         if any((_begun(name) or 0) > step for name in self.store.directories()):
             self._later(step, life_of(attempt))
 
     def _later(self, step: int, life: str) -> list[Found]:
-        """Those after ``step``. Raises Passed: one of them is of this life of the bus."""
+        """Return the checkpoints after ``step``. Raises Passed if ``life`` has written one."""
         later = [e for e in self.found() if e.step is not None and e.step > step]
         for entry in later:
             if life and entry.manifest is not None and life_of(entry.manifest.attempt) == life:
@@ -259,9 +272,13 @@ class Checkpoints:
         return later
 
     def _give_up_after(self, step: int, life: str) -> None:
-        """Before the manifest is there: a kill in between leaves what the job has begun with."""
+        """Rename the checkpoints after ``step``, which the job has abandoned.
+
+        This comes before the manifest is written: after a kill in between, the newest checkpoint is
+        the one from which the job resumed.
+        """
         while later := self._later(step, life):
-            for entry in later:  # what one of them had made superfluous is found once it is gone
+            for entry in later:  # renaming one can uncover an older checkpoint of the same step
                 assert entry.step is not None
                 aside = partial_name(entry.step, "given-up")
                 logger.warning(
@@ -273,8 +290,15 @@ class Checkpoints:
                 self.store.rename(entry.name, aside)
 
     def prune(self, keep: int, besides: Sequence[str] = ()) -> list[str]:
-        """Remove all but the newest ``keep`` that are whole as far as their manifests tell, and
-        what attempts at older ones have left; not ``besides``. The names of what was removed."""
+        """Remove old checkpoints and the remains of attempts at them.
+
+        Args:
+            keep: Number of newest checkpoints to keep, complete by their manifests; 0 keeps all.
+            besides: Names of directories to keep as well.
+
+        Returns:
+            The names of the removed directories.
+        """
         entries = self.found()
         usable = [e for e in entries if e.step is not None and e.problem is None]
         newest = usable[-1].step if usable else None
@@ -291,9 +315,10 @@ class Checkpoints:
         return self.remove([name for name in gone if name not in besides])
 
     def leftovers(self) -> list[str]:
-        """What attempts have left that can become checkpoints only if somebody still writes them.
+        """Return the directories of attempts that are incomplete or half removed.
 
-        What was given up for an older one is none: it is whole.
+        They can become checkpoints only if a process is still writing them. A complete checkpoint
+        that was renamed because the job had abandoned it is not among them.
         """
         names = [name for name in self.store.directories() if PARTIAL in name and _is_ours(name)]
         return [
@@ -304,16 +329,17 @@ class Checkpoints:
         ]
 
     def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove directories; those that are gone already are no error. Returns ``names``."""
+        """Remove directories, ignoring those that are already gone; return ``names``."""
         for name in names:
-            with suppress(FileNotFoundError):  # another writer of this job removes it, too
+            with suppress(FileNotFoundError):  # another writer of this job may remove it, too
                 self.store.remove(name)
         return list(names)
 
 
 def _age(entry: Found) -> tuple[int, bool, float, bool]:
-    """Sort key. Of two whole ones of a step, the later counts: the job may have begun anew before
-    it. One without a manifest counts least: an object store copies it from another directory."""
+    """Return a sort key. If a step has two complete checkpoints, the one written later comes last,
+    because the job may have resumed from an earlier step in between. One without a manifest comes
+    first, because an object store may still be copying it from another directory."""
     written = 0.0 if entry.manifest is None else entry.manifest.written_at
     is_named = entry.name == name_of(entry.step or 0)
     return (entry.step or 0, entry.manifest is not None, written, is_named)
@@ -328,12 +354,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _begun(name: str) -> int | None:
-    """The step that a directory is, or was to be, the checkpoint of."""
+    """Return the step of a checkpoint or of an attempt at one; None for another directory."""
     return step_of(name.partition(PARTIAL)[0])
 
 
 def _refuse_incomplete(name: str, manifest: Manifest) -> None:
-    """Raise DamagedCheckpoint unless every rank that the manifest speaks of has its two files."""
+    """Raise DamagedCheckpoint unless every rank of the manifest's groups has its two files."""
     listed = [file.name for file in manifest.files]
     if len(set(listed)) != len(listed):
         raise DamagedCheckpoint(f"{name}/{MANIFEST}: a file is listed twice")

@@ -1,4 +1,4 @@
-"""Which checkpoint a job begins with. Names those that cannot be used; never guesses."""
+"""The choice of the checkpoint that a job begins with; unusable ones are logged, never guessed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
-    """The checkpoint to begin with, as `fft.durable.plan.Checkpointing` says; None: with none.
+    """Return the checkpoint to begin with, or None to begin from the start.
+
+    Args:
+        resume: As in `fft.durable.plan.Checkpointing`.
 
     Raises:
-        CheckpointError: there are some, and it was not said to go on from them; or there is none
-            that can be used.
-        DamagedCheckpoint: the one that was asked for.
+        CheckpointError: Checkpoints exist but ``resume`` is False, none of them can be used, or the
+            store cannot be read.
+        DamagedCheckpoint: The checkpoint of the requested step does not exist or is damaged.
     """
     url = checkpoints.store.url
     try:
@@ -41,8 +44,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
 
 
 def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None:
-    """Say what a process that was killed has left, where that is what the job begins with, or all
-    that is there."""
+    """Log that a killed process left the chosen checkpoint unpublished, or only unfinished ones."""
     if manifest is None:
         if left := [entry.name for entry in checkpoints.found() if entry.step is None]:
             names = ", ".join(left)
@@ -56,7 +58,7 @@ def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None
 
 
 def _refuse_used(checkpoints: Checkpoints) -> None:
-    """Raise CheckpointError if there are checkpoints: a new job must not go on among them."""
+    """Raise CheckpointError if checkpoints exist: a new job must not mix its own with them."""
     steps = [entry.name for entry in checkpoints.found() if entry.step is not None]
     if steps:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""What the files of a checkpoint say of themselves: a receipt of each rank, and the manifest. Pure.
+"""The metadata of a checkpoint: a receipt of each rank, and the manifest. Pure.
 
-Both are JSON with a digest of themselves, so that an edit is seen. The form is strict: what is
-unknown is refused as a whole.
+Both are JSON with a digest of their own contents, so that an edit is detected. The format is
+strict: data with unknown fields is refused as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fft.util.errors import FftError
 from fft.util.names import in_file_name
 
 FORMAT = 1
-"""Version of files and manifest; a reader refuses another one."""
+"""Version of the files and the manifest; a reader refuses any other version."""
 _NAME = re.compile(r"^step-(0|[1-9][0-9]{0,17})$")
 _FILE = r"^g[A-Za-z0-9_.-]{1,200}r[0-9]{1,6}\.(json|safetensors)$"
 
@@ -27,7 +27,7 @@ Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class DamagedCheckpoint(FftError):
-    """A checkpoint that must not be loaded; names it, the file, and what is wrong."""
+    """A checkpoint must not be loaded; the message names it, the file and the problem."""
 
 
 class _Strict(BaseModel):
@@ -43,7 +43,7 @@ class File(_Strict):
 
 
 class Scope(_Strict):
-    """Where one scope of the job stands."""
+    """The position of one scope of the job."""
 
     step: Count
     lineage: str
@@ -54,31 +54,38 @@ class Scope(_Strict):
 
 
 class Receipt(_Strict):
-    """What one rank has written and read again; written last of its files. Without files: it
-    delivers nothing, so that nobody waits for it."""
+    """The files that one rank has written and read back; the receipt is written after them.
+
+    A receipt without files means that the rank delivers nothing, so that the writer of the manifest
+    does not wait for it.
+    """
 
     attempt: str
     group: str
     rank: Count
     files: tuple[File, ...]
     at: Scope | None = None
-    """Where its scope stands, if each stage has one of its own."""
+    """Position of the rank's scope, if each stage has its own scope."""
 
 
 class Origin(_Strict):
-    """The checkpoint that the job which took this one had begun with."""
+    """The checkpoint from which the job that took this one had resumed."""
 
     step: Count
     lineage: str
 
 
 class Manifest(_Strict):
-    """What a checkpoint is, and what belongs to it.
+    """The description of a checkpoint and the list of its files.
 
-    ``scopes``: by name; of a job with one scope, ``job``. Where each stage has one, step, lineage
-    and place in the data are those of the first, and others may be some slices behind. ``writer``:
-    the group whose files hold what all groups have in common. ``groups``: those of whose ranks
-    buffers and random states are there. ``ranks``: of each group.
+    Attributes:
+        step: Committed steps. If each stage has its own scope, ``step``, ``lineage``, ``batches``,
+            ``cursor`` and ``returned`` are those of the first stage; others may be some slices
+            behind.
+        scopes: Position of each scope by name; ``job`` for a job with one scope.
+        writer: The group whose files hold the state that all groups have in common.
+        groups: The groups whose buffers and random states are in the checkpoint.
+        ranks: Number of ranks of each group.
     """
 
     format: Literal[1] = 1
@@ -102,11 +109,11 @@ class Manifest(_Strict):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
     def files_of(self, group: str, rank: int) -> dict[str, File]:
-        """``json`` and ``safetensors`` of a rank; empty if it wrote none."""
+        """Return a rank's files by suffix, ``json`` and ``safetensors``; empty if it wrote none."""
         stem = file_stem(group, rank)
         return {
             file.name.rpartition(".")[2]: file
@@ -119,28 +126,28 @@ _Sealed = TypeVar("_Sealed", Receipt, Manifest)
 
 
 def step_of(directory: str) -> int | None:
-    """The step that a directory's name says; None: it is not that of a checkpoint."""
+    """Return the step in a directory's name, or None if it is not the name of a checkpoint."""
     found = _NAME.match(directory)
     return int(found[1]) if found else None
 
 
 def name_of(step: int) -> str:
-    """The directory of a checkpoint."""
+    """Return the directory of the checkpoint of ``step``."""
     return f"step-{step}"
 
 
 def partial_name(step: int, attempt: str) -> str:
-    """The directory in which an attempt at a checkpoint is written."""
+    """Return the directory in which an attempt at a checkpoint is written."""
     return f"{name_of(step)}{PARTIAL}{attempt}"
 
 
 def attempt_name(life: str, record: str) -> str:
-    """Of an attempt: equal on all ranks, and of no other ``life`` of the job's bus."""
+    """Return the name of an attempt: equal on all ranks, and unique to a ``life`` of the bus."""
     return f"{_short(life, 4)}-{_short(record, 8)}"
 
 
 def life_of(attempt: str) -> str:
-    """The life of the bus in which an attempt was made; empty: in none."""
+    """Return the life of the bus in which an attempt was made, or an empty string if in none."""
     life, dash, _ = attempt.partition("-")
     return life if dash else ""
 
@@ -150,23 +157,23 @@ def _short(text: str, size: int) -> str:
 
 
 def file_stem(group: str, rank: int) -> str:
-    """Of a rank's files; groups of unlike names have unlike stems."""
+    """Return the stem of the names of a rank's files; different groups have different stems."""
     return f"g{in_file_name(group)}r{rank}"
 
 
 def receipt_name(group: str, rank: int) -> str:
-    """Of a rank's receipt. It is not part of the checkpoint."""
+    """Return the name of a rank's receipt, which is not part of the checkpoint."""
     return f"{file_stem(group, rank)}.receipt"
 
 
 def sealed(thing: Receipt | Manifest) -> bytes:
-    """As JSON, with a digest of itself."""
+    """Encode a receipt or manifest as JSON with a digest of its contents."""
     data = thing.model_dump(mode="json")
     return json.dumps({**data, "sha256": _digest(data)}, indent=1).encode()
 
 
 def unsealed(kind: type[_Sealed], data: bytes, place: str) -> _Sealed:
-    """What `sealed` has made. Raises DamagedCheckpoint, which names ``place``."""
+    """Decode the output of `sealed`. Raises DamagedCheckpoint, whose message names ``place``."""
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""When checkpoints are taken, where, how many are kept, and which a job begins with."""
+"""The checkpoint settings: when and where to take them, how many to keep, which to resume from."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class CheckpointError(FftError):
-    """Checkpoints cannot be taken, or loaded, as asked; says what would work."""
+    """Checkpoints cannot be taken or loaded as configured; the message names the fix."""
 
 
 class UnfitCheckpoint(CheckpointError):
-    """A checkpoint is that of another script: to try it again would not help."""
+    """A checkpoint does not fit the script, so retrying would not help."""
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Durable checkpoints of a job. Give all ranks of all groups the same.
+    """Settings for a job's durable checkpoints; they must be equal on all ranks of all groups.
 
     Args:
-        place: a directory that all hosts share, or a URL of fsspec, such as ``s3://bucket/run7``.
-        every: steps between two (``100``), or the time between two (``"90s"``, ``"10m"``).
-        keep: so many of the newest stay; 0: all.
-        resume: the job begins with the newest that verifies (``True``), or with that of a step;
-            ``False``: from its start, and only where there is no checkpoint yet.
+        place: A directory that all hosts share, or an fsspec URL such as ``s3://bucket/run7``.
+        every: Steps between two checkpoints (``100``), or the time between them (``"90s"``,
+            ``"10m"``).
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        resume: ``True`` resumes from the newest checkpoint that verifies; a number resumes from the
+            checkpoint of that step; ``False`` begins a new job and requires that no checkpoint
+            exists yet.
 
     Raises:
-        CheckpointError: a value that cannot be used.
+        CheckpointError: A value is invalid.
     """
 
     place: str | Path
@@ -59,19 +61,23 @@ class Checkpointing:
 
     @property
     def steps(self) -> int | None:
-        """Steps between two; None: it goes by time."""
+        """Steps between two checkpoints, or None if the interval is a time."""
         text = str(self.every)
         return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
     @property
     def seconds(self) -> float | None:
-        """Seconds between two; None: it goes by steps."""
+        """Seconds between two checkpoints, or None if the interval is in steps."""
         found = _TIME.match(str(self.every))
         seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
         return seconds if 0 < seconds < math.inf else None
 
     def to_env(self, step: int | None) -> dict[str, str]:
-        """For the processes of a job; ``step``: whose checkpoint they begin with, if with one."""
+        """Return these settings as environment variables for the processes of a job.
+
+        Args:
+            step: Step of the checkpoint to resume from, or None to begin from the start.
+        """
         resume = {} if step is None else {"FFT_RESUME": str(step)}
         place = str(self.place)
         place = place if "://" in place else str(Path(place).absolute())
@@ -83,9 +89,9 @@ class Checkpointing:
 def checkpointing_of(
     given: Checkpointing | str | Path | None, env: Mapping[str, str] = os.environ
 ) -> Checkpointing | None:
-    """What the script and the environment say; the environment comes first: it is the operator's.
+    """Return the settings from the environment if it has them, else those of the script.
 
-    Raises CheckpointError.
+    The environment has priority because the operator controls it. Raises CheckpointError.
     """
     if given is not None and not isinstance(given, Checkpointing):
         given = Checkpointing(given)

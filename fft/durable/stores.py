@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a directory of this host, or any URL that fsspec can open.
+"""Stores of checkpoints: a directory of this host, or any URL that fsspec can open.
 
 A store holds directories of files, one level deep. On a local disk each file is fsynced before it
-has its name, a directory is published by a rename, and its parent is fsynced then. An object store
-has no rename: there a directory is whole when its manifest is there, which is written last.
+gets its name, a directory is published by a rename, and then its parent is fsynced. An object store
+has no rename; its directories are complete once their manifest exists, which is written last.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fft.util.file_lock import locked
 from fft.util.full_disk import is_disk_full
 
 PARTIAL = ".partial-"
-"""Between the name of a checkpoint and that of the attempt at it, while it is being written."""
+"""Separates the name of a checkpoint from the attempt in the name of a directory being written."""
 REMOVED = "removed-"
-"""Begins, in the place of an attempt, the name of what is being removed."""
+"""Prefix in the place of the attempt, in the name of a directory that is being removed."""
 _CHUNK = 4 * 1024 * 1024
 _PASSING = frozenset({errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT})
-"""Errors of network file systems that do not last: a handle that another host made stale."""
+"""Transient errors of network file systems, such as a handle that another host made stale."""
 _PAUSES_S = (0.05, 0.5, 2.0)
-"""Between the attempts at one operation."""
+"""Pauses between the attempts at one operation."""
 _WRITERS = ".writers.lock"
-"""Shared by all processes of jobs that take checkpoints."""
+"""Lock file that all processes share that write checkpoints."""
 
 logger = logging.getLogger(__name__)
 
 
 class StoreError(FftError):
-    """Checkpoints cannot be kept at this place: names it, the reason, and the mend."""
+    """Checkpoints cannot be kept at this place; the message names it, the reason and the fix."""
 
 
 class NoRoom(StoreError):
@@ -49,57 +49,57 @@ class NoRoom(StoreError):
 
 
 class Store(Protocol):
-    """Raises OSError where a file cannot be read or written."""
+    """A place for checkpoints. Its methods raise OSError if a file cannot be read or written."""
 
     url: str
 
     def prepare(self) -> None:
-        """Make the place, and see that files can be written there. Raises StoreError, NoRoom."""
+        """Create the place and check that it is writable. Raises StoreError, NoRoom."""
 
     def hold(self) -> AbstractContextManager[None]:
-        """Keep the place for one job, where that can be had. Raises StoreError: another has it."""
+        """Lock the place for one job, if it supports locks. Raises StoreError if another has it."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """This process may write files of checkpoints: `is_at_work` tells others."""
+        """Mark this process as a writer of checkpoints, which `is_at_work` reports to others."""
 
     def is_at_work(self) -> bool | None:
-        """Whether some process does; None: that cannot be known here."""
+        """Whether a process is inside `at_work`; None if this store cannot detect it."""
 
     def directories(self) -> list[str]:
-        """Names of all directories."""
+        """Return the names of all directories."""
 
     def files(self, directory: str) -> dict[str, int]:
-        """Names of its files → bytes of each; empty where there is no such directory."""
+        """Return the size in bytes of each file by name; empty if the directory does not exist."""
 
     def read(self, path: str) -> bytes:
-        """A small file."""
+        """Read a small file."""
 
     def digest(self, path: str) -> str:
-        """SHA-256 of a file, in hex."""
+        """Return the SHA-256 of a file in hex."""
 
     def write(self, path: str, data: bytes) -> None:
-        """A small file, which is there as a whole or not at all. Durable on return."""
+        """Write a small file atomically; it is durable on return."""
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Path]:
-        """A local file to write to, which is at ``path``, and durable, when the block ends well."""
+        """Yield a local file to write to; it is durable at ``path`` if the block does not raise."""
 
     @contextmanager
     def reading(self, path: str) -> Iterator[Path]:
-        """The file as a local one."""
+        """Yield the file as a local one."""
 
     def rename(self, old: str, new: str) -> None:
-        """Let a directory have another name; what had that is removed. Durable on return.
+        """Rename a directory and remove the previous ``new``, if any; durable on return.
 
-        Whoever is killed in between leaves ``old`` as it is, or the whole as ``new``.
+        A kill in between leaves ``old`` unchanged, or a complete ``new``.
         """
 
     def remove(self, directory: str) -> None:
-        """A directory and its files; none is no error."""
+        """Remove a directory and its files; a missing directory is not an error."""
 
 
 class LocalStore:
-    """Checkpoints in a directory of this host, perhaps of a file system that all hosts share."""
+    """Checkpoints in a directory, which may be on a file system that all hosts share."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -141,16 +141,16 @@ class LocalStore:
                     "to it that there is none",
                     self._root,
                 )
-            yield  # the kernel lets go of it, however this process ends
+            yield  # the kernel releases the lock however this process ends
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         with self._writers_file() as file:
-            locked(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
+            locked(file, fcntl.LOCK_SH)  # `is_at_work` holds the exclusive lock only briefly
             try:
                 yield
             finally:
-                with suppress(OSError):  # by name: a process that was forked meanwhile has it, too
+                with suppress(OSError):  # explicit, as a child forked meanwhile shares the lock
                     fcntl.flock(file, fcntl.LOCK_UN)
 
     def _writers_file(self) -> IO[str]:
@@ -181,7 +181,7 @@ class LocalStore:
             return {}
         found: dict[str, int] = {}
         for entry in entries:
-            with suppress(FileNotFoundError):  # it was being written, or removed
+            with suppress(FileNotFoundError):  # renamed or removed meanwhile
                 if entry.is_file() and not entry.name.startswith("."):
                     found[entry.name] = entry.stat().st_size
         return found
@@ -232,7 +232,7 @@ class LocalStore:
                 logger.warning("%s cannot be removed, which %s replaces: %s", aside, new, error)
 
     def _aside(self, directory: str) -> Path:
-        """Let a directory have a name by which it is not found; half of it must not pass for it."""
+        """Rename a directory for removal, so that a half-removed one is not taken for complete."""
         step, _, attempt = directory.partition(PARTIAL)
         name = f"{step}{PARTIAL}{REMOVED}{os.getpid()}"
         gone = self._root / (f"{name}-{attempt}" if attempt else name)
@@ -245,13 +245,13 @@ class LocalStore:
         place = self._root / directory
         if not place.exists():
             return
-        # readers must not take an attempt that has its manifest for whole while its files go
+        # Readers must not take an attempt with a manifest for complete while its files disappear.
         is_aside = directory.partition(PARTIAL)[2].startswith(REMOVED)
         shutil.rmtree(place if is_aside else self._aside(directory))
 
 
 class UrlStore:
-    """Checkpoints behind a URL of fsspec, such as ``s3://bucket/path``."""
+    """Checkpoints at a URL of fsspec, such as ``s3://bucket/path``."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -272,14 +272,14 @@ class UrlStore:
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(probe, b"?")
             self._fs.rm_file(probe)
-        except Exception as error:  # each file system raises errors of its own
+        except Exception as error:  # every fsspec file system has its own error classes
             raise StoreError(
                 f"no checkpoints can be written to {self.url}: {type(error).__name__}: {error}"
             ) from error
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        yield  # an object store has no lock that ends with its owner
+        yield  # an object store has no lock that is released when its owner dies
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -335,7 +335,7 @@ class UrlStore:
             yield local
 
     def rename(self, old: str, new: str) -> None:
-        """Copied, the manifest last."""
+        """Copy the files, the manifest last, and remove the old directory."""
         self.remove(new)
         with as_os_error(self.url):
             self._fs.makedirs(f"{self._root}/{new}", exist_ok=True)
@@ -352,12 +352,12 @@ class UrlStore:
 
 
 MANIFEST = "manifest.json"
-"""A checkpoint without it is none."""
+"""Name of the manifest file, without which a directory is not a checkpoint."""
 
 
 @contextmanager
 def as_os_error(url: str) -> Iterator[None]:
-    """Raise whatever a remote file system raises as OSError: each has errors of its own."""
+    """Convert every exception of a remote file system to OSError; each has its own classes."""
     try:
         yield
     except OSError:
@@ -367,7 +367,7 @@ def as_os_error(url: str) -> Iterator[None]:
 
 
 def open_store(place: str) -> Store:
-    """The store at a path, or at a URL of fsspec's. Touches nothing yet. Raises StoreError."""
+    """Return the store at a path or fsspec URL, without accessing it yet. Raises StoreError."""
     scheme = urlsplit(place).scheme if "://" in place else ""
     if scheme in ("", "file"):
         path = place.removeprefix("file://")
@@ -378,7 +378,7 @@ def open_store(place: str) -> Store:
 
 
 def digest_of(file: BinaryIO) -> str:
-    """SHA-256 of what is left to read, in hex."""
+    """Return the SHA-256 of the rest of ``file`` in hex."""
     hasher = hashlib.sha256()
     while chunk := file.read(_CHUNK):
         hasher.update(chunk)
@@ -386,10 +386,10 @@ def digest_of(file: BinaryIO) -> str:
 
 
 def _rename(old: Path, new: Path) -> None:
-    """Rename ``old`` to ``new``, which is not there, or is a file that ``old`` replaces.
+    """Rename ``old`` to ``new``, which does not exist or is a file to replace.
 
-    After an error that may pass it is tried again. A network file system may have renamed it all
-    the same, which shows by ``old`` being gone.
+    A transient error is retried. A network file system may have renamed ``old`` despite the error;
+    the retry then finds that ``old`` is gone.
     """
     is_again = False
 
@@ -408,15 +408,15 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in a directory durable; an error that may pass is tried again.
+    """Make the names in a directory durable, and retry after a transient error.
 
-    This must not be done for the data of a file: after an error the kernel may have dropped them.
+    The fsync of a file's data must not be retried: after an error the kernel may have dropped them.
     """
     _tried_again(lambda: _sync(path))
 
 
 def _tried_again(work: Callable[[], None]) -> None:
-    """Carry out ``work``, and again after an error that passes on network file systems."""
+    """Call ``work``, and retry after transient errors of network file systems."""
     for pause_s in _PAUSES_S:
         try:
             work()
