@@ -1,1 +1,1 @@
-"""Notices what a process cannot say of itself: that it hangs, is slow, or died."""
+"""Detect faults that a process cannot report itself: that it hangs, is slow, or died."""

@@ -1,9 +1,9 @@
-"""What FFT has to do with torch.compile: whoever compiles does not hang, and FFT is not compiled.
+"""Support torch.compile: a process that compiles does not hang, and FFT itself is not compiled.
 
-Dynamo says when it begins and ends to compile (the backward, too, and recompilations). While it
-does, the main thread is in a critical section for the monitor: it may wait for a C++ compiler for
-longer than many steps take. Imports neither torch nor Dynamo, whose loading takes seconds: it looks
-whether they are loaded.
+Dynamo calls back when a compilation begins and ends (also of the backward, and recompilations).
+Meanwhile the main thread is in a critical section for the monitor, because it may wait for a C++
+compiler for longer than many steps take. This module imports neither torch nor Dynamo, which take
+seconds to load: it checks whether they are loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Dynamo shall run ``function``, and what it calls, as it is.
+    """Make Dynamo run ``function``, and the functions that it calls, uncompiled.
 
-    Dynamo takes every function that is called while a compiled one runs, so also the handler of a
-    signal that comes then: it would compile it, in the middle of somebody's step.
+    Dynamo compiles every function that is called while a compiled one runs. That includes the
+    handler of a signal that arrives then, which it would compile in the middle of a step.
     """
     if (dynamo := sys.modules.get("torch._C._dynamo.eval_frame")) is not None:
         as_it_is = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
@@ -27,7 +27,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 
 class Compilations:
-    """The main thread is in ``section`` while it compiles. Made there."""
+    """Keep the main thread in ``section`` while it compiles. Constructed on the main thread."""
 
     def __init__(self, section: AbstractContextManager[None]) -> None:
         self._section = section
@@ -35,9 +35,9 @@ class Compilations:
         self._inside = False
 
     def attach(self) -> None:
-        """Listen from now on, if there is somebody to listen to. Cheap; to be called often.
+        """Register the callbacks if Dynamo is loaded. Cheap, so that it can be called often.
 
-        (``torch._dynamo.reset()`` sends all listeners away.)
+        Repeated calls are necessary because ``torch._dynamo.reset()`` removes all callbacks.
         """
         handler = self._handler()
         if handler is not None and self._begun not in handler.start_callbacks:
@@ -45,7 +45,7 @@ class Compilations:
             handler.register_end_callback(self._ended)
 
     def detach(self) -> None:
-        """Listen no more. Idempotent."""
+        """Remove the callbacks. Idempotent."""
         handler = self._handler()
         if handler is not None and self._begun in handler.start_callbacks:
             handler.remove_start_callback(self._begun)

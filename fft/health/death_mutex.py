@@ -1,14 +1,15 @@
-"""Knows a death before the kernel has taken the process apart: by a robust mutex in shared memory.
+"""Detect a death before the kernel has torn the process down, with a robust mutex in shared memory.
 
-pidfd and connections report the end of a killed process only when its memory is gone: tens of
-milliseconds for one with torch in it. The kernel releases the locks that its threads hold *first*:
-a thread that waits for a robust mutex in shared memory is woken at once, and told that the owner
-died (pthread_mutexattr_setrobust(3); Linux, Documentation/locking/robust-futexes).
+pidfd and connections report the end of a killed process only when its memory is freed: tens of
+milliseconds for a process with torch in it. The kernel releases the locks that its threads hold
+*first*: a thread that waits for a robust mutex in shared memory wakes at once and receives the
+error that the owner died (pthread_mutexattr_setrobust(3); Linux,
+Documentation/locking/robust-futexes).
 
 The trainer's main thread holds the mutex for as long as it trains (`Hold`), and releases it when it
-leaves or the interpreter ends. A thread of its supervisor, or of its monitor where there is none,
-waits for it (`DeathMutex`). Uses the C library's mutexes by ctypes; touches one page of shared
-memory and one thread per child.
+leaves or the interpreter ends. A thread of its supervisor, or of its monitor if it has no
+supervisor, waits for it (`DeathMutex`). Uses the C library's mutexes through ctypes; touches one
+page of shared memory and one thread per child.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from contextlib import suppress
 
 _PAGE = mmap.PAGESIZE
 _HELD_AT = 256
-"""Offset of the byte that says that the mutex is held; before it the mutex, of some 40 bytes."""
+"""Offset of the byte that states that the mutex is held; the mutex, of about 40 bytes, is before
+it."""
 _ROBUST = _SHARED = 1  # PTHREAD_MUTEX_ROBUST, PTHREAD_PROCESS_SHARED
 _LOOK_S = 0.1
-"""Between two looks whether a child that has just started holds its mutex: nothing tells."""
+"""Polling interval until a child that has just started holds its mutex; no event signals it."""
 
 
 def supported() -> bool:
-    """Whether this system has what it takes."""
+    """Whether this system has robust mutexes and memory files."""
     names = ("pthread_mutexattr_setrobust", "pthread_mutexattr_setpshared")
     return hasattr(os, "memfd_create") and all(hasattr(_libc(), name) for name in names)
 
@@ -41,7 +43,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class _Page:
-    """The shared page. Kept mapped for as long as anything may use the mutex in it."""
+    """The shared page. It stays mapped for as long as anything may use the mutex in it."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _PAGE)
@@ -50,19 +52,23 @@ class _Page:
 
     @property
     def held(self) -> bool:
-        """Whether the other process has said that it holds the mutex."""
+        """Whether the other process has marked the mutex as held."""
         return self._map[_HELD_AT] != 0
 
     def note(self, held: bool) -> None:
-        """Say so, or that it does no more."""
+        """Mark the mutex as held, or as released."""
         self._map[_HELD_AT] = held
 
 
 class DeathMutex:
-    """The end of who waits. ``fd`` is for another process to inherit.
+    """The waiting side of the mutex. Another process inherits ``fd``.
 
-    A new one, or that of a descriptor which has come down to here, and is this object's from now.
-    Raises OSError, ValueError if the mutex cannot be made, or ``fd`` is no page of memory.
+    Args:
+        fd: An inherited descriptor of such a mutex, owned by this object from now on; None: create
+            a new mutex.
+
+    Raises:
+        OSError, ValueError: The mutex cannot be created, or ``fd`` is not a page of memory.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -80,7 +86,8 @@ class DeathMutex:
         self._thread: threading.Thread | None = None
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Call ``on_death``, on a thread of this object, if the child dies holding the mutex."""
+        """Call ``on_death``, on a thread of this object, if the child dies while it holds the
+        mutex."""
         self._thread = threading.Thread(
             target=self._run, args=(on_death,), name="fft-death-mutex", daemon=True
         )
@@ -94,11 +101,12 @@ class DeathMutex:
             elif libc.pthread_mutex_lock(self._page.mutex) == errno.EOWNERDEAD:
                 on_death()
                 return
-            else:  # given back; the process may take it again
+            else:  # released; the process may acquire it again
                 libc.pthread_mutex_unlock(self._page.mutex)
 
     def close(self) -> None:
-        """Let go. The child must have ended: then the mutex is nobody's, and the thread ends."""
+        """Release the resources. The child must have ended, so that the mutex is free and the
+        thread ends."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -108,9 +116,10 @@ class DeathMutex:
 
 
 class Hold:
-    """The end of the trainer: held from the making of this until ``release``, or death.
+    """The trainer's side: the mutex is held from construction until ``release`` or death.
 
-    Main thread only. Raises OSError, ValueError if ``fd`` is no such mutex, or is held already.
+    Main thread only. Raises OSError or ValueError if ``fd`` is not such a mutex or it is already
+    held.
     """
 
     def __init__(self, fd: int) -> None:
@@ -120,12 +129,12 @@ class Hold:
             raise OSError(code, os.strerror(code))
         self._page.note(held=True)
         self._held = True
-        atexit.register(self.release)  # an end in good order is told by its exit code
+        atexit.register(self.release)  # An orderly end is reported by the exit code.
 
     def release(self) -> None:
-        """What follows is no death. Idempotent.
+        """Release the mutex, so that the end of the process is not taken for a death. Idempotent.
 
-        Without effect on another thread, and in a forked child, which holds nothing.
+        It has no effect on another thread, or in a forked child, which does not hold the mutex.
         """
         if self._held and (os.getpid(), threading.get_ident()) == self._owner:
             self._held = False
@@ -135,10 +144,10 @@ class Hold:
 
 
 def hold(setting: str | None) -> Hold | None:
-    """Hold the mutex that ``FFT_DEATH_MUTEX_FD`` names, if it has come down to here."""
+    """Hold the mutex that ``FFT_DEATH_MUTEX_FD`` names, if this process has inherited it."""
     if setting is None or not setting.isdecimal():
         return None
-    with suppress(OSError, ValueError):  # whoever is between us and the supervisor has closed it
+    with suppress(OSError, ValueError):  # A process between us and the supervisor has closed it.
         if os.readlink(f"/proc/self/fd/{setting}").startswith("/memfd:fft-death-mutex"):
             return Hold(int(setting))
     return None

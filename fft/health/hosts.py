@@ -1,18 +1,20 @@
-"""The heartbeat of a host, and the judges that look whether those of other hosts come.
+"""The heartbeat of a host, and the judges that check the heartbeats of other hosts.
 
-The process that is responsible for the processes of a host (its supervisor; without one, each
-trainer's monitor) writes its beats into a register of its own, ``host/ID``: their number, and the
-processes that they are for. One more register, ``hosts``, is the roll: who beats, in the order of
-coming. Nothing is broadcast, so a beat costs the bus one write, however many look. And a judge that
-begins later can still read a register, when a broadcast would be gone.
+The process that is responsible for the processes of a host (its supervisor or, without one, each
+trainer's monitor) writes its heartbeats into its own register, ``host/ID``: their number, and the
+processes that they are for. Another register, ``hosts``, is the roll: it names the senders in the
+order of their arrival. Heartbeats are not broadcast, so each costs the bus one write, regardless of
+the number of readers. A judge that begins later can still read a register, whereas a broadcast
+would be gone.
 
-The first `JUDGES` on the roll look at everybody, everybody looks at these. So the job never lacks a
-judge, and the cost grows with the number of hosts, not with its square. A judge that finds that a
-host has vanished (`fft.health.detectors.hosts`) sends ``suspect`` for each of its processes that is
-in the epoch, and strikes it off the roll; if two do so it does no harm. A host that was struck off
-and beats again finds itself missing there, and enters itself again. A suspicion is never final.
+The first `JUDGES` senders on the roll check all hosts, and all other hosts check these. So the job
+always has a judge, and the cost grows with the number of hosts, not with its square. A judge that
+finds that a host has vanished (`fft.health.detectors.hosts`) sends ``suspect`` for each of its
+processes in the epoch, and removes the host from the roll. Two judges may do so without harm. A
+host that was removed and sends heartbeats again finds itself missing and enters the roll again. A
+suspicion is never final.
 
-Touches these registers, and one thread.
+Uses these registers and one thread.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ from fft.messages.wire import EPOCH, Wire, decode_packed
 from fft.util.log_sampler import LogSampler
 
 ROLL = "hosts"
-"""The register that names who beats."""
+"""The register that names the senders of heartbeats."""
 JUDGES = 3
-"""So many look at everybody."""
+"""Number of senders that check all hosts."""
 BEATS_A_SECOND = 400
-"""Of a whole job, at most: in a big one each beats more seldom, and is judged more slowly."""
+"""Maximum heartbeat rate of a whole job; in a big job each host sends less often and is judged more
+slowly."""
 _TRIES = 16
-"""How often the roll may change under who changes it, before it is left for the next turn."""
-_LOOKS = 2.0  # of the time between two looks, so many pauses count; the rest was our own absence
+"""How often a change of the roll is retried, if others change it at the same time, before it is
+left for the next turn."""
+_LOOKS = 2.0  # in pauses: the maximum time between two looks that counts; beyond it we were absent
 _END_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -54,7 +58,7 @@ _Form = TypeVar("_Form")
 
 
 class Process(NamedTuple):
-    """A process of a host, and the place it has in the job."""
+    """A process of a host, and its place in the job."""
 
     group: Name
     rank: Count
@@ -63,9 +67,9 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Beat:
-    """The ``number``-th beat of who speaks for ``processes`` of ``host``.
+    """The ``number``-th heartbeat of a sender, for ``processes`` of ``host``.
 
-    ``limit``: the seconds of silence after which they are to be suspected, at most.
+    ``limit`` is the maximum silence, in seconds, after which they are suspected.
     """
 
     number: Count
@@ -77,7 +81,7 @@ class Beat:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Roll:
-    """Who beats, in the order of coming."""
+    """The senders of heartbeats, in the order of their arrival."""
 
     senders: tuple[Name, ...] = ()
     v: Literal[1] = 1
@@ -110,15 +114,15 @@ def is_roll(held: bytes) -> bool:
 
 
 def beat_name(sender: str) -> str:
-    """The register of a sender's beats."""
+    """Return the name of the register with a sender's heartbeats."""
     return f"host/{sender}"
 
 
 class HostWatch:
-    """Beats for this host, and judges others, from its making until ``close``.
+    """Send heartbeats for this host and judge others, from construction until ``close``.
 
-    Set ``processes`` whenever they change. A bus that is lost is told by others; here it ends or
-    delays the beats.
+    Set ``processes`` whenever they change. Other components report a lost bus; here it only ends or
+    delays the heartbeats.
     """
 
     def __init__(
@@ -128,11 +132,18 @@ class HostWatch:
         limit_s: float,
         processes: Sequence[Process] = (),
     ) -> None:
-        """``by``: what kind of speaker this is, for people. ``limit_s``: of our own silence."""
+        """Start the thread.
+
+        Args:
+            bus: The job's bus.
+            by: Kind of this sender, for display.
+            limit_s: Seconds of silence of this host after which others suspect it.
+            processes: Processes that the heartbeats are for.
+        """
         self.processes = tuple(processes)
         self.sender = secrets.token_hex(8)
         self.alone = True
-        """Nobody else was on the roll when we looked last."""
+        """No other sender was on the roll at the last look."""
         self._bus, self._limit = bus, limit_s
         self._host = socket.gethostname()
         self._by = f"{by} on {self._host}"
@@ -142,14 +153,15 @@ class HostWatch:
         self._wire = Wire()
         self._entered = False
         self._told: dict[str, set[Process]] = {}
-        """Of whom we have said that they vanished with their host, by its sender."""
+        """Sender → the processes that we have reported as vanished with their host."""
         self._troubles = LogSampler()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fft-hosts", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Beat no more, and leave the roll, so that nobody misses us. Idempotent; within 1 s."""
+        """Stop the heartbeats and leave the roll, so that this host is not missed. Idempotent;
+        within 1 s."""
         self._stop.set()
         self._thread.join(_END_S)
 
@@ -159,16 +171,17 @@ class HostWatch:
         while not self._stop.is_set():
             try:
                 self._turn()
-            except (BusClosed, BusForgot):  # its owner knows, or hears of it
+            except (BusClosed, BusForgot):  # the owner of the bus knows already, or is notified
                 return
             except (BusError, UnreadableMessage) as error:
                 self._complain("a heartbeat failed", error)
             self._stop.wait(self._pause)
-        with suppress(BusError, UnreadableMessage):  # then they find out, and miss nobody by it
+        # otherwise others remove us from the roll later, which is harmless
+        with suppress(BusError, UnreadableMessage):
             self._strike({self.sender})
 
     def _turn(self) -> None:
-        """Beat, look at the others, and say who has vanished."""
+        """Send a heartbeat, check the other hosts, and report the ones that have vanished."""
         self._beats += 1
         limit = max(self._limit, BEATS * self._pause)
         beat = Beat(self._beats, self._host, limit, self.processes)
@@ -202,7 +215,8 @@ class HostWatch:
             try:
                 if (held := self._bus.read(beat_name(sender))) is not None:
                     found[sender] = _read(_beats(), held)
-            except (BusForged, UnreadableMessage) as error:  # it shall hide itself, nobody else
+            # one bad register must hide only its own sender
+            except (BusForged, UnreadableMessage) as error:
                 self._complain("an unreadable heartbeat", error)
         return found
 
@@ -211,10 +225,10 @@ class HostWatch:
         return None if head is None else decode_packed(head).record.step
 
     def _accuse(self, beats: Mapping[str, Beat], reasons: Mapping[str, str]) -> set[str]:
-        """Say who of those that vanished is in the epoch; of whom there is no more to be said.
+        """Report the members of the epoch among the vanished; return the senders that are finished.
 
-        Participants pass over what is said of a process that is not in their epoch. Who vanishes
-        while it waits to be let in is therefore named as soon as it is.
+        Participants ignore a report about a process that is not in their epoch. A process that
+        vanishes while it waits to join is therefore reported as soon as it is a member.
         """
         self._told = {who: told for who, told in self._told.items() if who in beats}
         members = self._members() if beats else {}
@@ -233,7 +247,7 @@ class HostWatch:
         return through
 
     def _members(self) -> dict[tuple[str, int], tuple[int, str]]:
-        """Process id and host of each place of the newest epoch."""
+        """Return the process id and host of each place in the newest epoch."""
         if (held := self._bus.read(EPOCH)) is None:
             return {}
         record = self._wire.found(decode_packed(held), self._bus.read)
@@ -248,7 +262,7 @@ class HostWatch:
     # --- the roll ---
 
     def _enrolled(self) -> tuple[str, ...]:
-        """Those on the roll, this one among them."""
+        """Return the senders on the roll, including this one."""
         _, roll = self._roll()
         self.alone = not set(roll.senders) - {self.sender}
         if self.sender in roll.senders:
@@ -268,7 +282,7 @@ class HostWatch:
             self._bus.delete(beat_name(sender))
 
     def _change(self, to: Callable[[tuple[str, ...]], tuple[str, ...]]) -> tuple[str, ...]:
-        """Change the roll; what it is then. Others may change it meanwhile."""
+        """Change the roll and return its new value. Others may change it at the same time."""
         for _ in range(_TRIES):
             held, roll = self._roll()
             wanted = to(roll.senders)

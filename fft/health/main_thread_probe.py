@@ -1,19 +1,20 @@
-"""Sees whether the main thread of this process still runs bytecodes, and stamps the pulse with it.
+"""Probe whether the main thread of this process still runs bytecodes, and record it in the pulse.
 
-Starts one thread. Every ``interval_s`` it stamps the *beat* (some thread of this process runs: the
-process is not stopped, and nobody sits on the interpreter lock), and asks the interpreter by
-``Py_AddPendingCall`` to have its main thread call a function between two bytecodes; whether that
-was done says whether the main thread *moves*. (NVIDIA's resiliency extension watches main threads
-by pending calls too.) Without a mark by the user this tells a main thread that computes from one
-that is stuck in a call that never returns. It cannot tell a loop of bytecodes that never ends.
+Starts one thread. Every ``interval_s`` it records a *beat*: a thread of this process runs, so the
+process is not stopped, and no thread keeps the interpreter lock. With ``Py_AddPendingCall`` it also
+asks the interpreter to have its main thread call a function between two bytecodes. If the call is
+made, the main thread *moves*. (NVIDIA's resiliency extension also watches main threads by pending
+calls.) Without a mark by the user, this distinguishes a main thread that computes from one that is
+stuck in a call that never returns. It cannot detect a loop of bytecodes that never ends.
 
-The function is C's ``sem_post`` on a semaphore of ours, no Python function: a
-signal could arrive while that runs, and what the handler raises (a ``KeyboardInterrupt``) would be
-lost in it. At most one call is pending; the queue for them is short and belongs to all.
+The function is C's ``sem_post`` on a semaphore of ours, not a Python function: a signal could
+arrive while a Python function runs, and the exception that its handler raises (a
+``KeyboardInterrupt``) would be lost in it. At most one call is pending, because the queue for them
+is short and shared.
 
-Pending calls are run by the process's *main* thread. A `MainThreadProbe` that is made on another
-thread therefore stamps beats only: what the main thread does says nothing about the one that
-trains.
+Pending calls are run by the process's *main* thread. A `MainThreadProbe` that is constructed on
+another thread therefore records beats only: the main thread's activity is no evidence about the
+thread that trains.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _lent: list[ctypes.Array[ctypes.c_uint64]] = []
 
 
 class MainThreadProbe:
-    """Stamps beats and moves into ``pulse`` from its making on, until ``close``."""
+    """Record beats and moves in ``pulse``, from construction until ``close``."""
 
     def __init__(self, pulse: Pulse, interval_s: float = 0.1) -> None:
-        """``interval_s``: seconds between two stamps, and the error of what they say."""
+        """Start the thread. ``interval_s``: seconds between two records, and so their accuracy."""
         if not interval_s > 0:
             raise ValueError(f"interval_s must be more than 0, not {interval_s:g}")
         self.follows_main = threading.current_thread() is threading.main_thread()
-        """Whether moves are stamped, or beats only."""
+        """Whether moves are recorded, or only beats."""
         self._pulse = pulse
         self._interval_s = interval_s
         self._calls = _Calls() if self.follows_main else None
@@ -62,10 +63,10 @@ class MainThreadProbe:
 
 
 class _Calls:
-    """Asks the main thread, one call at a time, to post a semaphore."""
+    """Requests to the main thread, one at a time, to post a semaphore."""
 
     def __init__(self) -> None:
-        libc = ctypes.PyDLL(None)  # keeps the interpreter lock: these calls do not wait
+        libc = ctypes.PyDLL(None)  # keeps the interpreter lock: these calls do not block
         self._sem = (ctypes.c_uint64 * _SEM_WORDS)()
         self._at = ctypes.c_void_p(ctypes.addressof(self._sem))
         self._try_wait = libc.sem_trywait
@@ -76,14 +77,14 @@ class _Calls:
             raise OSError("sem_init failed: this C library has no semaphores within a process")
 
     def came_through(self) -> bool:
-        """Whether the call before was made; if so, or if there was none, ask again."""
+        """Whether the previous call was made; if so, or if none was pending, request another."""
         done = self._pending and self._try_wait(self._at) == 0
         if done or not self._pending:
-            # a full queue is no error: then it is tried again the next time
+            # A full queue is not an error: the next look tries again.
             self._pending = self._add(self._post, self._at) == 0
         return done
 
     def close(self) -> None:
-        """Keep the semaphore where it is for as long as a call may still post to it."""
+        """Keep the semaphore allocated for as long as a call may still post to it."""
         if self._pending and self._try_wait(self._at) != 0:
             _lent.append(self._sem)

@@ -1,27 +1,28 @@
-"""A process beside each trainer that notices what the trainer itself cannot: that it hangs or died.
+"""A process beside each trainer that detects what the trainer itself cannot: that it hangs or died.
 
 The trainer starts it (`MonitorProcess`) and gives it two descriptors: its pulse, and a pidfd of
-itself. Only the process of this pidfd is ever signalled, so no process can be ended that did not
-ask to be watched, nor another one that got its number. The monitor looks at the pulse every
-``interval_s`` (`fft.health.detectors.trainer`, pure, decides), and
+itself. Only the process of this pidfd is ever signalled. So the monitor cannot end a process that
+did not ask to be watched, or another process that got its number. The monitor looks at the pulse
+every ``interval_s`` (`fft.health.detectors.trainer`, pure, decides), and
 
 - writes one JSON line to its standard output when it begins, ``{"v":1,"type":"watching",…}``, and
   one when the verdict becomes worse:
   ``{"v":1,"type":"verdict","level":"yellow","reason":…,"group":…,"rank":…,"pid":…,"step":…,"at":…}``
-- sends ``suspect`` to the others, through the supervisor if there is one, else on the bus, when a
-  suspected trainer cannot be expected to send it: no thread of it runs, or its own rollback has not
-  freed it after ``min_s``;
+- sends ``suspect`` to the other participants, through the supervisor if there is one, else on the
+  bus. It does so only if a suspected trainer cannot be expected to send it: no thread of it runs,
+  or its own rollback has not freed it after ``min_s``;
 - on red ends the trainer: SIGTERM, SIGCONT (a stopped process receives nothing else, and the
-  SIGTERM is waiting when it wakes), and SIGKILL ``term_s`` later. Before that, the pulse says that
-  the SIGTERM is no request to drain;
-- when the trainer has ended without having said so, writes the ``death`` message of the bus as a
-  line, sends it on the bus if it was given one, and ends;
-- if it was given a bus, and so has no supervisor, beats there for its trainer, looks whether others
-  beat (`fft.health.hosts`), and holds the trainer's death mutex, which reports its death at once.
+  SIGTERM is pending when it wakes), and SIGKILL ``term_s`` later. Before that, it marks in the
+  pulse that the SIGTERM is not a request to drain;
+- when the trainer has ended without marking that it leaves, writes the ``death`` message of the bus
+  as a line, sends it on the bus if it was given one, and ends;
+- if it was given a bus, and so has no supervisor, sends heartbeats there for its trainer, checks
+  those of others (`fft.health.hosts`), and waits for the trainer's death mutex, which reports its
+  death at once.
 
 It shares neither the interpreter lock nor the session of the trainer, so a thread that keeps the
-lock, SIGSTOP and Ctrl-C do not reach it. It never waits for its standard output: what does not fit
-into the pipe is dropped. torch is not imported.
+lock, SIGSTOP and Ctrl-C do not reach it. It never blocks on its standard output: output that does
+not fit into the pipe is dropped. torch is not imported.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ from fft.util.errors import FftError
 if TYPE_CHECKING:
     from fft.health.hosts import HostWatch
 
-_VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we say so
-_LEAVE_S = 2.0  # for leaving the roll of hosts, where nobody would miss us for more than a while
-_FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and saying one thing on it
+_VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we report it
+_LEAVE_S = 2.0  # for leaving the roll of hosts, which is not essential
+_FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and sending one message
 
 logger = logging.getLogger(__name__)
 
 
 class MonitorError(FftError):
-    """The monitor cannot be started or run as asked; says what to change."""
+    """The monitor cannot be started or run as requested; the text states what to change."""
 
 
 # --- in the monitor's process ----------------------------------------------------------------
@@ -73,11 +74,11 @@ class MonitorError(FftError):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Who is watched and how, as handed over in the first line of standard input.
+    """The process to watch and its settings, passed in the first line of standard input.
 
-    Not on the command line, which everybody may read: the bus's URL may have a password in it.
-    ``pulse``, ``pidfd``, ``death_mutex`` and ``supervisor`` (a datagram socket) are inherited
-    descriptors' numbers.
+    They are not on the command line, which every user can read, because the bus's URL may contain a
+    password. ``pulse``, ``pidfd``, ``death_mutex`` and ``supervisor`` (a datagram socket) are
+    numbers of inherited descriptors.
     """
 
     pulse: int
@@ -91,12 +92,12 @@ class Charge:
     config: MonitorConfig
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the charge as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises MonitorError for a text that `to_json` did not make."""
+        """Parse the output of `to_json`. Raises MonitorError for any other text."""
         try:
             data = json.loads(text)
             return cls(**{**data, "config": MonitorConfig(**data["config"])})
@@ -105,7 +106,13 @@ class Charge:
 
 
 class Runner:
-    """The main loop of the monitor's process. ``out`` gets the lines; standard input ends it."""
+    """The main loop of the monitor's process.
+
+    Args:
+        charge: The process to watch.
+        out: Descriptor that receives the lines.
+        control: Descriptor of standard input, whose end stops the monitor.
+    """
 
     def __init__(self, charge: Charge, out: int, control: int) -> None:
         self._charge = charge
@@ -124,7 +131,7 @@ class Runner:
         os.set_blocking(out, False)
 
     def run(self) -> None:
-        """Watch until the trainer has ended, or says that it is to be watched no more."""
+        """Watch until the trainer has ended, or has marked that it leaves."""
         left = self._watch()
         if not left:
             self._tell_death()
@@ -132,7 +139,7 @@ class Runner:
             self._announcer.close(_LEAVE_S if left else _FAREWELL_S)
 
     def _watch(self) -> bool:
-        """Until one of the two; whether it was that it has left the job."""
+        """Watch until the trainer has ended or leaves. Returns whether it has left the job."""
         waiter = select.poll()
         ends = {self._charge.pidfd, self._dying}
         for fd in (*ends, self._control):
@@ -146,7 +153,7 @@ class Runner:
             if self._control in ready:
                 if reading.left:
                     return True
-                waiter.unregister(self._control)  # it closes its files: it is about to end
+                waiter.unregister(self._control)  # it closes its files because it is about to end
             self._look(reading)
 
     def _look(self, reading: Reading) -> None:
@@ -173,7 +180,8 @@ class Runner:
     # --- ending it ---
 
     def _end(self, reason: str) -> None:
-        """SIGTERM, SIGCONT, grace, SIGKILL, all by pidfd; the loop then finds it dead."""
+        """Send SIGTERM, SIGCONT and, after a grace period, SIGKILL by pidfd; the loop then finds it
+        dead."""
         self._reader.doom()
         self._cause = f"SIGTERM by the monitor: {reason}"
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -186,13 +194,13 @@ class Runner:
             pid = self._charge.pid
             logger.error("pid %d did not end within %g s of its SIGKILL", pid, _VANISH_S)
 
-    # --- saying it ---
+    # --- sending messages ---
 
     def _tell_suspicion(self, reason: str) -> None:
         word = json.dumps(self._word("suspect", reason)).encode()
         if self._charge.supervisor is not None:
             with suppress(OSError), socket.socket(fileno=os.dup(self._charge.supervisor)) as there:
-                there.send(word, socket.MSG_DONTWAIT)  # it has ended, or has no time for it
+                there.send(word, socket.MSG_DONTWAIT)  # it has ended, or its queue is full
         elif self._announcer is not None:
             self._announcer.say(word)
 
@@ -207,14 +215,14 @@ class Runner:
         return {"v": 1, "type": kind, **self._who(), **told}
 
     def _write(self, line: dict[str, Any]) -> None:
-        with suppress(OSError):  # nobody reads, or nobody is left to
+        with suppress(OSError):  # the reader is slow or gone
             os.write(self._out, json.dumps(line).encode() + b"\n")
 
 
 class _Announcer:
-    """Says things on the bus, and beats there for the trainer, which has no supervisor.
+    """Send messages on the bus, and heartbeats for the trainer, which has no supervisor.
 
-    On threads of its own: opening a bus may take seconds.
+    It uses its own threads, because opening a bus may take seconds.
     """
 
     def __init__(self, charge: Charge, url: str) -> None:
@@ -227,20 +235,21 @@ class _Announcer:
 
     @property
     def beats(self) -> bool:
-        """Whether it is on the roll of hosts, where somebody could miss it."""
+        """Whether it is on the roll of hosts, so that others would miss its heartbeats."""
         return self._hosts is not None
 
     def say(self, payload: bytes) -> None:
-        """Have it said; returns at once."""
+        """Queue a message; returns at once."""
         self._words.put(payload)
 
     def close(self, limit_s: float) -> None:
-        """Have all said, or be late by ``limit_s``."""
+        """Send all queued messages and close; give up after ``limit_s``."""
         self._words.put(None)
         self._thread.join(limit_s)
 
     def _open(self) -> ErrorBus:
-        from fft.health.hosts import HostWatch, Process  # pydantic takes time, and most need no bus
+        # Importing pydantic takes time, and most monitors need no bus.
+        from fft.health.hosts import HostWatch, Process
 
         bus = open_job_bus(self._url, JobToken.from_env(), bus_operation(self._url))
         charge = self._charge
@@ -255,14 +264,17 @@ class _Announcer:
         self._hosts = self._bus = None
 
     def _run(self) -> None:
-        with suppress(BusError):  # then it is tried again when there is something to say
+        with suppress(BusError):  # it is retried when there is a message to send
             self._bus = self._open()
         while (payload := self._words.get()) is not None:
             self._broadcast(payload)
         self._shut()
 
     def _broadcast(self, payload: bytes) -> None:
-        """Peers find out by themselves too, so a lost bus is no stop. Tried on a fresh one once."""
+        """Send a message, with one retry on a new connection.
+
+        Failure is not fatal, because the peers detect the fault themselves, too.
+        """
         for last in (False, True):
             try:
                 if self._bus is None:
@@ -277,8 +289,9 @@ class _Announcer:
 
 
 def main() -> None:
-    """What ``python -m fft.health.monitor`` runs."""
-    # A scheduler may send these to all processes of a step; the monitor ends with its trainer.
+    """Run the monitor: the entry point of ``python -m fft.health.monitor``."""
+    # A scheduler may send these signals to all processes of a step; the monitor ends with its
+    # trainer.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control = sys.stdin.fileno()
@@ -294,7 +307,7 @@ def main() -> None:
 
 
 def _line(fd: int) -> bytes:
-    """The first line, and nothing of what comes after it."""
+    """Read the first line, and nothing after it."""
     line = b""
     while (byte := os.read(fd, 1)) not in (b"", b"\n"):
         line += byte
@@ -305,10 +318,18 @@ def _line(fd: int) -> bytes:
 
 
 class MonitorProcess:
-    """The trainer's monitor, from its making until ``close``.
+    """The trainer's monitor, from construction until ``close``.
 
-    ``on_line`` gets each line, read from JSON, on a thread of this object: verdicts only while
-    the interpreter can run, of course. ``out`` is a descriptor that gets the lines in its stead.
+    Args:
+        pulse: The pulse of this process.
+        config: Limits of the monitor.
+        group: Group of this process.
+        rank: Rank of this process.
+        bus_url: Bus for the monitor's messages, if this process has no supervisor.
+        supervisor: Descriptor of a datagram socket to the supervisor.
+        on_line: Called with each parsed line, on a thread of this object; it gets verdicts only
+            while the interpreter can run.
+        out: Descriptor that receives the lines instead.
     """
 
     def __init__(
@@ -323,9 +344,12 @@ class MonitorProcess:
         on_line: Callable[[dict[str, Any]], None] | None = None,
         out: int | None = None,
     ) -> None:
-        """Main thread only: with a bus, its end is taken for that of the process.
+        """Start the monitor. Main thread only: with a bus, this thread's end counts as that of the
+        process.
 
-        Raises OSError if no process can be started, MonitorError for two places to write to.
+        Raises:
+            OSError: The process cannot be started.
+            MonitorError: Both ``on_line`` and ``out`` are given.
         """
         if on_line is not None and out is not None:
             raise MonitorError("give on_line or out, not both: a line is written once")
@@ -346,7 +370,8 @@ class MonitorProcess:
                 stdout=_stdout(on_line is not None, out),
                 pass_fds=[fd for fd in passed if fd is not None],
                 env=_env(),
-                start_new_session=True,  # who ends the trainer's group must not end its monitor
+                # a signal to the trainer's process group must not end its monitor
+                start_new_session=True,
             )
             assert self._process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended already
@@ -367,7 +392,7 @@ class MonitorProcess:
 
     @property
     def pid(self) -> int:
-        """The monitor's process."""
+        """Process id of the monitor."""
         return self._process.pid
 
     def _read(self) -> None:
@@ -375,11 +400,11 @@ class MonitorProcess:
         for line in self._process.stdout:
             try:
                 self._on_line(json.loads(line))
-            except Exception:  # a listener's bug must not deafen this trainer
+            except Exception:  # a bug of the callback must not stop the reading of lines
                 logger.exception("the listener of the monitor failed on %r", line)
 
     def close(self, limit_s: float = 5.0) -> None:
-        """End it; from here on the end of this process is no fault. Idempotent."""
+        """End the monitor; from here on the end of this process is not a fault. Idempotent."""
         self._pulse.leave()
         if self._hold is not None:
             self._hold.release()
@@ -387,7 +412,7 @@ class MonitorProcess:
         assert stdin is not None
         if not stdin.closed:
             with suppress(BrokenPipeError):
-                # said, not just closed: a forked child may hold the other end open
+                # write, not only close: a forked child may hold the other end open
                 stdin.write(b".")
                 stdin.close()
         try:
@@ -408,7 +433,7 @@ def _stdout(piped: bool, out: int | None) -> int:
 
 
 def _env() -> dict[str, str]:
-    """The trainer's, with this very FFT found first."""
+    """Return the trainer's environment, with this FFT first on the import path."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,7 +1,7 @@
-"""What a trainer has with its monitor: its pulse, the stamps of its main thread, the verdicts.
+"""A trainer's interface to its monitor: its pulse, the records of its main thread, the verdicts.
 
-Starts one process (`fft.health.monitor`) and two threads; ``close`` ends them. Touches no engine:
-what a verdict leads to is up to who made this.
+Starts one process (`fft.health.monitor`) and two threads; ``close`` ends them. It does not use the
+engine: its owner decides how to react to a verdict.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 
 def supervisor_socket(setting: str | None) -> int | None:
-    """The inherited descriptor that ``FFT_SUPERVISOR_FD`` names, if it has come down to here."""
+    """Return the inherited descriptor that ``FFT_SUPERVISOR_FD`` names, if it is such a socket."""
     if setting is None or not setting.isdecimal():
         return None
     try:
         with socket.socket(fileno=os.dup(int(setting))) as end:
             is_it = (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_DGRAM)
-    except OSError:  # whoever is between us and the supervisor has closed it
+    except OSError:  # a process between us and the supervisor has closed it
         return None
     return int(setting) if is_it else None
 
 
 class MonitorClient:
-    """This process is watched from the making of this until ``close``. Main thread only."""
+    """Watch this process from construction until ``close``. Main thread only."""
 
     def __init__(
         self,
@@ -48,19 +48,29 @@ class MonitorClient:
         bus_url: str | None,
         supervisor: int | None = None,
     ) -> None:
-        """``on_suspect`` gets the reason, on a thread of this object, while any thread can run.
+        """Start the monitor.
 
-        ``bus_url``: where the monitor says that this process has died; None: somebody else does.
-        ``supervisor``: a datagram socket of who passes on what the others shall hear of a hang.
-        Raises OSError if the monitor cannot be started.
+        Args:
+            config: Limits of the monitor.
+            on_suspect: Called with the reason, on a thread of this object, while any thread can
+                run.
+            group: Group of this process.
+            rank: Rank of this process.
+            bus_url: Bus where the monitor reports the death of this process; None: another process
+                reports it.
+            supervisor: Descriptor of a datagram socket to the supervisor, which forwards
+                suspicions.
+
+        Raises:
+            OSError: The monitor cannot be started.
         """
         self._on_suspect = on_suspect
         self._is_closed = False
         self.begun = threading.Event()
-        """The monitor looks; it takes a moment to start."""
+        """Set when the monitor watches; it takes a moment to start."""
         self.pulse = Pulse(time.monotonic)
         self.compilations = Compilations(self.pulse.atomic)
-        """To be attached when a txn begins: whoever compiles does not hang."""
+        """To be attached when a txn begins, because a process that compiles does not hang."""
         self._moves = MainThreadProbe(self.pulse, config.interval_s)
         try:
             self._process = MonitorProcess(
@@ -79,7 +89,7 @@ class MonitorClient:
 
     @property
     def pid(self) -> int:
-        """The monitor's process."""
+        """Process id of the monitor."""
         return self._process.pid
 
     def _hear(self, line: dict[str, Any]) -> None:
@@ -92,7 +102,7 @@ class MonitorClient:
             self._on_suspect(line["reason"])
 
     def close(self) -> None:
-        """End the monitor first, so that it does not take what follows for a fault. Idempotent."""
+        """End the monitor first, so that it does not treat the rest as a fault. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -152,7 +152,7 @@ def _is_there(pid: int) -> bool:
 def closing(head: Record) -> Record:
     """Return the record after ``head`` that ends a job without live participants.
 
-    It is an epoch without members: a participant of an older epoch is fenced and receives that the
+    It is an epoch without members: a participant of an older epoch is fenced and learns that the
     job has ended. Earlier decisions remain.
     """
     return replace(

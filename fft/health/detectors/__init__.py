@@ -1,4 +1,4 @@
-"""Fault detectors: fed with what was seen and when, they say how bad it looks, and why.
+"""Fault detectors: from timed observations, they derive a level and the reason for it.
 
 All are pure: no clock, no thread, no torch. Times are seconds on one monotonic clock.
 """

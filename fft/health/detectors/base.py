@@ -1,7 +1,7 @@
-"""What every fault detector has in common. Pure; imports nothing of FFT.
+"""The common parts of all fault detectors. Pure; imports nothing of FFT.
 
-A detector is fed with observations, each with its time, and judges at a time that it is given. The
-same observations give the same verdict whenever and however often it is asked for.
+A detector takes observations, each with its time, and judges at a given time. The same observations
+give the same verdict, regardless of when and how often it is requested.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Protocol, TypeVar
 
 
 class Level(IntEnum):
-    """How bad it looks; higher is worse."""
+    """Severity of a verdict; higher is worse."""
 
     GREEN = 0
-    """Nothing to be done."""
+    """No action is needed."""
     YELLOW = 1
     """Suspect: roll back."""
     RED = 2
-    """Beyond recovery: end it."""
+    """Beyond recovery: end the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A level, and the reason in one line that a person can read; green needs none."""
+    """A level, and a readable one-line reason, which is empty for green."""
 
     level: Level
     reason: str = ""
@@ -38,27 +38,27 @@ Observation = TypeVar("Observation", contravariant=True)
 
 
 class FaultDetector(Protocol[Observation]):
-    """Feed it with ``observe``; ``verdict`` only reads what was fed."""
+    """A detector that collects observations in ``observe``; ``verdict`` only evaluates them."""
 
     def observe(self, event: Observation) -> None:
-        """Take in what was seen. Observations come in the order in which they are made."""
+        """Take one observation. Observations come in the order in which they are made."""
 
     def verdict(self, now: float) -> Verdict:
-        """The judgement at ``now``, in monotonic seconds; changes nothing."""
+        """Return the verdict at ``now``, in monotonic seconds; changes nothing."""
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of them, the first among equals; green if there are none."""
+    """Return the worst verdict, the first among equals; green for an empty sequence."""
     return max(verdicts, key=lambda verdict: verdict.level, default=GREEN)
 
 
 class Attention:
-    """How long an observer was away: time that it may not hold against those it observes.
+    """The absence of an observer: time that must not count against the observed processes.
 
     An observer that was stopped, starved or swapped out finds everything old when it comes back,
-    although nothing is wrong but itself. So of the time between two of its looks at most ``look_s``
-    counts (the idea of local health: Dadgar, Phillips & Currey, *Lifeguard: SWIM-ing with
-    Situational Awareness*, 2017). ``look_s`` without limit: the observer is never away.
+    although only the observer itself was at fault. So at most ``look_s`` of the time between two of
+    its looks counts (the idea of local health: Dadgar, Phillips & Currey, *Lifeguard: SWIM-ing with
+    Situational Awareness*, 2017). With an infinite ``look_s`` the observer is never away.
     """
 
     def __init__(self, look_s: float = math.inf) -> None:
@@ -68,7 +68,7 @@ class Attention:
         self._absence = 0.0
 
     def look(self, now: float) -> float:
-        """The observer looks at ``now``. Returns the seconds by which it comes late."""
+        """Record a look at ``now``. Returns the seconds by which it comes late."""
         late = self.late(now)
         if late > 0:
             self._back_at, self._absence = now, late
@@ -76,11 +76,11 @@ class Attention:
         return late
 
     def late(self, now: float) -> float:
-        """The seconds by which the observer would come late, if ``now`` were its next look."""
+        """Return the seconds by which the observer would be late, if ``now`` were its next look."""
         if self._looked_at is None:
             return 0.0
         return max(0.0, now - self._looked_at - self.look_s)
 
     def missed_since(self, moment: float) -> float:
-        """The seconds of the last absence that lie after ``moment``."""
+        """Return the seconds of the last absence that lie after ``moment``."""
         return min(self._absence, max(0.0, self._back_at - moment))

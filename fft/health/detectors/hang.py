@@ -1,17 +1,17 @@
-"""Notices that a main thread hangs, from the times at which it moved. Pure.
+"""Detect that a main thread hangs, from the times at which it moved. Pure.
 
-Two things are asked of a main thread. Something has to move at least every ``threshold`` seconds:
-a txn begins or ends, a mark is set (a ping, a reduction), or the interpreter runs a bytecode. And
-inside a txn or an atomic section something other than the interpreter has to move at least every
-``max_s`` seconds, because a loop that waits for what never comes runs bytecodes too. And no process
-may be stopped (SIGSTOP) for longer than a txn may stand still, wherever it is: outside a txn a main
-thread has time for work of the user's, but its peers may be in the next txn already.
+A main thread must meet three conditions. First, it must move at least every ``threshold`` seconds:
+a txn begins or ends, a mark is set (a ping, a reduction), or the interpreter runs a bytecode.
+Second, inside a txn or an atomic section it must move in another way than by bytecodes at least
+every ``max_s`` seconds, because a loop that waits in vain runs bytecodes too. Third, the process
+must not be stopped (SIGSTOP) for longer than a txn may stand still, even outside a txn. Outside a
+txn a main thread has time for work of the user's, but its peers may be in the next txn already.
 
 The threshold follows the job: ``factor`` times the median of the last step times, between ``min_s``
-and ``max_s``. The median, because a few slow steps (a checkpoint, a compilation) shall not blunt
-it. A threshold that raised an alarm doubles for this step, so that a step that is slow for a good
-reason comes through at last; a commit takes that back. Once it was raised in a txn, only a mark or
-the end of the txn ends it.
+and ``max_s``. The median keeps a few slow steps (a checkpoint, a compilation) from raising it. A
+threshold that raised an alarm doubles for this step, so that a step that is slow for a good reason
+finishes at last; a commit resets that. An alarm that was raised in a txn ends only with a mark or
+the end of the txn.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Ended:
     """The txn has ended.
 
     Attributes:
-        took_s: how long it took, where its begin was not observed.
-        count: how many have ended since the last event of this kind, of which this is the last.
+        took_s: Its duration, if its begin was not observed.
+        count: Number of txns that have ended since the last event of this kind, including this one.
     """
 
     at: float
@@ -57,14 +57,15 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The main thread ran a bytecode; that does not prove that work is done."""
+    """The main thread ran a bytecode, which does not prove that it does useful work."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The main thread begins or ends to wait for a peer: whatever is wrong then is not its own."""
+    """The main thread begins or stops waiting for a peer; a fault during the wait is not its
+    own."""
 
     at: float
     on: bool
@@ -72,7 +73,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Atomic:
-    """A critical section of the user's begins or ends; it is held to ``max_s`` only."""
+    """A critical section of the user's begins or ends; only ``max_s`` limits it."""
 
     at: float
     on: bool
@@ -87,7 +88,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The whole process was seen to be stopped, or to run again."""
+    """The whole process was found stopped, or running again."""
 
     at: float
     on: bool
@@ -98,17 +99,18 @@ ProgressEvent = Begun | Ended | Marked | Moved | Waiting | Atomic | Looked | Sto
 
 @dataclass(frozen=True, slots=True)
 class ProgressConfig:
-    """Limits, in seconds. Raises ValueError for limits that cannot be kept.
+    """Limits, in seconds. Raises ValueError for limits that are inconsistent.
 
     Attributes:
-        max_s: the longest that the main thread may stand still; the user's to say.
-        grace_s: from yellow to red.
-        min_s: no threshold is shorter.
-        factor: how many times the median step time a threshold is.
-        window: how many step times the median is taken of.
-        samples: how many txns must be committed before the median counts; until then the limit is
-            ``max_s``. An observer may have seen fewer of them, since short ones end between looks.
-        look_s: the longest time between two looks of the observer that counts.
+        max_s: Maximum time that the main thread may stand still; set by the user.
+        grace_s: Time from yellow to red.
+        min_s: Minimum of the threshold.
+        factor: Threshold as a multiple of the median step time.
+        window: Number of step times in the median.
+        samples: Number of txns that must be committed before the median is used; until then the
+            limit is ``max_s``. An observer may have seen fewer of them, since short ones end
+            between looks.
+        look_s: Maximum time between two looks of the observer that counts.
     """
 
     max_s: float = 600.0
@@ -148,7 +150,7 @@ class ProgressDetector:
     # --- observing ---
 
     def observe(self, event: ProgressEvent) -> None:
-        """Take in one event; times may run back a little, the newest counts."""
+        """Take one event. Times may run back a little; the newest counts."""
         if isinstance(event, Looked):
             late = self._attention.look(event.at)
             self._moved.excuse(late)
@@ -162,7 +164,7 @@ class ProgressDetector:
             return
         if self._excess(self._moved, event.at, self.threshold()) >= 0:
             if isinstance(event, Moved) and self.in_txn:
-                return  # the signals that are to unwind a body wake a main thread that stays stuck
+                return  # the signals for unwinding a step wake a main thread that stays stuck
             self._alarms += 1
         match event:
             case Begun(at=at, step=step):
@@ -204,7 +206,7 @@ class ProgressDetector:
         return self._begun_at is not None
 
     def threshold(self) -> float:
-        """The longest that nothing may move, as things stand, in seconds."""
+        """Return the maximum time without a move in the present state, in seconds."""
         config = self.config
         if self._atomic or not self.in_txn or not self._is_timed:
             return config.max_s
@@ -215,12 +217,13 @@ class ProgressDetector:
         return self._commits >= self.config.samples and bool(self._times)
 
     def _base(self) -> float:
-        """What a txn may stand still for, by the steps that were timed; at least ``min_s``."""
+        """Return the time that a txn may stand still, by the timed steps; at least ``min_s``."""
         middle = median(self._times) if self._times else 0.0
         return max(self.config.min_s, self.config.factor * middle)
 
     def verdict(self, now: float) -> Verdict:
-        """Green, yellow past a limit, red ``grace_s`` later; the reason says which limit."""
+        """Return green, yellow past a limit, or red ``grace_s`` later; the reason names the
+        limit."""
         still = self._excess(self._moved, now, self.threshold())
         idle = -math.inf
         if self.in_txn or self._atomic:
@@ -241,7 +244,8 @@ class ProgressDetector:
         return Verdict(Level.RED, f"{reason}, and the {self.config.grace_s:g} s of grace are over")
 
     def _excess(self, since: _Since, now: float, limit: float) -> float:
-        """By how many seconds the time since is beyond ``limit``; negative: it is not."""
+        """Return the seconds by which the time since then exceeds ``limit``; negative if it does
+        not."""
         if self._waiting or since.at is None:
             return -math.inf
         return since.seconds(now, self._attention) - limit
@@ -293,7 +297,7 @@ class ProgressDetector:
 
 
 class _Since:
-    """Time since something happened, less what the observer missed."""
+    """Time since an event, minus the time that the observer missed."""
 
     __slots__ = ("_excused", "at")
 
@@ -302,17 +306,17 @@ class _Since:
         self._excused = 0.0
 
     def now(self, at: float, attention: Attention) -> None:
-        """It happened at ``at``; it does not become older by that."""
+        """Record the event at ``at``; an earlier time than the recorded one is ignored."""
         if self.at is None or at >= self.at:
             self.at, self._excused = at, attention.missed_since(at)
 
     def excuse(self, seconds: float) -> None:
-        """So much of the time does not count."""
+        """Exclude this many seconds from the time."""
         if self.at is not None:
             self._excused += seconds
 
     def seconds(self, now: float, attention: Attention) -> float:
-        """The seconds that count, at ``now``; none if it never happened."""
+        """Return the seconds that count, at ``now``; 0 if there was no event."""
         if self.at is None:
             return 0.0
         return now - self.at - self._excused - attention.late(now)

@@ -1,20 +1,20 @@
-"""Judges which hosts of a job have vanished, from beats that are looked up now and then. Pure.
+"""Judge which hosts of a job have vanished, from heartbeats that are read periodically. Pure.
 
-A host that loses its power or its network sends nothing, ends no connection, and its own watchers
-are gone with it. Others must judge it by its silence. A sign of life is
+A host that loses its power or its network sends nothing, closes no connection, and its own monitors
+are gone as well. Other hosts must judge it by its silence. A sign of life is
 
-- a beat that was not there at the last look;
-- *two commits* of the job since the beats are late. A commit has the votes of all members, and a
-  member that votes for the next step has seen the one before. So a host that has vanished can have
-  voted for one commit more, never for two. A beat that is late because its sender has no time for
-  it raises no alarm while the job trains. (If the job trains without that host, there is nothing to
-  report.)
+- a heartbeat that was not there at the last look;
+- *two commits* of the job since the heartbeats are late. A commit has the votes of all members, and
+  a member that votes for the next step has seen the one before. So a host that has vanished can
+  have voted for one more commit, never for two. A heartbeat that is late only because its sender is
+  busy raises no alarm while the job trains. (If the job trains without that host, there is nothing
+  to report.)
 
 Time in which the observer itself was away does not count as silence: of the time between two of its
 looks only a part counts (`Attention`). If it was away for long, or its bus did not answer, all
-clocks begin anew when it is back, because others may need a while until their beats come again.
+clocks restart when it is back, because others may need a while until their heartbeats come again.
 
-Each host is judged by the limit that its own beats name.
+Each host is judged by the limit that its own heartbeats name.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from fft.health.detectors.base import GREEN, Attention, Level, Verdict, worst
 from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
 
 BEATS = 10
-"""Beats in a limit."""
+"""Heartbeats per limit."""
 _LATE, _SHORTEST = 0.2, 0.4
-"""Of the limit: so long a silence is late; none is suspect before, however regular the beats."""
+"""Fractions of the limit: a longer silence is late; a shorter silence is never suspect, even if the
+heartbeats are very regular."""
 _FORGOTTEN = 12.0
-"""Limits after which whose beats do not come is struck off, alive or not."""
+"""Number of limits after which a sender without heartbeats is removed, alive or not."""
 _AWAY = 2.0
-"""Times ``look_s``: by so much too late a look is one after a long absence."""
+"""Multiple of ``look_s`` by which a look must be late to count as one after a long absence."""
 _PROOF = 2
-"""Commits that are a sign of life of everybody in the epoch."""
+"""Number of commits that are a sign of life of all members of the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beating:
-    """What was found of one host: the number of its newest beat, its name, its limit in seconds."""
+    """The observation of one host: number of its newest heartbeat, its name, its limit in
+    seconds."""
 
     number: int
     name: str
@@ -49,10 +51,10 @@ class Beating:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The observer has looked, and was through with it at ``at``.
+    """A look of the observer that was finished at ``at``.
 
-    ``hosts``: what it found, by sender. ``steps``: how many the job has committed; None: it did not
-    look.
+    ``hosts``: the observations by sender. ``steps``: number of committed steps, or None if the
+    observer did not read it.
     """
 
     at: float
@@ -61,7 +63,7 @@ class Looked:
 
 
 class _Host:
-    """One sender of beats, and what is known of it."""
+    """One sender of heartbeats, and its observations."""
 
     def __init__(self, found: Beating, look_s: float) -> None:
         self.limit_s = found.limit_s
@@ -70,10 +72,11 @@ class _Host:
         self.beat_at = -math.inf
         self._newest = -1
         self._steps: int | None = None
-        """Committed when its beats were found to be late."""
+        """Number of steps committed when its heartbeats were found to be late."""
 
     def see(self, at: float, number: int, again: bool, steps: int | None) -> None:
-        """``number``: of the beat that was found; an old one is none. ``again``: begin anew."""
+        """Take the number of the heartbeat found; only a new one counts. ``again``: restart the
+        clock."""
         beats = again or number > self._newest
         if beats:
             self.beat_at = at
@@ -92,15 +95,17 @@ class _Host:
 
 
 class HostJudge:
-    """Judges all hosts that one observer looks at. Who was never found is not missed."""
+    """A judge of all hosts that one observer looks at. A host that was never found is not
+    missed."""
 
     def __init__(self, look_s: float = math.inf) -> None:
-        """``look_s``: the longest time between two looks that is no absence of the observer."""
+        """Begin without hosts. ``look_s``: maximum time between two looks that is not an
+        absence."""
         self._attention = Attention(look_s)
         self._hosts: dict[str, _Host] = {}
 
     def observe(self, event: Looked) -> None:
-        """Take in a look. Who is not in it any more is forgotten."""
+        """Take one look. A host that is missing from it is forgotten."""
         again = self._attention.look(event.at) > _AWAY * self._attention.look_s
         known, self._hosts = self._hosts, {}
         for sender, found in event.hosts.items():
@@ -111,16 +116,18 @@ class HostJudge:
             self._hosts[sender] = host
 
     def doubts(self, now: float) -> bool:
-        """Whether the next look should say how many steps are committed: somebody is late."""
+        """Whether the next look should include the number of committed steps, because a host is
+        late."""
         return any(host.silence.silent(now) > _LATE * host.limit_s for host in self._hosts.values())
 
     def vanished(self, now: float) -> dict[str, str]:
-        """Who has vanished, by sender, each with the reason."""
+        """Return the senders of the vanished hosts, each with the reason."""
         verdicts = {sender: host.silence.verdict(now) for sender, host in self._hosts.items()}
         return {sender: v.reason for sender, v in verdicts.items() if v.level > Level.GREEN}
 
     def forgotten(self, now: float) -> set[str]:
-        """Whose beats have not come for so long that nobody should look for them any more."""
+        """Return the senders whose heartbeats are so overdue that no host should look for them any
+        more."""
         return {
             sender
             for sender, host in self._hosts.items()
@@ -128,5 +135,5 @@ class HostJudge:
         }
 
     def verdict(self, now: float) -> Verdict:
-        """Yellow if anybody has vanished, with the first reason; never red."""
+        """Return yellow if any host has vanished, with the first reason; never red."""
         return worst([Verdict(Level.YELLOW, why) for why in self.vanished(now).values()] or [GREEN])

@@ -1,13 +1,13 @@
-"""The heartbeat record: what a trainer lets a watching process know of it, in shared memory. Pure
-of clocks and threads; touches one anonymous memory file (Linux).
+"""The pulse: a record in shared memory from which a monitor reads a trainer's progress.
 
-One process writes, another reads (and writes one word of its own: that it is going to end the
-writer). Nobody waits for anybody, so a writer that is stopped in the
-middle, holds the interpreter lock, or is dead is read as well as any other. Each field is 8 bytes,
-aligned, and stored at once (a ``memoryview`` item); each is meaningful by itself. A reader takes
-the record twice until it finds it unchanged (double collect: Afek et al., *Atomic snapshots of
-shared memory*, 1993), a few times at most: what is torn after that is set right by the next look.
-The file is sealed at its size, so a reader cannot be made to read beyond its end.
+Pure with respect to clocks and threads; touches one anonymous memory file (Linux). One process
+writes, and another reads. (The reader also writes one word: that it is going to end the writer.)
+Neither waits for the other, so a writer that is stopped in the middle, holds the interpreter lock,
+or is dead can be read like any other. Each field is 8 bytes, aligned, and stored at once (a
+``memoryview`` item); each is meaningful by itself. A reader takes the record twice until it finds
+it unchanged (double collect: Afek et al., *Atomic snapshots of shared memory*, 1993), a few times
+at most; the next look corrects a record that is still inconsistent. The file is sealed at its size,
+so a reader cannot be made to read beyond its end.
 
 Times are seconds on ``CLOCK_MONOTONIC``, which all processes of a host share.
 """
@@ -41,21 +41,21 @@ _COLLECTS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The record as it was at one time. Times in seconds; 0: never.
+    """The record at one time. Times are in seconds; 0 means never.
 
     Attributes:
-        beat: when some thread of the process last ran.
-        moved: when the main thread was last seen to run a bytecode.
-        marked: when the main thread last said anything: a mark, a begin or an end of something.
-        begun: when the newest txn began.
-        ended: when the last txn ended.
-        took: how long the last committed txn took.
-        step: the step of the newest txn.
-        commits: how many txns were committed.
-        in_txn: whether a txn is open.
-        waiting: whether the main thread waits for a peer.
-        atomic: whether it is in an atomic section.
-        left: whether the process has said that it ends on purpose.
+        beat: Time at which any thread of the process last ran.
+        moved: Time at which the main thread was last seen to run a bytecode.
+        marked: Time of the main thread's last mark, or begin or end of a txn or section.
+        begun: Time at which the newest txn began.
+        ended: Time at which the last txn ended.
+        took: Duration of the last committed txn.
+        step: Step of the newest txn.
+        commits: Number of committed txns.
+        in_txn: Whether a txn is open.
+        waiting: Whether the main thread waits for a peer.
+        atomic: Whether it is in an atomic section.
+        left: Whether the process has marked that it ends on purpose.
     """
 
     beat: float = 0.0
@@ -73,15 +73,15 @@ class Reading:
 
 
 class Pulse:
-    """The writing side. All but `beat` and `moved` belong to the main thread.
+    """The writing side. All methods but `beat` and `moved` belong to the main thread.
 
-    ``clock`` gives monotonic seconds (``time.monotonic``). Raises OSError if there is no memory.
+    ``clock`` returns monotonic seconds (``time.monotonic``). Raises OSError if there is no memory.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.fd = os.memfd_create("fft-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """The memory file; whoever inherits it can read along. Ours until ``close``."""
+        """The memory file; a process that inherits it can read the pulse. Open until ``close``."""
         os.ftruncate(self.fd, _BYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(self.fd, _BYTES)
@@ -98,31 +98,32 @@ class Pulse:
 
     @property
     def doomed(self) -> bool:
-        """Whether the reader is about to end this process: a SIGTERM is no request then."""
+        """Whether the reader is about to end this process, so that a SIGTERM is not a request to
+        drain."""
         return self.fd >= 0 and self._counts[_DOOMED] > 0
 
     def beat(self) -> None:
-        """Some thread of this process runs."""
+        """Record that some thread of this process runs."""
         self._times[_BEAT] = self._clock()
 
     def moved(self) -> None:
-        """The main thread ran a bytecode just now."""
+        """Record that the main thread ran a bytecode just now."""
         self._times[_MOVED] = self._clock()
 
     # --- main thread ---
 
     def ping(self) -> None:
-        """Work was done."""
+        """Record that work was done."""
         self._times[_MARKED] = self._clock()
 
     def begin(self, step: int) -> None:
-        """A txn at ``step`` begins."""
+        """Record that a txn at ``step`` begins."""
         self._counts[_STEP] = step
         self._times[_BEGUN] = self._times[_MARKED] = self._clock()
         self._counts[_OPEN] = 1
 
     def end(self, committed: bool) -> None:
-        """The txn has ended; without one this is only a mark."""
+        """Record that the txn has ended; without an open txn this is only a mark."""
         now = self._times[_MARKED] = self._clock()
         if not self._counts[_OPEN]:
             return
@@ -133,11 +134,11 @@ class Pulse:
             self._counts[_COMMITS] += 1
 
     def leave(self) -> None:
-        """This process ends on purpose: its end is no fault."""
+        """Record that this process ends on purpose, so its end is not a fault."""
         self._counts[_LEFT] = 1
 
     def close(self) -> None:
-        """Let go of the memory; nothing may be written any more. Idempotent."""
+        """Release the memory; nothing may be written any more. Idempotent."""
         if self.fd < 0:
             return
         self._times.release()
@@ -147,7 +148,7 @@ class Pulse:
 
 
 class _Section:
-    """A stretch of the main thread that the record shows; a context manager to be used often."""
+    """A section of the main thread that the record shows; a reusable context manager."""
 
     __slots__ = ("_pulse", "_slot")
 
@@ -160,16 +161,16 @@ class _Section:
         self._pulse._counts[self._slot] += 1
 
     def __exit__(self, *raised: object) -> None:
-        # the mark first: who is seen out of a wait must not be seen with an old mark
+        # The mark comes first, so that a reader never sees the end of a wait with an old mark.
         self._pulse.ping()
         self._pulse._counts[self._slot] -= 1
 
 
 class PulseReader:
-    """The reading side; ``fd`` may be closed as soon as this is made. Writes but `doom`."""
+    """The reading side. ``fd`` may be closed after construction. It writes only in `doom`."""
 
     def __init__(self, fd: int) -> None:
-        """Raises ValueError if ``fd`` is not a pulse of this version."""
+        """Map the memory. Raises ValueError if ``fd`` is not a pulse of this version."""
         if os.fstat(fd).st_size != _BYTES:
             raise ValueError(f"descriptor {fd} is not a pulse: it has not {_BYTES} bytes")
         self._map = mmap.mmap(fd, _BYTES)
@@ -180,7 +181,7 @@ class PulseReader:
             raise ValueError(f"descriptor {fd} is not a pulse of this version of FFT")
 
     def read(self) -> Reading:
-        """The record now. Never waits, whatever the writer does."""
+        """Return the current record. Never blocks, regardless of the writer."""
         newest = self._collect()
         for _ in range(_COLLECTS):
             before, newest = newest, self._collect()
@@ -189,7 +190,7 @@ class PulseReader:
         return newest
 
     def doom(self) -> None:
-        """Let the writer know that it is going to be ended."""
+        """Mark that the writer is going to be ended."""
         self._counts[_DOOMED] = 1
 
     def _collect(self) -> Reading:
@@ -210,16 +211,16 @@ class PulseReader:
         )
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         self._times.release()
         self._counts.release()
 
 
 def changes(before: Reading, after: Reading) -> list[ProgressEvent]:
-    """What happened between two readings, for a `ProgressDetector`.
+    """Return the events between two readings, for a `ProgressDetector`.
 
-    Of several txns that ended in between only the last is in an event, with how long it took and
-    how many they were: a fair sample of step times, since it depends only on when the reader looks.
+    If several txns ended in between, only the last is in an event, with its duration and their
+    number. This is a fair sample of step times, since it depends only on when the reader looks.
     """
     events: list[ProgressEvent] = []
     if after.commits != before.commits:

@@ -1,15 +1,16 @@
-"""Notices that a peer, a host or a process has fallen silent, from when its heartbeats came. Pure.
+"""Detect that a peer, a host or a process has fallen silent, from the times of its heartbeats.
+Pure.
 
-The bound is ``factor`` times the longest of the last gaps between two beats, between ``min_s`` and
-``max_s``. Why not the phi-accrual detector (Hayashibara et al., *The phi accrual failure
-detector*, 2004): it turns the silence into a probability under a normal distribution fitted to the
-gaps. Gaps here are regular with rare long ones (a scheduler, a collector of garbage, a lost
-packet), so that distribution is too narrow until it has met the first long gap, and the levels in
-use, 10^-8 and less, are read off far beyond what a window of gaps can tell. What is kept of it is
-the idea: the bound follows what was seen on this path. The longest gap is a number that a person
-can check in a log, and a false alarm mends itself, as its gap is in the window from then on.
+The bound is ``factor`` times the longest of the last gaps between two heartbeats, between ``min_s``
+and ``max_s``. The phi-accrual detector (Hayashibara et al., *The phi accrual failure detector*,
+2004) is not used: it turns the silence into a probability under a normal distribution fitted to the
+gaps. Gaps here are regular with rare long ones (a scheduler, a garbage collector, a lost packet),
+so that distribution is too narrow until the first long gap is observed, and the levels in use,
+10^-8 and less, are far beyond what a window of gaps can support. This detector keeps its idea: the
+bound follows the gaps observed on this path. The longest gap is a number that a person can check in
+a log, and a false alarm corrects itself, as its gap is in the window from then on.
 
-An observer's own pause is not held against anybody (`fft.health.detectors.base.Attention`).
+An observer's own pause does not count against any peer (`fft.health.detectors.base.Attention`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fft.health.detectors.base import GREEN, Attention, Level, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The observer looked at ``at``. ``beat``: when the newest beat known to it came, or None."""
+    """A look at ``at``. ``beat``: time of the newest heartbeat known to the observer, or None."""
 
     at: float
     beat: float | None = None
@@ -31,15 +32,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class SilenceConfig:
-    """Limits, in seconds. Raises ValueError for limits that cannot be kept.
+    """Limits, in seconds. Raises ValueError for limits that are inconsistent.
 
     Attributes:
-        max_s: nobody may be silent for longer.
-        grace_s: from yellow to red; None: silence alone is never beyond recovery.
-        min_s: no bound is shorter; before ``samples`` gaps are known the bound is ``max_s``.
-        factor: how many times the longest gap a bound is.
-        window: of how many gaps.
-        look_s: the longest time between two looks of the observer that counts.
+        max_s: Maximum of the bound.
+        grace_s: Time from yellow to red; None: silence alone is never beyond recovery.
+        min_s: Minimum of the bound; before ``samples`` gaps are known the bound is ``max_s``.
+        factor: Bound as a multiple of the longest gap.
+        window: Number of gaps that are kept.
+        samples: Number of gaps that must be known.
+        look_s: Maximum time between two looks of the observer that counts.
     """
 
     max_s: float = 10.0
@@ -60,7 +62,8 @@ class SilenceConfig:
 
 
 class SilenceDetector:
-    """Judges one ``who``, by name. Green until its first beat: who never came is not missed."""
+    """A judge of one named sender. Green until the first beat: a sender that never came is not
+    missed."""
 
     def __init__(self, who: str, config: SilenceConfig | None = None) -> None:
         self.who = who
@@ -71,32 +74,32 @@ class SilenceDetector:
         self._excused = 0.0
 
     def observe(self, event: Seen) -> None:
-        """Take in a look, with or without a new beat."""
+        """Take one look, with or without a new heartbeat."""
         self._excused += self._attention.look(event.at)
         if event.beat is None or (self._beat is not None and event.beat <= self._beat):
             return
         missed = self._attention.missed_since(event.beat)
         if self._beat is not None:
-            # a beat that came while the observer was away may have had others before it
+            # A beat that came while the observer was away may have had others before it.
             away = self._excused - missed
             self._gaps.append(max(0.0, event.beat - self._beat - away))
         self._beat, self._excused = event.beat, missed
 
     def bound(self) -> float:
-        """The longest silence that is not suspect, in seconds."""
+        """Return the longest silence that is not suspect, in seconds."""
         config = self.config
         if len(self._gaps) < config.samples:
             return config.max_s
         return min(config.max_s, max(config.min_s, config.factor * max(self._gaps)))
 
     def silent(self, now: float) -> float:
-        """For how many seconds that count nothing was heard."""
+        """Return the seconds of silence that count."""
         if self._beat is None:
             return 0.0
         return now - self._beat - self._excused - self._attention.late(now)
 
     def verdict(self, now: float) -> Verdict:
-        """Green, yellow beyond the bound, red ``grace_s`` later if there is such a thing."""
+        """Return green, yellow beyond the bound, or red ``grace_s`` later if that is set."""
         silent, bound, grace = self.silent(now), self.bound(), self.config.grace_s
         if self._beat is None or silent < bound:
             return GREEN

@@ -1,17 +1,18 @@
-"""Names ranks that are slower than the others, from how long their bodies took. Pure.
+"""Detect ranks that are slower than the others, from the durations of their step functions. Pure.
 
-Words of progress come from each rank about once a second, and are gathered into *rounds*, in which
-every rank has spoken. Each rank's time is taken relative to the median of its round, so that steps
-that were hard for all say nothing. A rank's score is the median of that over the last rounds, so
-that single slow ones say nothing either. A rank is slow if its score is beyond the middle score by
-``least`` at least, and by ``deviations`` times the spread of all scores: the median absolute
-deviation, scaled to a standard deviation of normal scores (Rousseeuw & Croux, *Alternatives to the
-median absolute deviation*, 1993), which up to half the ranks cannot inflate by being slow; and if
-that makes ``least_s`` seconds.
+Each rank sends a progress report about once a second. Reports are gathered into *rounds*, in which
+every rank has reported. Each rank's time is taken relative to the median of its round, so that
+steps that were hard for all ranks have no effect. A rank's score is the median of that over the
+last rounds, so that single slow rounds have no effect either. A rank is slow if its score exceeds
+the middle score by at least ``least``, by ``deviations`` times the spread of all scores, and by
+``least_s`` seconds. The spread is the median absolute deviation, scaled to a standard deviation of
+normal scores (Rousseeuw & Croux, *Alternatives to the median absolute deviation*, 1993), which up
+to half the ranks cannot inflate by being slow.
 
 Medians are low medians (of an even number the lower of the middle two), so that of two ranks one
-can be the slower. Body times must be a rank's own: without its waits for others, or else all ranks
-are as slow as the slowest. To be slow is no fault to end a process for: never red.
+can be the slower. Step times must be a rank's own: they exclude its waits for others, or else all
+ranks are as slow as the slowest. Slowness is not a reason to end a process: the verdict is never
+red.
 """
 
 from __future__ import annotations
@@ -25,31 +26,33 @@ from fft.health.detectors.base import GREEN, Level, Verdict
 
 _TO_SIGMA = 1.4826
 _PATIENCE = 4
-"""Words of one rank for which a round waits for those who said nothing."""
+"""Reports of one rank after which a round no longer waits for ranks that have not reported."""
 _NAMED = 3
-"""So many are named in a reason, the slowest first."""
+"""Maximum number of ranks that a reason names, the slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyTimes:
-    """How long the bodies of one round took: seconds by name of the rank."""
+    """Durations of the step functions in one round: seconds by name of the rank."""
 
     seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerConfig:
-    """When a rank is slow. Raises ValueError for what cannot be.
+    """Conditions for a slow rank. Raises ValueError for impossible values.
 
     Attributes:
-        least: by what part of the median body time at least; 0.25 is a quarter slower.
-        least_s: and by how many seconds. Below that it is the noise of the machine: where ranks
-            share cores, one may come late by a few time slices in every body, for many rounds (a
-            sound demo on two cores: 13 and 23 ms, which was 1.33 and 1.47 times its 40 to 50 ms).
-            From steps of 0.2 s on ``least`` is the stricter.
-        deviations: and by how many deviations of all scores.
-        window: over how many of the last rounds; ``samples`` of them are needed.
-        sure: in how many rounds in a row a rank must be found slow, or not slow, to be told so.
+        least: Minimum excess as a fraction of the median step time; 0.25 is a quarter slower.
+        least_s: Minimum excess in seconds; less is noise of the machine. If ranks share cores, one
+            may be late by a few time slices in every step, for many rounds (a sound demo on two
+            cores: 13 and 23 ms, which was 1.33 and 1.47 times its 40 to 50 ms). From steps of 0.2 s
+            on ``least`` is the stricter.
+        deviations: Minimum excess in deviations of all scores.
+        window: Number of recent rounds that are kept.
+        samples: Number of rounds that a rank needs for a score.
+        sure: Number of consecutive rounds in which a rank must be found slow, or not slow, before
+            the change is reported.
     """
 
     least: float = 0.25
@@ -69,7 +72,8 @@ class StragglerConfig:
 
 
 class StragglerDetector:
-    """Judges the ranks of one job against each other. Who is not in a round is forgotten."""
+    """A judge of the ranks of one job against each other. A rank that is not in a round is
+    forgotten."""
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         self.config = config or StragglerConfig()
@@ -77,7 +81,7 @@ class StragglerDetector:
         self._middles: deque[float] = deque(maxlen=self.config.window)
 
     def observe(self, event: BodyTimes) -> None:
-        """Take in one round. Times that are not positive are left out, as nobody can be so fast."""
+        """Take one round. Times that are not positive are impossible and are left out."""
         times = {rank: seconds for rank, seconds in event.seconds.items() if seconds > 0}
         if not times:
             return
@@ -90,11 +94,11 @@ class StragglerDetector:
             ratios.append(seconds / middle)
 
     def forget(self, rank: str) -> None:
-        """What was known of ``rank`` was of a process that is gone."""
+        """Drop the times of ``rank``, because they are of a process that is gone."""
         self._ratios.pop(rank, None)
 
     def slow(self) -> dict[str, float]:
-        """The slow ranks, slowest first, each with how many times the median time it takes."""
+        """Return the slow ranks, slowest first, each with its time as a multiple of the median."""
         scores = {
             rank: median_low(ratios)
             for rank, ratios in self._ratios.items()
@@ -111,7 +115,7 @@ class StragglerDetector:
         return dict(sorted(found, key=lambda item: (-item[1], item[0])))
 
     def verdict(self, now: float = 0.0) -> Verdict:
-        """Green or yellow; the time does not matter."""
+        """Return green or yellow; ``now`` has no effect."""
         slow = self.slow()
         if not slow:
             return GREEN
@@ -121,7 +125,7 @@ class StragglerDetector:
         return Verdict(Level.YELLOW, "; ".join(named))
 
     def evidence(self, rank: str, score: float) -> str:
-        """Why ``rank`` is called slow."""
+        """Explain why ``rank`` is slow."""
         middle, words = median_low(self._middles), len(self._ratios[rank])
         return (
             f"rank {rank} takes {score:.2f} × the median body time over its last {words} reports "
@@ -131,32 +135,33 @@ class StragglerDetector:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A rank has become slow, with the evidence, or is slow no more."""
+    """A rank has become slow, with the evidence, or is no longer slow."""
 
     rank: str
     slow: bool
     factor: float
-    """How many times the median time it takes; the last known one."""
+    """Its last known time as a multiple of the median."""
     evidence: str
 
 
 class Stragglers:
-    """Who is slow in a job, from its words of progress as they come in."""
+    """The slow ranks of a job, from its progress reports as they come in."""
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         self.slow: dict[str, float] = {}
-        """The slow ranks, each with how many times the median time it takes."""
+        """The slow ranks, each with its time as a multiple of the median."""
         self._detector = StragglerDetector(config)
         self._sure = self._detector.config.sure
         self._incs: dict[str, int] = {}
         self._round: dict[str, list[float]] = {}
         self._known: set[str] = set()
-        """Who was in the last round."""
+        """Ranks in the last round."""
         self._otherwise: dict[str, int] = {}
-        """In how many rounds in a row a rank was found to be what it is not called yet."""
+        """Number of consecutive rounds in which a rank was found to differ from its reported
+        state."""
 
     def hear(self, rank: str, inc: int, seconds: float) -> list[Change]:
-        """Take in a word of incarnation ``inc`` of ``rank``, and tell what it changes."""
+        """Take a report of incarnation ``inc`` of ``rank``, and return the changes it causes."""
         if inc < self._incs.get(rank, inc):
             return []
         if inc > self._incs.get(rank, inc):
@@ -178,7 +183,7 @@ class Stragglers:
         differ = found.keys() ^ before.keys()
         self._otherwise = {rank: self._otherwise.get(rank, 0) + 1 for rank in differ}
         sure = {rank for rank, rounds in self._otherwise.items() if rounds >= self._sure}
-        sure |= before.keys() - self._known  # who is gone is not slow
+        sure |= before.keys() - self._known  # a rank that is gone is not slow
         self.slow = {rank: by for rank, by in found.items() if rank in before or rank in sure}
         self.slow |= {rank: before[rank] for rank in before.keys() - found.keys() - sure}
         changes = [

@@ -1,4 +1,4 @@
-"""The judgement on one trainer by its pulse, as its monitor sees it. Pure."""
+"""Judge one trainer by its pulse, on behalf of its monitor. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from fft.health.detectors.pulse import Reading, changes
 from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
 from fft.protocol.timeouts import HOST_LIMIT_S
 
-_LOOKS = 2.0  # of the time between two looks, so many intervals count; the rest was our own pause
+# in intervals: the maximum time between two looks that counts; beyond it we were absent
+_LOOKS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    """Limits, in seconds. Raises ValueError for limits that cannot be kept.
+    """Limits, in seconds. Raises ValueError for limits that are inconsistent.
 
     Attributes:
-        max_s: the longest that a trainer may make no progress; the user's to say.
-        grace_s: from yellow to red.
-        min_s: no threshold is shorter.
-        interval_s: from one look to the next, and between stamps, which take 0.3 ms when busy.
-        term_s: from SIGTERM to SIGKILL.
-        host_s: the silence of the whole host after which others go on without the trainer.
+        max_s: Maximum time that a trainer may make no progress; set by the user.
+        grace_s: Time from yellow to red.
+        min_s: Minimum of the thresholds.
+        interval_s: Time between two looks, and between records, which take 0.3 ms under load.
+        term_s: Time from SIGTERM to SIGKILL.
+        host_s: Silence of the whole host after which others go on without the trainer.
     """
 
     max_s: float = 600.0
@@ -40,33 +41,33 @@ class MonitorConfig:
         self.progress()
 
     def progress(self) -> ProgressConfig:
-        """The limits for a main thread that should move."""
+        """Return the limits for a main thread that should move."""
         return ProgressConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
 
     def silence(self) -> SilenceConfig:
-        """The limits for the beats of a process whose main thread waits."""
+        """Return the limits for the beats of a process whose main thread waits."""
         return SilenceConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at a trainer that is alive: when, and what its pulse said."""
+    """One look at a trainer that is alive: its time, and the pulse."""
 
     at: float
     reading: Reading
     stopped: bool = False
-    """The kernel says that the process is stopped. Need not be looked for while it beats."""
+    """The kernel reports that the process is stopped. It need not be checked while it beats."""
     busy: bool = False
-    """A child that the main thread has started in this txn computes, and is waited for."""
+    """A child that the main thread started in this txn, and waits for, is computing."""
 
 
 class Monitor:
-    """Judges one trainer by its pulse. Pure: fed with looks, asked for a verdict.
+    """A judge of one trainer by its pulse. Pure: it takes looks and returns verdicts.
 
-    While the main thread waits for a peer only the beats count, which then should come whatever
-    the peer does: without them the process is stopped, or a thread keeps the interpreter lock.
-    Otherwise only the main thread counts: where beats fail, it does not move either. A process that
-    is stopped is suspected wherever it stands.
+    While the main thread waits for a peer only the beats count, which should then come regardless
+    of the peer: without them the process is stopped, or a thread keeps the interpreter lock.
+    Otherwise only the main thread counts: if beats fail, it does not move either. A process that is
+    stopped is suspected in any state.
     """
 
     def __init__(self, config: MonitorConfig | None = None) -> None:
@@ -80,7 +81,7 @@ class Monitor:
         self._suspected_at: float | None = None
 
     def observe(self, event: Look) -> None:
-        """Take in one look."""
+        """Take one look."""
         self._progress.observe(Looked(event.at))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
@@ -99,7 +100,7 @@ class Monitor:
             self._suspected_at = event.at
 
     def verdict(self, now: float) -> Verdict:
-        """The judgement at ``now``, in monotonic seconds."""
+        """Return the verdict at ``now``, in monotonic seconds."""
         if self._seen.left:
             return GREEN
         progress = self._progress.verdict(now)
@@ -108,18 +109,18 @@ class Monitor:
         return progress
 
     def is_mute(self, now: float) -> bool:
-        """Whether no thread of it has run lately."""
+        """Whether no thread of it has run recently."""
         return now - self._beat_at > self._min_s / 2
 
     def stands_still(self, now: float) -> bool:
-        """Whether the main thread has not run lately, so that its children are worth a look."""
+        """Whether the main thread has not run recently, so that its children must be checked."""
         return now - max(self._seen.moved, self._seen.marked) > self._min_s / 4
 
     def concerns_others(self, now: float) -> bool:
-        """Whether others must be told of the suspicion, because it cannot or did not help itself.
+        """Whether others must be notified, because the trainer cannot or did not recover by itself.
 
-        No thread of it has run lately, or its main thread still stands where its own rollback
-        should have unwound it.
+        Either no thread of it has run recently, or its main thread is still stuck although its own
+        rollback should have unwound it.
         """
         if self._suspected_at is None:
             return False
