@@ -25,8 +25,7 @@ Groups = Sequence[Sequence[Hello]]
 
 
 def standing(s: Local) -> tuple[Standing, ...]:
-    """Return the known groups of the job; empty before the first epoch or in another kind of
-    job."""
+    """Return the known groups of the job; empty before the first epoch and in synchronous jobs."""
     return s.head.standing if s.head is not None else ()
 
 
@@ -41,8 +40,7 @@ def living(s: Local) -> list[Standing]:
 
 
 def is_lost(s: Local, entry: GroupEntry) -> bool:
-    """Return whether a rank of this group's instance has ended or left, is suspected, or was
-    replaced."""
+    """Return whether a rank of this group instance has ended, is suspected, or was replaced."""
 
     def is_gone(peer: Peer) -> bool:
         said = s.hellos.get((peer.group, peer.rank))
@@ -53,8 +51,7 @@ def is_lost(s: Local, entry: GroupEntry) -> bool:
 
 
 def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
-    """Return the groups that ask to join. Requests from before a group's last epoch do not
-    count."""
+    """Return the groups that ask to join, by messages sent after the group's last epoch."""
     since = {_key(each.entry): each.since for each in standing(s)}
     left = leavers(s)
     return [
@@ -66,7 +63,7 @@ def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
 
 
 def first(s: Local, c: Config) -> Peer | None:
-    """Return the participant that proposes: of the groups that ask to join, the one with the lowest
+    """Return the participant that proposes: the first rank of the ready group with the lowest
     lease."""
     held = {lease[1:]: lease.slice for lease in s.head.leases} if s.head is not None else {}
     end = max(held.values(), default=0) + 1
@@ -106,9 +103,11 @@ def may_meet(s: Local, c: Config, groups: Groups, step: int) -> bool:
 
 
 def _are_enough(s: Local, c: Config, away: Sequence[Standing]) -> bool:
-    """Whether more than the sync fraction of the job's groups are present. One of them then holds
-    the state of the last synchronization, because its members were more than half of the job,
-    too."""
+    """Whether more than the sync fraction of the job's groups are present.
+
+    One of them then holds the state of the last synchronization, whose members were more than half
+    of the job, too.
+    """
     number = len(living(s))
     return not number or number - len(away) > c.quorum * number
 
@@ -157,8 +156,7 @@ def _granted_besides(
 def standing_after(
     epoch: Record, n: int, step: int, leavers: Sequence[str]
 ) -> tuple[Standing, ...]:
-    """Return the groups of the job after COMMIT ``n`` of an epoch's txn, which leads to
-    ``step``."""
+    """Return the groups of the job after COMMIT ``n`` of an epoch's txn, at ``step``."""
     inside = {_key(entry) for entry in epoch.members}
     away = [each for each in epoch.standing if _key(each.entry) not in inside]
     here = [Standing(entry, step, n) for entry in epoch.members if entry.group not in leavers]

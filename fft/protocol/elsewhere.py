@@ -13,14 +13,13 @@ class Elsewhere:
 
     scope: str
     ahead: int
-    """Number of the other scope's txns that this scope may begin ahead of it; 0 if this scope
-    follows it."""
+    """Number of the other scope's txns that this scope may be ahead; 0 if this scope follows it."""
     n: int = 0
     """Number of its newest known record, or 0."""
     cursor: int = 0
     takers: int = 1
-    """As in ``Seen``, from the record that lets this scope proceed furthest. For a scope that has
-    not begun, the minimum that it will have."""
+    """As in ``Seen``, from the record that lets this scope proceed furthest. Before the scope has
+    begun, its minimum."""
     groups: tuple[str, ...] = ()
     """Groups in it by the newest record, without those that leave with that record."""
 

@@ -32,8 +32,7 @@ def seen(s: Local) -> tuple[Seen, ...]:
 
 
 def held_for(s: Local, c: Config) -> Elsewhere | None:
-    """Return the scope that must take more slices before the current txn may be computed, or
-    None."""
+    """Return the scope that must take more slices before the current txn is computed, or None."""
     if not s.elsewhere:
         return None
     first, after = slices_due(s, c)

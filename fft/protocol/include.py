@@ -24,13 +24,11 @@ Pair = tuple[yaml.Node, yaml.Node]
 
 
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader if PyYAML has it, because it is faster and every process of a job reads its
-spec."""
+"""libyaml's loader if PyYAML has it, because every process reads its spec and it is faster."""
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """A loader that reads a bare `on` as a string. YAML 1.1 reads it as true, and it is a key of
-    specs."""
+    """A loader that reads a bare `on`, which is a key of specs, as a string and not as true."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -42,8 +40,7 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 def spec_dirs() -> list[Path]:
-    """Return the directories of the specs that FFT ships, in an installed wheel first, then a
-    checkout.
+    """Return the directories of the shipped specs: in an installed wheel first, then a checkout.
 
     ``teaching`` holds specs that are wrong on purpose.
     """

@@ -21,8 +21,7 @@ class Granted(NamedTuple):
 
 
 def granted(before: Granted, takers: Iterable[GroupEntry]) -> Granted:
-    """Return ``before`` with a lease for each of ``takers``, in their order, and for no other
-    group.
+    """Return ``before`` with a lease for each of ``takers``, in their order, and no others.
 
     A group that holds a lease keeps it. The others get returned slices first, then new ones.
     """

@@ -93,8 +93,10 @@ def _parse(text: str, origin: str, kind: type[_Spec]) -> _Spec:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a spec file, for editors. A file may include the parts that it
-    lacks."""
+    """Return the JSON schema of a spec file, for editors.
+
+    No top-level key is required, because a file may include the parts that it lacks.
+    """
     schema = FsmSpec.model_json_schema()
     schema["properties"]["machine"] = MachineSpec.model_json_schema()["properties"]["machine"]
     del schema["required"]

@@ -110,8 +110,7 @@ class Participant:
         now: float = 0.0,
         returned: Sequence[int] = (),
     ) -> Local:
-        """Return the state of a participant that holds the given training state and knows no
-        peers."""
+        """Return the state of a participant with the given training state and no known peers."""
         spec = self.table.spec
         return Local(
             state=spec.initial,
@@ -145,8 +144,7 @@ class Participant:
         return s, out
 
     def stale(self, s: Local, event: Event) -> Outcome | None:
-        """Return the outcome of an event that is fenced or already known, or None for a current
-        event."""
+        """Return the outcome of an event that is fenced or already known, or None."""
         return _stale(s, self.config, event)
 
     def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
@@ -234,8 +232,7 @@ class Participant:
 
 
 def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
-    """Compare tokens; this is the only place. An event older than this participant changes
-    nothing."""
+    """Compare tokens, here only: an event older than this participant changes nothing."""
     match event:
         case Timer(name=name, serial=serial):
             if s.timers.get(name) != serial:

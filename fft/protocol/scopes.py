@@ -1,5 +1,4 @@
-"""Parameter groups and scopes: what a paradigm trains, and which participants decide together.
-Pure.
+"""Parameter groups and scopes: what is trained, and which participants decide together. Pure.
 
 A **parameter group** is a named set of parameters with their optimizer state. A **scope** is a set
 of participants that decide together, the parameter groups that their transactions commit, and a

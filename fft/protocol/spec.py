@@ -229,8 +229,8 @@ class MachineSpec(Strict):
                 yield ("states", name, "states", sub), inner
 
     def digest(self) -> str:
-        """Return a hex digest of the whole spec, parts included. All processes of a job must have
-        the same."""
+        """Return a hex digest of the whole spec, parts included; equal on all processes of a
+        job."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
 
 
@@ -258,14 +258,12 @@ class FsmSpec(MachineSpec):
 
     @property
     def is_periodic(self) -> bool:
-        """Whether each of the job's transactions follows several steps that each group commits
-        alone."""
+        """Whether each of the job's transactions follows several steps of each group alone."""
         return any(scope.sync != "every_step" for scope in self.scopes.values())
 
     @property
     def bound(self) -> int:
-        """Number of steps of the job that a contribution may be behind; 0 if all groups step
-        together."""
+        """Number of job steps that a contribution may be behind; 0 if all groups step together."""
         is_bounded = any(scope.sync == "bounded" for scope in self.scopes.values())
         return (self.policies.bound or 0) if is_bounded else 0
 

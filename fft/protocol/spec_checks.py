@@ -1,5 +1,4 @@
-"""Static checks of a spec: known names, reachable states, no conflicting rows, every event
-answered.
+"""Static checks of a spec: names, reachable states, conflicting rows, unanswered events.
 
 Pure. Each problem is a place in the file, and a sentence that names the problem and the fix.
 """

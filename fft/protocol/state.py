@@ -54,8 +54,7 @@ class Config:
     leases: bool = False
     """A group keeps its slice of the data from txn to txn, until a COMMIT consumes it."""
     first_rank: int = 0
-    """The lowest rank number of the group in this scope; the scope has ``world`` ranks from there
-    on."""
+    """Lowest of the ``world`` rank numbers that each group has in this scope."""
     flow: tuple[Elsewhere, ...] = ()
     """Scopes to which the data flow binds this scope."""
     bound: int = 0
@@ -102,8 +101,8 @@ class Local:
     hellos: Mapping[tuple[str, int], Hello] = field(default_factory=dict)
     """Newest ``Hello`` of each identity (group, rank)."""
     joining: frozenset[Peer] = frozenset()
-    """Participants outside the epoch that ask to join. Includes a member that never entered the
-    epoch or has left it."""
+    """Participants that ask to join. A member among them has not entered the epoch, or has left
+    it."""
     stopped: Mapping[Peer, Token] = field(default_factory=dict)
     """The token at which each participant has stopped, as the coordinator receives it."""
     told: Peer | None = None
@@ -136,8 +135,8 @@ class Local:
     bus_down: bool = False
     """An operation on the bus failed, and no message has arrived since."""
     deaf: bool = False
-    """Bus lost: this participant cannot follow the order of decisions any more, because it lost its
-    place in it or because the bus lost its contents."""
+    """Bus lost: this participant has lost its place in the order of decisions, or the bus its
+    contents."""
     cause: str = ""
     deferred: tuple[Event, ...] = ()
     timers: Mapping[str, int] = field(default_factory=dict)
@@ -147,7 +146,7 @@ class Local:
     """Time at which the state (not its sub-state) was entered, in monotonic seconds."""
 
     def __copy__(self) -> Local:
-        """Copy faster: the default copy of a class with slots takes as long as the rest of an
+        """Copy the fields directly; the default copy of slots takes as long as the rest of an
         event."""
         return Local(*_values(self))
 
@@ -206,8 +205,10 @@ def learners(s: Local) -> tuple[str, ...]:
 
 
 def contributors(s: Local, c: Config) -> list[str]:
-    """Return the groups whose gradients count in the current txn, in order; each has a slice of the
-    data."""
+    """Return the groups whose gradients count in the current txn, in member order.
+
+    Each of them has a slice of the data.
+    """
     if c.bound and s.epoch is not None:
         return [g.group for g in with_lease(s.epoch)]
     return [g.group for g in contributing(members(s), learners(s), c)]
@@ -377,8 +378,7 @@ def awaited(s: Local, c: Config) -> set[str]:
 
 
 def missing_mates(s: Local, c: Config) -> list[int]:
-    """Return the ranks of this group's instance that, as far as is known here, do not ask to
-    join."""
+    """Return the ranks of this group's instance from which no current request to join is known."""
 
     def asks(rank: int) -> bool:  # runs for every `here`, so it builds no set of all joiners
         h = s.hellos.get((c.me.group, rank))
@@ -390,8 +390,7 @@ def missing_mates(s: Local, c: Config) -> list[int]:
 
 
 def silent_mates(s: Local, c: Config) -> set[Peer]:
-    """Return the other ranks of this group whose newest ``Hello`` names an older record than ours
-    does.
+    """Return the other ranks of this group whose newest ``Hello`` names an older record than ours.
 
     Our own newest ``Hello`` is one ``join_interval`` old.
     """

@@ -1,5 +1,4 @@
-"""All timeouts as one table: what each limits, where its value comes from, and its lower bound.
-Pure.
+"""All timeouts as one table: what each limits, its source, and its lower bound. Pure.
 
 A spec declares its timers with their meaning and rules. This module adds the times that no spec
 declares. Values that the user gave are kept. A default that violates a rule is adjusted. Two given
@@ -104,8 +103,7 @@ class Timeout:
     fixed: bool = False
     """The user chose the value."""
     fitted: int = 0
-    """The value was moved up (1) or down (-1) to satisfy a rule; it is then never moved the other
-    way."""
+    """1 or -1 if the value was raised or lowered to satisfy a rule; it then moves only that way."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +248,7 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, 
 
 
 def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
-    """Adjust values that the user did not choose, and return a line for each rule that still
-    fails."""
+    """Adjust values that the user did not choose; return a line for each rule that still fails."""
     while broken := [rule for rule in rules if not rule.holds(table)]:
         if not any(_mend(table, rule) for rule in broken):
             return list(_told(table, broken))
@@ -259,8 +256,7 @@ def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
 
 
 def _mend(table: dict[str, Timeout], rule: Rule) -> bool:
-    """Raise the larger value or lower the smaller one, if either may be moved; return whether one
-    was."""
+    """Raise the larger value or lower the smaller one; return False if neither may be moved."""
     larger, smaller = table[rule.larger], table[rule.smaller]
     if not larger.fixed and larger.fitted >= 0:
         table[larger.name] = _moved(larger, rule.least(table), 1, smaller)

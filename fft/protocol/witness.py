@@ -13,8 +13,7 @@ from dataclasses import replace
 from fft.messages.protocol import Record, next_lineage
 
 _KEPT = 64
-"""Number of records remembered; a message that is older than this many decisions is not
-compared."""
+"""Number of records remembered. Older ones are not compared with new ones."""
 
 
 class Witness:

@@ -72,8 +72,7 @@ def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Suspect the members that have not entered the barrier within the window, though others
-    have."""
+    """Suspect the members that have not entered the barrier in time, though others have."""
     s.suspected |= set(member_peers(s)) - in_barrier(s) - {c.me}
     return ()
 

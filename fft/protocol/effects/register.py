@@ -98,8 +98,7 @@ def abort_record(s: Local, c: Config) -> Record:
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
-    """Return a COMMIT of the current txn, as a step or a skip, with the groups that leave with
-    it."""
+    """Return a COMMIT of the current txn, as a step or a skip, with its leavers."""
     skip = any(v.skip for v in votes)
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
@@ -131,8 +130,8 @@ def _end_of_synchronisation(
 ) -> Record:
     """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
 
-    Not all members leave while groups outside need their state. The votes that no step follows
-    speak for all groups.
+    Not all members leave while groups outside need their state. If all votes declare that no step
+    follows, this counts for all groups of the job.
     """
     assert s.head is not None and s.epoch is not None
     ends = not skip and all(v.last for v in votes)

@@ -1,5 +1,7 @@
-"""Effects: sending messages. A coordinator records its own `ack` and `ready` instead of sending
-them."""
+"""Effects: sending messages.
+
+A coordinator records its own `ack` and `ready` instead of sending them.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,14 @@ def _give_word(s: Local, c: Config, word: Hello) -> None:
 
 @action
 def give_word(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Record the `Hello` that the acknowledgement will carry: the state held now."""
+    """Record the `Hello` for the acknowledgement: the state that is held now."""
     _give_word(s, c, hello(s, c))
     return ()
 
 
 @action
 def give_word_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Record the `Hello` that the acknowledgement will carry: the state of the commit that ends the
-    epoch."""
+    """Record the `Hello` for the acknowledgement: the state of the commit that ends the epoch."""
     _give_word(s, c, hello(s, c, after=s.head))
     return ()
 
@@ -102,8 +103,7 @@ def say_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Broadcast a sign of life to members that wait for an epoch and joiners that wait for a
-    commit."""
+    """Broadcast a sign of life for members that wait for an epoch and joiners."""
     yield Broadcast(Here(c.me))
 
 

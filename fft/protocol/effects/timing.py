@@ -82,7 +82,7 @@ def arm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def arm_longer_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start a longer window, so that the coordinator, which knows the absent members, gives up
+    """Start a longer window, because the coordinator knows the absent members and gives up
     first."""
     yield arm(s, c, "ready_window", _LONGER)
 

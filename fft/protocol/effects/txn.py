@@ -48,8 +48,7 @@ def _open(s: Local) -> None:
 
 @action
 def open_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Open the current txn without beginning it; the vote and proposal of the last txn are
-    dropped."""
+    """Open the current txn without beginning it, dropping the vote and proposal of the last one."""
     _open(s)
     return ()
 
@@ -83,8 +82,10 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remove the digest from the vote: the state was fetched from a group that it would be compared
-    with."""
+    """Remove the digest from the vote, because the state was fetched during the txn.
+
+    The state is a copy of one that it would be compared with.
+    """
     assert s.vote is not None, "it is noted"
     s.vote = replace(s.vote, digest=None)
     return ()

@@ -22,7 +22,7 @@ def epoch_is_open(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def all_are_ready(s: Local, c: Config, event: Event) -> bool:
-    """All living groups of the job ask to synchronise."""
+    """All living groups of the job ask to synchronize."""
     return not apart.absent(s, apart.ready_groups(s, c))
 
 
@@ -37,8 +37,7 @@ def is_newest_word(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def awaits_groups(s: Local, c: Config, event: Event) -> bool:
-    """The next epoch needs local groups: for its sync fraction, or because they are at the
-    bound."""
+    """The next epoch needs local groups, for its sync fraction or because of the bound."""
     return bool(apart.awaited(s, c))
 
 

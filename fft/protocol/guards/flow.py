@@ -1,5 +1,5 @@
-"""Guards: whether the commits of other scopes allow the current txn. They never become false
-again."""
+"""Guards: whether the commits of other scopes allow the current txn. Monotone: once true, always
+true."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def superseded(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def from_older_self(s: Local, c: Config, event: Event) -> bool:
-    """The sender of the `join` is an older incarnation of this identity, unaware of its
-    replacement."""
+    """The `join` comes from an older incarnation of this identity that does not know it was
+    replaced."""
     return isinstance(event, Join) and is_older_self(c, event.hello.peer)
 
 
@@ -172,7 +172,7 @@ def mate_left(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def all_others_left(s: Local, c: Config, event: Event) -> bool:
-    """All other groups left with the last commit, one group is too few, and no participant asks to
+    """All other groups left with the last commit, one group is too few, and no group asks to
     join."""
     others = {g.group for g in members(s)} - {c.me.group}
     return c.min_groups > 1 and not s.joining and others <= set(leavers(s))
@@ -180,8 +180,7 @@ def all_others_left(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def peers_moved_on(s: Local, c: Config, event: Event) -> bool:
-    """No remaining member needs this participant: the next epoch is formed, or no member
-    remains."""
+    """No remaining member needs this participant: the next epoch is formed, or none remains."""
     return fenced(s, c, event) or not waited_for(s)
 
 

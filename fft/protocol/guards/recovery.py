@@ -73,8 +73,7 @@ def i_report(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def i_gather(s: Local, c: Config, event: Event) -> bool:
-    """This participant collects them: as coordinator, or because all broadcast without a
-    coordinator."""
+    """This participant collects them, as the coordinator or because all broadcast without one."""
     return coordinator(s) in (None, c.me)
 
 
@@ -165,8 +164,7 @@ def not_paused(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def says_torn(s: Local, c: Config, event: Event) -> bool:
-    """This rank's state is lost: it was not restored completely, or a failed fetch may have changed
-    it."""
+    """This rank's state is lost: it was not restored completely, or a fetch may have changed it."""
     return isinstance(event, Restored | HealFailed) and event.torn
 
 
@@ -212,8 +210,7 @@ def begun(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def bus_is_down(s: Local, c: Config, event: Event) -> bool:
-    """No message has arrived since an operation on the bus failed, or the bus is lost for this
-    process."""
+    """The bus is lost, or no message has arrived since an operation on it failed."""
     return s.bus_down or s.deaf
 
 

@@ -133,8 +133,7 @@ def settled_commit(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def head_is_beyond(s: Local, c: Config, event: Event) -> bool:
-    """The register is past the txn being applied: a later txn was aborted, or a newer epoch is
-    formed."""
+    """The register is past the txn being applied: an ABORT of a later txn, or a newer epoch."""
     return s.head is not None and s.head.token > s.token
 
 
@@ -146,15 +145,13 @@ def change_due(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def was_compared(s: Local, c: Config, event: Event) -> bool:
-    """This vote has a state digest, so a decision that was missed may name this rank as
-    divergent."""
+    """This vote has a state digest, so a missed decision may name this rank as divergent."""
     return s.vote is not None and s.vote.digest is not None
 
 
 @guard
 def missed_decisions(s: Local, c: Config, event: Event) -> bool:
-    """Records between the newest known one and this one were missed, perhaps this txn's
-    decision."""
+    """Records before this one were missed, among them perhaps the decision of the current txn."""
     record, known = record_of(event), s.head.n if s.head is not None else 0
     return record is not None and record.n > known + 1
 

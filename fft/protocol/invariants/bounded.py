@@ -125,8 +125,8 @@ def _leaves_somebody(move: Move, after: Record, proposal: Record) -> Iterator[Cl
 
 
 def _is_gone(s: Local, entry: GroupEntry) -> bool:
-    """Whether a rank of this instance has ended, is suspected, or was replaced, as far as ``s``
-    knows."""
+    """Whether a rank of this instance has ended, is suspected, or was replaced, according to
+    ``s``."""
     for peer in entry.peers():
         word = s.hellos.get((peer.group, peer.rank))
         if peer in s.dead | s.suspected or (word is not None and word.peer.inc > peer.inc):
@@ -191,8 +191,7 @@ def _of_awaited(move: Move) -> Iterator[Claim]:
 
 
 def _takes_no_state_along(move: Move) -> Iterator[Claim]:
-    """A group that leaves between two synchronizations leaves the newest state with a remaining
-    group."""
+    """A group that leaves between synchronizations leaves the newest state with another group."""
     s, head = move.after, move.after.head
     left = any(isinstance(e, Finish) and e.error is None for e in move.out.effects)
     if not left or head is None or not head.bound or isinstance(move.event, Stop | Leave):
@@ -213,8 +212,7 @@ def _takes_no_state_along(move: Move) -> Iterator[Claim]:
 
 
 def _is_majority(was: Record, now: Record) -> bool:
-    """Whether the members are a majority of the groups that stay in the job; lost groups do not
-    count."""
+    """Whether the members are a majority of the groups that stay in the job, without lost ones."""
     job = was.standing and [key for key in _by_key(now.standing) if key in _by_key(was.standing)]
     return not job or 2 * len(_inside(now) & set(job)) > len(job)
 
@@ -229,8 +227,10 @@ def _keeps_the_bound(was: Record, now: Record) -> bool:
 
 
 def _keeps_standings(was: Record, now: Record) -> bool:
-    """Whether standings of groups outside the epoch are unchanged, and members have their old base
-    or the state of the epoch."""
+    """Whether the standings of an epoch record follow from the record before it.
+
+    Groups outside the epoch are unchanged. Members have their old base, or the state of the epoch.
+    """
     before, inside = _by_key(was.standing), _inside(now)
     return all(
         each.since == now.n and (each.base == now.step or before[key].base == each.base)

@@ -73,8 +73,7 @@ class Move:
 
 @dataclass(slots=True)
 class History:
-    """The moves of every participant, each in its own order, and the slices that committed txns
-    consumed."""
+    """The moves of every participant, in its own order, and the slices that txns consumed."""
 
     moves: dict[Peer, list[Move]] = field(default_factory=dict)
     consumed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
@@ -112,8 +111,7 @@ class Know:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Same:
-    """All moves that mention ``key`` give it the same value. ``{was}`` in ``text`` is the first
-    one."""
+    """All moves that mention ``key`` give it this value; ``{was}`` in ``text`` is the first one."""
 
     key: Key
     value: Any

@@ -10,8 +10,8 @@ from typing import Any
 from fft.protocol.invariants.claims import Key
 
 _OF_EPOCHS = frozenset({"members", "epoch", "in barrier"})
-"""Kinds of facts about an epoch (second element of the key), which are needed while it lasts and
-when the next one begins."""
+"""Kinds of facts about an epoch, whose number is the second element of the key. They are needed
+while it lasts and when the next one begins."""
 _EPOCHS = 2
 
 

@@ -12,8 +12,7 @@ from fft.protocol.state import members
 
 
 def data_flow(move: Move) -> Iterator[Claim]:
-    """6: no scope takes slices before the scopes that it follows, nor is further ahead than its
-    bound.
+    """6: no scope takes slices before the scopes that it follows, nor exceeds its bound.
 
     This checks the txns that are computed and the register's records. Whether the other scope
     really took the slices that are named there is checked where the traces of both scopes are read.

@@ -91,8 +91,8 @@ class Judge:
     ) -> None:
         self.findings = {name: Finding(name) for name in names or INVARIANTS}
         self.truncated: dict[Peer, str] = {}
-        """Participants whose moves end before something that others received from them, with a
-        message that names the place."""
+        """Messages about participants whose trace ends before a message that others received from
+        them."""
         self._traced, self._cut = traced, set(cut)
         self._facts = Facts(window)
         self._served: dict[int, Numbers] = {}
@@ -113,8 +113,8 @@ class Judge:
                     self._served.setdefault(rank, Numbers()).add(served)
 
     def ended(self, peer: Peer) -> None:
-        """Declare that the trace of ``peer`` has ended: moves that others imply but that did not
-        arrive are missing."""
+        """Declare that the trace of ``peer`` has ended, so moves that have not arrived are
+        missing."""
         self._ended.add(peer)
 
     def feed(self, move: Move) -> None:
@@ -191,7 +191,7 @@ class Judge:
             finding.expect(holds, claim.text, place)
 
     def _note_others(self, move: Move) -> None:
-        """Remember what the move shows about the actions of others, whether or not their moves
+        """Remember what the move shows about other participants, even if their moves never
         arrive."""
         match move.event:
             case Ballot(token=token, votes=votes):

@@ -46,8 +46,7 @@ def live_set(move: Move) -> Iterator[Claim]:
 
 
 def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
-    """Members whose group is not in the next epoch, though none of its ranks is lost and it does
-    not leave.
+    """Members that the next epoch lacks although their group neither leaves nor has lost a rank.
 
     Leavers are those of the record that the proposal follows. The participant's head may be newer
     at the end of the move, because deferred events are retried in it.
@@ -63,8 +62,7 @@ def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
 
 
 def drain(move: Move) -> Iterator[Claim]:
-    """9: a group that leaves on purpose leaves after a commit, and no participant rolls back for
-    it.
+    """9: a group that leaves on purpose leaves after a commit, and no rollback follows from it.
 
     It may also leave between two epochs, if all others left with the last commit or no epoch was
     formed in time, or while its txn is held for a scope that has ended.
@@ -123,8 +121,7 @@ def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:
 
 
 def join(move: Move) -> Iterator[Claim]:
-    """11: a group that asks to join is admitted after a commit; no attempt is lost because of
-    it."""
+    """11: a group that asks to join is admitted after a commit, and no attempt is lost by it."""
     event, record = move.event, move.record
     if isinstance(event, Join):
         who = event.hello.peer
@@ -171,7 +168,7 @@ def _asking(s: Local) -> set[str]:
 
 
 def reform(move: Move) -> Iterator[Claim]:
-    """14: within the window the others wait for a group that replaces a lost rank; only that one
+    """14: within the window the others wait for a group that replaces a lost rank, and only that
     fetches.
 
     A rank that holds the state does not fetch it, as far as the author of the epoch knows.
@@ -204,7 +201,7 @@ def _told_to_fetch(s: Local, epoch: Record) -> list[str]:
 
 
 def decided(move: Move) -> Iterator[Claim]:
-    """10: no participant leaves in doubt unless its user stops it or a newer process replaces
+    """10: a participant leaves in doubt only if its user stops it or a newer process replaces
     it."""
     if move.entered("terminal"):
         before = move.before

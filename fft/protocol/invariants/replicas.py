@@ -65,8 +65,7 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
 
 
 def divergence(move: Move) -> Iterator[Claim]:
-    """5: no txn is committed if its voters' states differ; ranks that lose their state are a
-    minority.
+    """5: no txn is committed if its voters' states differ; only a minority loses its state.
 
     This holds as far as votes contain digests.
     """
@@ -105,8 +104,7 @@ def _are_alike(members: Sequence[Peer], yes: Sequence[Yes]) -> bool | None:
 
 
 def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:
-    """Whether, for each rank number of the divergent ranks, the others agree and are more than
-    half."""
+    """Whether the other ranks of each divergent rank's number agree and are more than half."""
     for rank in {peer.rank for peer in odd}:
         held = {p: y.digest for p, y in zip(members, yes, strict=True) if p.rank == rank}
         held = {peer: digest for peer, digest in held.items() if digest is not None}
@@ -117,7 +115,7 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes])
 
 
 def skip(move: Move) -> Iterator[Claim]:
-    """12: a step that one user skips is skipped by all; it counts neither as a step nor as a
+    """12: a step that one user skips is skipped by all, and counts neither as step nor as
     failure."""
     yield from voted(move)
     before, after, token = move.before, move.after, move.before.token

@@ -122,8 +122,7 @@ def _data_go_on(before: Record, after: Record) -> bool:
 
 
 def _leases_go_on(before: Record, after: Record) -> bool:
-    """Whether each slice that was held, returned or new is held, returned or consumed exactly
-    once."""
+    """Whether each slice that was held, returned or new is held, returned or consumed once."""
     inside = {(g.group, g.store) for g in before.members}
     stay = [lease for lease in before.leases if after.bound and lease[1:] not in inside]
     batches, consumed = after.batches - before.batches, len(before.leases) - len(stay)
