@@ -1,9 +1,9 @@
-"""The ``fft`` command. Every command imports what it needs by itself, so that ``fft --help``
-and the commands on specs and traces load no torch.
+"""The ``fft`` command. Each command imports its dependencies itself, so that ``fft --help`` and the
+commands on specs and traces do not import torch.
 
-This is the only room that takes signal handlers of the process (`run`, `serve`, `watch`) and that
-ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input. `run` has more
-(`fft.launch.exit_status`).
+This is the only package that installs signal handlers (`run`, `serve`, `watch`) and that ends the
+process with an exit code: 0 for success, 1 if the job or the audit failed, 2 for bad input. `run`
+has more exit codes (`fft.launch.exit_status`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# `fft --help` lists them in this order.
+# `fft --help` lists the commands in this order.
 app.command()(run.serve)
 app.command(context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(run.run)
 app.add_typer(checkpoints.app, name="checkpoint")

@@ -1,4 +1,4 @@
-"""``python -m fft.cli`` is ``fft``."""
+"""The entry point of ``python -m fft.cli``, which is the same as ``fft``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durable checkpoints on disk or behind a URL: list, verify, prune, export, import."""
+"""The commands on durable checkpoints at a path or URL: list, verify, prune, export, import."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MIB = 2**20
 
 
 class Form(StrEnum):
-    """Other kinds of checkpoints."""
+    """The other checkpoint formats that can be exported and imported."""
 
     dcp = "dcp"
 
 
 @contextmanager
 def _readable(place: str) -> Iterator[None]:
-    """Raise FftError where the store cannot be read or written."""
+    """Convert an OSError of the store to FftError."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,10 @@ def _readable(place: str) -> Iterator[None]:
 
 
 def _opened(place: str, is_new: bool = False) -> Any:
-    """Raises FftError: nothing is there, and ``is_new`` does not say that it may be."""
+    """Open the checkpoints at ``place``.
+
+    Raises FftError if it is a file, or if the directory does not exist and ``is_new`` is false.
+    """
     from fft.durable.checkpoints import Checkpoints
     from fft.durable.stores import open_store
 
@@ -56,7 +59,7 @@ def _opened(place: str, is_new: bool = False) -> Any:
 
 
 def _step(text: str) -> int:
-    """A number, or the name of a checkpoint. Raises ValueError."""
+    """Parse a step, given as a number or as the name of a checkpoint. Raises ValueError."""
     from fft.durable.manifest import step_of
 
     step = step_of(text)
@@ -86,9 +89,9 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
         sys.stdout.write(f"no checkpoint at {place}\n")
         return
     table = Table()
-    table.add_column("checkpoint", overflow="fold", no_wrap=True)  # for who copies it
+    table.add_column("checkpoint", overflow="fold", no_wrap=True)  # users copy it
     for head in ("written", "groups × ranks", "cursor", "MiB", "lineage", "state"):
-        table.add_column(head, overflow="fold")  # what is cut can be copied by nobody
+        table.add_column(head, overflow="fold")  # a truncated cell cannot be copied
     for entry in found:
         if (m := entry.manifest) is None:
             table.add_row(entry.name, "", "", "", "", "", entry.problem)
@@ -119,7 +122,7 @@ def verify(
         checkpoints = _opened(place)
         steps = [entry.step for entry in checkpoints.found() if entry.step is not None]
         if step is not None and step not in steps:
-            checkpoints.manifest(step)  # which says that there is none
+            checkpoints.manifest(step)  # raises an error that lists the existing steps
         bad = 0
         for each in steps if step is None else [step]:
             try:
@@ -159,7 +162,7 @@ def prune(
             is_used = checkpoints.store.is_at_work()
         except StoreError:
             is_used = True
-        if is_used:  # what is unfinished may be what that job writes
+        if is_used:  # the running job may still be writing the unfinished ones
             left = [entry.name for entry in found if entry.step is None]
         removed = checkpoints.prune(keep, [*stays, *left])
         if not is_used:

@@ -1,4 +1,7 @@
-"""Operators of a running job: drain, evict, diagnose, inject, watch, say; all by its bus."""
+"""The operators' commands for a running job: drain, evict, diagnose, inject, watch, say.
+
+All of them use only the job's bus.
+"""
 
 from __future__ import annotations
 

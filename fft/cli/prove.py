@@ -1,4 +1,4 @@
-"""Proofs of a spec: `fft simulate`, `fft check`, `fft mutants`."""
+"""The commands that check a spec: `fft simulate`, `fft check`, `fft mutants`."""
 
 from __future__ import annotations
 

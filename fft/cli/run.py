@@ -1,4 +1,4 @@
-"""Jobs: `fft serve` hosts a bus, `fft run` starts and supervises the processes of a job."""
+"""The commands that run jobs: `fft serve` hosts a bus, `fft run` supervises a job's processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class BusKind(StrEnum):
-    """The buses that can be hosted here."""
+    """The kinds of buses that ``fft serve`` and ``fft run`` can host."""
 
     tcp = "tcp"
     nats = "nats"
@@ -105,29 +105,29 @@ _WITH_PARENT = Annotated[
 
 
 def _calm_lighthouse() -> None:
-    """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
+    """Keep torchft's lighthouse from logging each request; call this before importing torchft."""
     os.environ.setdefault("RUST_LOG", "error")
 
 
 _KILLS = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which the first one drains the job, and a second one kills it."""
+"""Signals that drain the job when the first arrives and kill it when a second arrives."""
 _WARNS = (signal.SIGUSR1, signal.SIGHUP)
 """Signals that drain the job and never kill it: a scheduler's warning, and a lost terminal."""
 _SAME_S = 2.0
-"""A second SIGTERM within this time is taken for the first: a scheduler may send it twice, to the
-process and to the whole step."""
+"""Seconds within which a second SIGTERM counts as a repetition of the first: a scheduler may send
+it twice, to the process and to the whole step."""
 
 
 class Interrupts:
-    """Passes signals on to the supervisor; keeps those that come before there is one."""
+    """A signal handler that notifies the supervisor, and remembers signals that come before it."""
 
     def __init__(self) -> None:
         self.output = os.devnull
-        """File that standard output and error go to when the terminal is lost."""
+        """File that standard output and error are redirected to when the terminal is lost."""
         self._tell: Callable[[], None] | None = None
         self._drains = False
         self._first: tuple[int, float] | None = None
-        """The first signal of those that may kill, and when it came, on the monotonic clock."""
+        """The first signal of `_KILLS` and its time on the monotonic clock."""
         self._kills = False
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -146,7 +146,7 @@ class Interrupts:
             if self._tell is None:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-                os._exit(128 + number)  # as PID 1, which no signal ends by default
+                os._exit(128 + number)  # PID 1 is not ended by a signal's default action
         elif self._drains:
             return
         self._drains = True
@@ -156,7 +156,7 @@ class Interrupts:
             sys.stderr.write("fft: interrupted; what is being started is ended first\n")
 
     def _is_repeated(self, number: int) -> bool:
-        """Whether this is the second signal of those that may kill."""
+        """Whether this is a second signal of `_KILLS`, and not a repeated SIGTERM."""
         if number not in _KILLS:
             return False
         now = time.monotonic()
@@ -167,7 +167,7 @@ class Interrupts:
         return first != signal.SIGTERM or number != signal.SIGTERM or now > at + _SAME_S
 
     def _leave_terminal(self) -> None:
-        """Write to a file from now on: writes to a lost terminal fail, which would end the job."""
+        """Redirect output to a file, because a failed write to the terminal would end the job."""
         if self._terminals:
             file = os.open(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             for fd in self._terminals:
@@ -179,7 +179,7 @@ class Interrupts:
 @contextmanager
 def _interrupts() -> Iterator[Interrupts]:
     made = Interrupts()
-    # an ignored SIGHUP stays ignored: the command runs under nohup
+    # An ignored SIGHUP stays ignored, because the command runs under nohup.
     taken = [n for n in (*_KILLS, *_WARNS) if signal.getsignal(n) != signal.SIG_IGN]
     previous = {n: signal.signal(n, made.take) for n in taken}
     try:
@@ -313,7 +313,7 @@ def run(
             total = config.groups_in_all
             plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
             verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
-        _tell(verdict, config)  # a further signal cuts nothing of it
+        _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
 
 
 def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
@@ -328,7 +328,7 @@ def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
 
 
 def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
-    """As asked for on the command line. Raises FftError."""
+    """Return the checkpoint settings of the command line, or None. Raises FftError."""
     if resume and not place:
         raise FftError("--resume needs --checkpoint, the place of the checkpoints")
     if not place and (every, keep) != (EVERY, KEEP):
@@ -347,12 +347,16 @@ def _supervise(
     serve: tuple[BusKind, int, bool] | None,
     interrupts: Interrupts,
 ) -> JobOutcome:
-    """Serve and supervise in this process; ``interrupts`` drain, a second one kills.
+    """Start the services and supervise the job in this process.
 
-    ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
+    Args:
+        serve: Kind of bus, number of its servers and whether to start a lighthouse, or None to join
+            a running job.
+        interrupts: Drains the job at the first signal and kills it at the second.
     """
     _calm_lighthouse()
-    if os.environ.get("GLOO_SOCKET_IFNAME"):  # all ranks would fail by it, and be started again
+    # With a wrong interface name all ranks would fail and be restarted, so check it here.
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         from fft.train.process_group.gloo import check_interfaces
 
         check_interfaces()
@@ -366,7 +370,7 @@ def _supervise(
     token = JobToken.from_env()
     services: Services | Joined
     if serve is None:
-        assert config.bus_url is not None  # `begun` has found it
+        assert config.bus_url is not None  # `begun` has set it
         services = replace(Joined.from_env(), bus_url=config.bus_url)
     else:
         bus, cluster, lighthouse = serve
@@ -398,7 +402,7 @@ def _supervise(
 
 
 def own_folder(root: Path, name: str) -> Path:
-    """A new folder in ``root``: ``name``, or with a number behind it where another run has that."""
+    """Create a new folder in ``root``: ``name``, or ``name-2``, ``name-3`` … if it is taken."""
     for number in itertools.count(1):
         folder = root / (name if number == 1 else f"{name}-{number}")
         try:

@@ -1,4 +1,4 @@
-"""What commands share: options, how errors and tables are printed, an operator's client."""
+"""Helpers that the commands share: options, output of errors and tables, an operator's client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML f
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn an error meant for the user into its text on stderr and exit code 2."""
+    """Print an error that is meant for the user to stderr, and exit with code 2."""
     try:
         yield
     except FftError as error:
@@ -39,23 +39,23 @@ def plain_errors() -> Iterator[None]:
 
 
 def _is_short(error: Exception) -> bool:
-    """Whether files, memory, processes or threads are limited too much."""
+    """Whether the error is a shortage of file descriptors, memory, processes or threads."""
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
     return isinstance(error, MemoryError) or str(error) == "can't start new thread"
 
 
 def console() -> Console:
-    """Where tables go: standard output, wide enough if it is no terminal."""
+    """Return a console on standard output, with a fixed width if that is not a terminal."""
     made = Console()
-    if not made.is_terminal:  # a pipe has no width; 80 columns would fold every cell
+    if not made.is_terminal:  # a pipe has no width, and the default of 80 would fold every cell
         made.width = 130
     return made
 
 
 @contextmanager
 def job_client(bus: str | None) -> Iterator[JobClient]:
-    """A client of an operator on the job's bus, with plain errors."""
+    """Yield an operator's client on the job's bus, inside `plain_errors`."""
     from fft.operate.client import JobClient, bus_url
 
     with plain_errors(), JobClient(bus_url(bus)) as client:

@@ -1,4 +1,4 @@
-"""What a spec says: `fft graph`, `fft spec`, `fft config`, `fft schema`."""
+"""The commands that show a spec: `fft graph`, `fft spec`, `fft config`, `fft schema`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fft.cli.shared import SPEC, console, plain_errors
 
 
 class GraphFormat(StrEnum):
-    """What ``fft graph`` can draw."""
+    """The output languages of ``fft graph``."""
 
     mermaid = "mermaid"
     dot = "dot"

@@ -1,4 +1,4 @@
-"""The traces of a run: `fft audit` proves it right or wrong, `fft report` says what faults cost."""
+"""The commands on a run's traces: `fft audit` checks the run, `fft report` shows faults' costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def audit(
     committed no step, so that there was nothing to check."""
     from fft.trace.resumed import audit_job
 
-    # What an audit makes has no cycles; to look for them as often as usual takes an eighth more.
+    # An audit creates no reference cycles; the default threshold makes it an eighth slower.
     gc.set_threshold(100_000)
     with plain_errors():
         found = audit_job(directory)
@@ -43,7 +43,7 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
         shown += [of.fired(directory), of.place_table(directory), of.input_wait(directory)]
         shown += [of.checkpoints(directory, has_gaps), of.went_on(directory, has_gaps)]
     for part in filter(None, shown):
-        # a path that is folded can be copied by nobody
+        # A folded path cannot be copied.
         console().print(part, markup=False, soft_wrap=isinstance(part, str))
     for line in damaged:
         sys.stderr.write(f"fft: {line}\n")

@@ -1,1 +1,1 @@
-"""What every room may use. Knows nothing of training, of jobs or of FFT's protocol."""
+"""Utilities that every package may use; they do not depend on training, jobs or the protocol."""

@@ -1,7 +1,7 @@
 """Random numbers for pauses and choices of FFT's own threads.
 
-Those of the `random` module are the script's: one that a thread draws between two of the script's
-gives it other ones than an undisturbed run has.
+The `random` module belongs to the user's script: a number that an FFT thread drew from it would
+change the numbers that the script draws afterwards.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from __future__ import annotations
 import random
 
 CHANCE = random.SystemRandom()
-"""Without a state: draws nothing from others, and is another one in a process that is forked."""
+"""A generator without state: it does not affect other draws, and forked processes differ."""

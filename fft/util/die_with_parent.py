@@ -1,7 +1,7 @@
-"""Ties a child to who started it, then becomes the child: ``shim.py PARENT_PID PROGRAM ARG…``.
+"""A launcher that ties a child to its parent: ``die_with_parent.py PARENT_PID PROGRAM ARG…``.
 
-Run as a file, before anything of FFT is loaded. Asks the kernel (Linux) to SIGKILL this
-process when the thread that started it ends; the request outlives the exec.
+It runs as a file, without importing FFT. It asks the kernel (Linux) to SIGKILL this process when
+the thread that started it ends, and then execs the program; the request survives the exec.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ PR_SET_PDEATHSIG = 1
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """What to start in the place of ``command``, so that it ends with the calling thread."""
+    """Return a command that runs ``command`` and ends when the calling thread ends."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
 def main() -> None:
-    """Make the request, check that it came in time, and exec the program."""
+    """Make the request, check that the parent is still alive, and exec the program."""
     parent, *program = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         sys.exit(f"cannot tie this process to its parent: {os.strerror(error)}")
-    if os.getppid() != int(parent):  # it died before the request was made
+    if os.getppid() != int(parent):  # the parent died before the request was made
         sys.exit("the parent is gone")
     ignore_warnings()
     os.execv(program[0], program)
@@ -36,7 +36,7 @@ def main() -> None:
 def ignore_warnings() -> None:
     """Ignore SIGUSR1 and SIGHUP in this process, and in the programs that it starts.
 
-    A scheduler may send them to all processes of a step. `fft run` answers for the whole job.
+    A scheduler may send them to all processes of a step; `fft run` handles them for the whole job.
     """
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -45,14 +45,14 @@ def ignore_warnings() -> None:
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when its parent ends.
 
-    The parent is the thread that started this process. Raises OSError: the kernel refuses.
+    The parent is the thread that started this process. Raises OSError if the kernel refuses.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the request was made
         signal.raise_signal(number)
 
 

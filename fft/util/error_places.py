@@ -1,6 +1,6 @@
-"""Where an error comes from, as plain data: for the trace, the log, and a process's last words.
+"""The origin of an error as plain data, for the trace, the log and a process's final report.
 
-Reads exceptions and source lines; touches nothing else, and needs the standard library only.
+This module reads exceptions and source lines, and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 LONGEST_TEXT = 8 * 1024
-"""Characters of a traceback that are kept; what is cut out of a longer one is its middle."""
+"""Maximum number of characters of a traceback; the middle of a longer one is cut out."""
 _HEAD = 2 * 1024
 _LONGEST_MESSAGE = 500
 
@@ -26,11 +26,11 @@ _NOT_THE_USERS = (
     f"{Path(__file__).resolve().parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""What the files of Python, of packages and of FFT begin with."""
+"""Prefixes of the files of Python, of installed packages and of FFT."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 _FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoEpoch", "NoState"})
-"""Classes of errors of which the cause, if there is one, is what failed."""
+"""Error classes whose ``__cause__``, if any, is the actual failure."""
 _MAY_PASS = frozenset(
     {
         *("InDoubt", "Fenced", "NoEpoch", "NoQuorum", "BusError", "TxnAborted", "GroupAborted"),
@@ -38,21 +38,22 @@ _MAY_PASS = frozenset(
         "DeviceLost",
     }
 )
-"""Classes of errors that say more of machine, network and peers than of the script."""
+"""Error classes that usually come from the machine, the network or peers, not from the script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An error and where it comes from.
+    """An error and its origin.
 
     Attributes:
-        type: name of its class; of the cause, where FFT only passes an error of the body on.
-        kinds: names of that class and its bases.
-        message: what it says, cut.
-        where: ``file:line function`` of the innermost call of the user's; of a syntax error the
-            place of that.
-        operation: the collective that failed, its group and sizes, if it says so (``fft_place``).
-        text: the traceback as Python prints it, with causes and notes, cut.
+        type: Name of its class, or of its cause's class if FFT only passes on an error of the step
+            function.
+        kinds: Names of that class and its bases.
+        message: First line of its message, truncated.
+        where: ``file:line function`` of the innermost call in user code, or the place of a syntax
+            error.
+        operation: The collective that failed, its group and sizes, if the error has ``fft_place``.
+        text: The traceback as Python prints it, with causes and notes, truncated.
     """
 
     type: str
@@ -62,29 +63,29 @@ class Place:
     operation: str
     text: str
     item: str = ""
-    """Name of the item of the data that could not be loaded, if that is what failed."""
+    """Name of the data item that could not be loaded, if loading failed."""
 
     @property
     def signature(self) -> tuple[str, str]:
-        """Equal for one mistake of a script, in whichever process it shows."""
+        """A key that is equal in all processes that fail by the same mistake of a script."""
         return self.type, self.where
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same may go well another time: it is of the machine, or of the network."""
+        """Whether a retry may succeed, because the error comes from the machine or the network."""
         return bool(self.operation) or _pass(self.kinds)
 
     def short(self) -> str:
-        """One line."""
+        """Return a summary in one line."""
         return f"{self.type} at {self.where}: {self.message}"
 
     def to_json(self) -> str:
-        """For another process."""
+        """Encode the place for another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises ValueError for a text that `to_json` did not make, or not to its end."""
+        """Decode the output of `to_json`. Raises ValueError if it is malformed or truncated."""
         try:
             data: dict[str, Any] = json.loads(text)
             made = cls(**{**data, "kinds": tuple(data["kinds"])})
@@ -96,7 +97,7 @@ class Place:
 
 
 def place_of(error: BaseException) -> Place:
-    """Where ``error`` comes from. Formats its traceback, which reads source files."""
+    """Return the origin of ``error``. This formats its traceback, which reads source files."""
     told = error
     if type(error).__name__ in _FOR_ITS_CAUSE and error.__cause__ is not None:
         told = error.__cause__
@@ -112,20 +113,20 @@ def place_of(error: BaseException) -> Place:
 
 
 def words_of(error: BaseException) -> str:
-    """What it says; of one that fails to say it, that it does."""
+    """Return ``str(error)``, or a placeholder if ``__str__`` raises."""
     try:
         return str(error)
-    except Exception as trouble:  # noqa: BLE001 - code of the user's, about an error of theirs
+    except Exception as trouble:  # noqa: BLE001 - `__str__` may be user code
         return f"<{type(error).__name__} whose __str__ raises {type(trouble).__name__}>"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line with words in it of what ``error`` says."""
+    """Return the first line of the error's message that is not blank, or an empty string."""
     return next((line.strip() for line in words_of(error).splitlines() if line.strip()), "")
 
 
 def traceback_of_caller() -> TracebackType | None:
-    """The place in user code from which FFT was called, for an error that is told, not raised."""
+    """Return a traceback of the user's call to FFT, for an error that is reported, not raised."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -133,16 +134,16 @@ def traceback_of_caller() -> TracebackType | None:
 
 
 def fingerprint(error: BaseException) -> tuple[object, ...]:
-    """Equal for two errors of one process that are the same: class, words, and every call.
+    """Return a key that is equal for two errors of one process with equal class, text and calls.
 
-    Addresses of objects in the words do not count. Reads no source files.
+    Addresses of objects in the text are ignored. This does not read source files.
     """
     calls = tuple((code, line) for code, line, _ in _calls(error.__traceback__))
     return type(error), _ADDRESS.sub("0x", words_of(error)), calls
 
 
 def may_pass(error: BaseException) -> bool:
-    """As `Place.may_pass`, without the rest of the place."""
+    """Return `Place.may_pass` of ``error`` without computing the rest of the place."""
     return hasattr(error, "fft_place") or _pass(_kinds(error))
 
 
@@ -155,7 +156,7 @@ def _pass(kinds: tuple[str, ...]) -> bool:
 
 
 def _calls(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
-    """(file, line, function), the innermost last."""
+    """Yield (file, line, function) of each call, the innermost last."""
     while trace is not None:
         code = trace.tb_frame.f_code
         yield code.co_filename, trace.tb_lineno, code.co_name
@@ -174,7 +175,7 @@ def _where(error: BaseException) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without half characters, as in the name of a file, which no message carries."""
+    """Replace surrogates, which file names may contain and messages cannot carry."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,7 @@
-"""Errors that FFT raises on purpose. Messages name the place and what to do. Imports nothing."""
+"""The errors that FFT raises on purpose. Their messages name the place and the fix.
+
+This module imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ class FftError(Exception):
 
 
 class SpecError(FftError):
-    """A spec file cannot be used; the message names file, place and what to do."""
+    """A spec file cannot be used; the message names the file, the place and the fix."""
 
 
 class ProtocolError(FftError):
-    """An event that the state has no row for. It is traced and changes nothing."""
+    """The state machine has no row for an event in this state. It is traced and changes nothing."""
 
 
 class InDoubt(FftError):
-    """Voted YES, and the decision could not be learned within the configured limit."""
+    """This rank voted YES and could not learn the decision within the configured limit."""
 
 
 class Fenced(FftError):
@@ -24,15 +27,15 @@ class Fenced(FftError):
 
 
 class Diverged(FftError):
-    """Replicas hold different states; the message names ranks, digests and step."""
+    """Replicas hold different states; the message names the ranks, digests and step."""
 
 
 class JobEnded(FftError):
-    """All groups of the job have left after its last step: there is no job left to join."""
+    """All groups of the job have left after its last step, so it cannot be joined any more."""
 
 
 class UnlikeGroups(FftError):
-    """The groups do not reduce the same gradients; the message says what each reduces."""
+    """The groups do not reduce the same gradients; the message lists each group's reductions."""
 
 
 class UnequalData(FftError):
@@ -40,11 +43,11 @@ class UnequalData(FftError):
 
 
 class OtherSettings(FftError):
-    """This process is not set up as the job that it would join; the message says what differs."""
+    """This process has other settings than the job it would join; the message names them."""
 
 
 class CannotMeet(FftError):
-    """A new process has come for a lost rank of this group, whose ranks meet where it cannot."""
+    """A replacement for a lost rank cannot reach the rendezvous of its group's other ranks."""
 
 
 class NoEpoch(FftError):
@@ -56,11 +59,11 @@ class NoState(NoEpoch):
 
 
 class NotEnoughGroups(NoEpoch):
-    """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
+    """Fewer than ``min_replica_size`` replica groups joined within the quorum timeout."""
 
 
 class FlowStalled(FftError):
-    """Another scope, which the next step waits for, has not gone on in time."""
+    """Another scope that the next step waits for has not advanced in time."""
 
 
 class NoQuorum(FftError):
@@ -68,19 +71,19 @@ class NoQuorum(FftError):
 
 
 class BodyKeepsFailing(FftError):
-    """The body of the same step failed on this rank too many times in a row."""
+    """The step function of the same step failed on this rank too many times in a row."""
 
 
 class DeviceLost(FftError):
-    """An accelerator has failed for good in this process, which must end and start again."""
+    """An accelerator has failed permanently in this process, which must be restarted."""
 
 
 class TxnAborted(FftError):
-    """The txn of the caller was rolled back. Unwinds the body; it is not a fault of the body."""
+    """The caller's txn was rolled back. Unwinds the step function, and is not a fault of it."""
 
 
 class Drained(SystemExit):
-    """The replica group has drained; let it end the process, with exit status 0."""
+    """The replica group has drained; let this exception end the process with exit status 0."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(0)

@@ -7,18 +7,18 @@ import fcntl
 from typing import IO
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""The error codes with which some file systems refuse a lock."""
+"""Error codes of file systems that do not support locks."""
 
 
 def locked(file: IO[str], operation: int) -> bool:
     """Apply ``fcntl.flock``.
 
     Returns:
-        False on a file system that has no locks.
+        False on a file system without locks, else True.
 
     Raises:
-        BlockingIOError: another process holds the lock, and ``operation`` has ``LOCK_NB``.
-        OSError: the lock failed for another reason.
+        BlockingIOError: Another process holds the lock, and ``operation`` has ``LOCK_NB``.
+        OSError: The lock failed for another reason.
     """
     try:
         fcntl.flock(file, operation)

@@ -1,4 +1,4 @@
-"""What a file system says that has no room."""
+"""Detection of errors that mean a full disk."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether it says that there is no room, or that a quota is used up."""
+    """Whether ``error`` means that the disk is full or a quota is used up."""
     return error.errno in _NO_ROOM

@@ -1,4 +1,4 @@
-"""Several tries at something that may hang, one beside the other; the first to succeed counts."""
+"""Hedged attempts at an operation that may hang: the first one to finish decides."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ _TRY_S: Final = 0.5
 
 
 def hedged(attempt: Callable[[], _T], timeout: float, name: str) -> _T:
-    """What ``attempt`` returns or raises, on a thread of its own.
+    """Return or raise the result of the first call of ``attempt`` that finishes.
 
-    A fresh one is started beside one that takes longer than 0.5 s: a lookup of a name whose packet
-    was lost takes 5 s, and the next one none. One that is left behind must end by itself, with
-    nothing to give back. ``name``: of the threads. Raises `TimeoutError` after ``timeout`` seconds.
+    Each call runs on its own thread. Another one starts if none has finished after 0.5 s, up to
+    four in all: a name lookup whose packet was lost takes 5 s, while a new one answers at once. A
+    call that is left behind must end by itself and hold no resources.
+
+    Args:
+        timeout: Limit in seconds for all calls together.
+        name: Name of the threads.
+
+    Raises:
+        TimeoutError: No call finished in time.
     """
     deadline = time.monotonic() + timeout
     tries: queue.SimpleQueue[Any] = queue.SimpleQueue()

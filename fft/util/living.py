@@ -1,4 +1,4 @@
-"""Which objects of some classes this process holds, where nothing that we have leads to them."""
+"""A search for all objects of some classes in this process, for callers without references."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def living(kinds: tuple[type, ...]) -> list[Any]:
-    """All that the garbage collector knows, half-made ones included. Looks at every object.
+    """Return all instances that the garbage collector tracks, including half-constructed ones.
 
-    In one call that hands out only what refers to the classes: a list of all objects would hold the
-    tuples that other threads are building, and ``tuple(…)`` raises SystemError then.
+    The cost grows with the number of all objects. This uses one call that returns only referrers of
+    the classes: a list of all objects would also reference the tuples that other threads are
+    building, and ``tuple(…)`` then raises SystemError.
     """
     things = gc.get_referrers(*_with_subclasses(kinds))
     return [thing for thing in things if issubclass(type(thing), kinds)]

@@ -12,7 +12,7 @@ def claimed(path: Path) -> Path:
     The second file of the name ``g0r0-1.log`` is ``g0r0-1.2.log``. No two callers get one file.
 
     Raises:
-        OSError: no file can be created there.
+        OSError: The file cannot be created.
     """
     for number in itertools.count(1):
         name = path.name if number == 1 else f"{path.stem}.{number}{path.suffix}"

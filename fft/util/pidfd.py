@@ -1,4 +1,4 @@
-"""A process by its pidfd (Linux), which never means another one that got its number."""
+"""Operations on a process by its pidfd (Linux), which is never reused for another process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import suppress
 
 
 def send(pidfd: int, number: int) -> None:
-    """Send a signal; a process that is already dead is left alone."""
+    """Send a signal, unless the process is already dead."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)
 
 
 def ends_within(pidfd: int, seconds: float) -> bool:
-    """Wait for its end, at most so long. It need not be a child."""
+    """Wait up to ``seconds`` for a process, not necessarily a child; return whether it ended."""
     waiter = select.poll()
     waiter.register(pidfd, select.POLLIN)
     return bool(waiter.poll(max(0.0, seconds) * 1000))
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process of this host has the number, whoever's it is."""
+    """Whether a process of any user on this host has this pid."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -33,10 +33,10 @@ def is_there(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal. One that a debugger holds is not."""
+    """Whether the process is stopped by a signal; a process held by a debugger does not count."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
     return state == b"T"

@@ -1,9 +1,8 @@
-"""A file or folder that goes away with this process, however that ends: a child waits for it, and
-removes it.
+"""Removal of a file or folder when this process ends, by a child process that waits for that.
 
-Run as a file by `vanishing`: ``remove_after_death.py PATH DEVICE INODE``; standard input is a pipe
-of which only the process that started it holds the other end. It has a session of its own, so that
-a Ctrl-C does not reach it. Loads nothing of FFT.
+`vanishing` runs this file as ``remove_after_death.py PATH DEVICE INODE``. Standard input is a pipe
+whose other end only the parent holds. The child has its own session, so that a Ctrl-C does not
+reach it. It does not import FFT.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pathlib import Path
 
 _END_S = 10.0
 _TRIES = 20
-"""To remove a folder into which others, who end with this process, may still write."""
+"""Number of attempts to remove a folder, into which processes of this job may still write."""
 
 
 @contextmanager
 def vanishing(path: Path) -> Iterator[None]:
-    """Have what is at ``path`` removed when the block is left, or this process has ended.
+    """Remove the file or folder at ``path`` when the block is left or this process ends.
 
-    Something else that has come into its place is left alone. Raises OSError: nothing is there, or
-    no process can be started.
+    Another file that has replaced it is left alone. Raises OSError if ``path`` does not exist or
+    the child process cannot be started.
     """
     known = path.stat()
     which = [os.path.abspath(path), str(known.st_dev), str(known.st_ino)]
@@ -35,7 +34,7 @@ def vanishing(path: Path) -> Iterator[None]:
         [sys.executable, "-I", "-S", os.path.abspath(__file__), *which],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        cwd="/",  # it shall keep no other folder in use
+        cwd="/",  # keeps no other folder in use
         start_new_session=True,
     )
     assert child.stdin is not None
@@ -52,8 +51,8 @@ def vanishing(path: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Wait for the end of standard input, then remove what is there."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # sent to a whole step
+    """Wait for the end of standard input, then remove the file or folder."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # a scheduler signals all
         signal.signal(number, signal.SIG_IGN)
     path, device, inode = sys.argv[1:]
     while os.read(0, 4096):

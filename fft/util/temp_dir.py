@@ -1,4 +1,4 @@
-"""Whether worker processes can have their sockets in the folder for temporary files."""
+"""A check that worker processes can create their sockets in the folder for temporary files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import tempfile
 from fft.util.errors import FftError
 
 _LONGEST_SOCKET = 107
-"""Bytes of the path of a Unix socket (Linux)."""
+"""Maximum length of a Unix socket's path in bytes (Linux)."""
 _NAME = len("/pymp-12345678/listener-12345678")
-"""What multiprocessing appends for a socket of its own."""
+"""Length of the part of the path that multiprocessing appends for its socket."""
 
 
 def refuse_long_temp_dir(what: str) -> None:
-    """Raise FftError if TMPDIR is too long for the sockets of ``what``, which would hang then."""
+    """Raise FftError if TMPDIR is too long for the sockets of ``what``, which would then hang."""
     folder = tempfile.gettempdir()
     longest = _LONGEST_SOCKET - _NAME
     if (length := len(folder.encode())) > longest:
