@@ -145,7 +145,7 @@ class AuditReport:
                 lines.append(f"      {f.place}: {f.violation}")
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
         lines += [f"  replicas differed: {text}" for text in self.divergences]
-        lines += [f"  consumed: {text}" for text in self.consumed]
+        lines += [f"  data: {text}" for text in self.consumed]
         lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
         for scope in self.inner:
             lines += scope._as_part(f"inside of group {scope.directory.name}")

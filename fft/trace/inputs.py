@@ -122,15 +122,34 @@ class Given:
         restored."""
         self.ids: Counter[int | str] = Counter()
         """Number of times that each sample was consumed, as far as ids are traced."""
+        self.is_cut = False
+        """Whether samples beyond `MOST_IDS` were left out of ``ids``."""
+        self.unnamed = 0
+        """Number of consumed batches whose ids are not in the traces."""
         self.shards: dict[tuple[str, int], Items] = {}
         """(shard, rank) → the consumed slices of the shard, counted from its beginning."""
         self.taken: dict[tuple[str, str], Runs] = {}
         """(group, trace) → the entries that the applied txns were computed on."""
 
-    def count_ids(self, ids: list[int | str], owed: Owed) -> None:
-        """Count samples that a rank consumed. Ranks that take the same samples count once."""
-        if owed.rank == 0 or owed.ranks > 1:
-            self.ids.update(i for i in ids if len(self.ids) < MOST_IDS or i in self.ids)
+    def count_ids(self, ids: list[int | str] | None, owed: Owed) -> None:
+        """Count the samples of a batch that a rank consumed.
+
+        Ranks that take the same samples count once.
+
+        Args:
+            ids: The ids in the note of the batch, or None if it has none.
+            owed: The notes that the process of the rank owes.
+        """
+        if owed.rank != 0 and owed.ranks == 1:
+            return
+        if ids is None:
+            self.unnamed += 1
+            return
+        for each in ids:
+            if each in self.ids or len(self.ids) < MOST_IDS:
+                self.ids[each] += 1
+            else:
+                self.is_cut = True
 
 
 def _holds(local: Local) -> bool:
@@ -176,8 +195,8 @@ class Inputs:
             self._loops.append((Token(*data["from"]), data["runs"]))
         elif name in (CONSUMED, ENTRY):
             self._told.append(_Told(name, data, Token(*data["token"]), place))
-            if "ids" in data and data["slice"] is not None and self._owed is not None:
-                self._given.count_ids(data["ids"], self._owed)
+            if name == CONSUMED and data["slice"] is not None and self._owed is not None:
+                self._given.count_ids(data.get("ids"), self._owed)
             if "shard" in data and data["slice"] is not None and self._owed is not None:
                 self._take(data["shard"], data["item"], self._owed.rank, place)
 
@@ -306,8 +325,7 @@ class Items:
 
 
 def judge_shards(finding: Finding, given: Given) -> list[str]:
-    """Judge that no slice of a shard was left out. Returns a description of what each shard
-    consumed.
+    """Check that no slice of a shard was left out, and return a sentence for each shard.
 
     A process that is killed between a commit and its note leaves one slice without a note.
     """
@@ -316,35 +334,47 @@ def judge_shards(finding: Finding, given: Given) -> list[str]:
         missing = items.missing()
         text = (
             f"rank {rank} of shard {shard} has {len(missing)} slices without a note, the first "
-            f"{missing[:5]}, and {len(items.traces)} processes have traced it"
+            f"are {missing[:5]}, and {len(items.traces)} processes have traced it"
         )
         finding.expect(len(missing) < len(items.traces), text, f"shard {shard}")
         first, last = items.ranges[0].start, items.ranges[-1].stop - 1
-        told[shard] = f"slices {first} to {last} of shard {shard}"
+        told[shard] = f"slices {first} to {last} of shard {shard} were consumed"
     return list(told.values())
 
 
 def told_of_ids(given: Given) -> list[str]:
-    """Return sentences on the samples by their ids: how many were consumed, doubled and left out.
+    """Return sentences on the samples by their ids: how many were consumed, and which unequally.
 
-    Data that are read in several epochs contain each sample equally often. So a sample is doubled
-    if it was consumed more often than the rarest one. A sample with a consecutive number is missing
-    if it was not consumed at all.
+    Data that are read in several data epochs contain each sample equally often. So a sample is
+    doubled if it was consumed more often than the rarest one. A sample with a consecutive number is
+    missing if it was not consumed at all. If the traces lack the ids of a batch, neither is judged;
+    if there are more than `MOST_IDS` samples, missing ones are not judged.
     """
     ids = given.ids
     if not ids:
         return []
+    if given.unnamed:
+        return [
+            f"the traces name {len(ids)} different samples and have no ids of {given.unnamed} "
+            "batches; doubled and missing samples are not judged"
+        ]
     least = min(ids.values())
     doubled = sorted((i for i, n in ids.items() if n > least), key=str)
-    numbers = sorted(i for i in ids if isinstance(i, int))
-    told = [f"{len(ids)} different samples by their ids, each at least {least} times"]
+    limit = "more than " if given.is_cut else ""
+    told = [f"{limit}{len(ids)} different samples were consumed, each at least {least} times"]
     if doubled:
-        told.append(f"{len(doubled)} samples more often: ids {_first(doubled)}")
+        told.append(f"{len(doubled)} samples were consumed more often: ids {_first(doubled)}")
+    if given.is_cut:
+        told.append(f"only {len(ids)} samples were counted; missing samples are not judged")
+        return told
+    numbers = sorted(i for i in ids if isinstance(i, int))
     if numbers and (missing := numbers[-1] - numbers[0] + 1 - len(numbers)):
         gaps = (n for one, other in pairwise(numbers) for n in range(one + 1, other))
         absent = _first(list(islice(gaps, _NAMED + 1)))
-        text = f"{missing} samples of the ids {numbers[0]} to {numbers[-1]} never: ids {absent}"
-        told.append(text)
+        told.append(
+            f"{missing} samples of the ids {numbers[0]} to {numbers[-1]} were never consumed: "
+            f"ids {absent}"
+        )
     return told
 
 

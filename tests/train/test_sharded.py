@@ -13,7 +13,7 @@ import fft
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.protocol.invariants import Finding
-from fft.trace.inputs import Given, Items, judge_shards, told_of_ids
+from fft.trace.inputs import Given, Inputs, Items, Owed, judge_shards, told_of_ids
 from fft.train.data import sharded
 from fft.train.data.digests import ids_of
 from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
@@ -232,12 +232,55 @@ def test_audit_names_doubled_and_missing_samples() -> None:
     assert told_of_ids(given) == []
     given.ids.update([0, 1, 2, 3, 3, 5, 9])
     assert told_of_ids(given) == [
-        "6 different samples by their ids, each at least 1 times",
-        "1 samples more often: ids 3",
-        "4 samples of the ids 0 to 9 never: ids 4, 6, 7, 8",
+        "6 different samples were consumed, each at least 1 times",
+        "1 samples were consumed more often: ids 3",
+        "4 samples of the ids 0 to 9 were never consumed: ids 4, 6, 7, 8",
     ]
     given.ids = Counter({"a": 2, "b": 2})
-    assert told_of_ids(given) == ["2 different samples by their ids, each at least 2 times"]
+    assert told_of_ids(given) == ["2 different samples were consumed, each at least 2 times"]
+
+
+def _owed(rank: int, samples: str) -> Owed:
+    """The notes that rank ``rank`` of two owes."""
+    config = {"leases": None, "flow": [], "world": 2, "me": ["0", rank]}
+    spec = {"parameter_groups": {"model": {"samples": samples}}}
+    return Owed({"config": config, "spec": spec, "start": {"step": 0, "cursor": 0}})
+
+
+def _note(slice_: int | None, ids: list[int] | None) -> dict[str, Any]:
+    data: dict[str, Any] = {"token": [1, 1], "slice": slice_, "item": 0}
+    return {"note": "consumed", "data": data if ids is None else data | {"ids": ids}}
+
+
+def test_audit_does_not_judge_missing_samples_beyond_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fft.trace.inputs.MOST_IDS", 4)
+    given = Given()
+    inputs = Inputs(Finding("inputs"), given, _owed(0, "per_rank"), "0", "trace")
+    inputs.note("line 1", _note(0, [0, 1, 9]))
+    assert not given.is_cut and "7 samples of the ids 0 to 9" in told_of_ids(given)[1]
+    inputs.note("line 2", _note(1, [2, 3, 1]))
+    assert told_of_ids(given) == [
+        "more than 4 different samples were consumed, each at least 1 times",
+        "1 samples were consumed more often: ids 1",
+        "only 4 samples were counted; missing samples are not judged",
+    ]
+
+
+@pytest.mark.parametrize(("samples", "unnamed"), [("per_rank", 2), ("shared", 1)])
+def test_audit_judges_no_samples_if_a_batch_has_no_ids(samples: str, unnamed: int) -> None:
+    given = Given()
+    for rank in (0, 1):
+        owed = _owed(rank, samples)
+        inputs = Inputs(Finding("inputs"), given, owed, "0", f"trace {rank}")
+        inputs.note("line 1", _note(0, [0, 4]))
+        inputs.note("line 2", _note(None, None))
+        inputs.note("line 3", _note(1, None))
+    assert told_of_ids(given) == [
+        f"the traces name 2 different samples and have no ids of {unnamed} batches; doubled and "
+        "missing samples are not judged"
+    ]
 
 
 def test_ids_of_a_batch_are_traced_where_they_are_a_list() -> None:
@@ -262,7 +305,7 @@ def test_audit_finds_slices_of_a_shard_that_are_left_out_or_doubled() -> None:
     given, finding = Given(), Finding("inputs")
     given.shards[("1", 0)] = items
     items.traces = {"one", "other", "third"}
-    assert judge_shards(finding, given) == ["slices 0 to 7 of shard 1"]
+    assert judge_shards(finding, given) == ["slices 0 to 7 of shard 1 were consumed"]
     assert finding.violation is None, "each of two kills may have cost a note"
     items.traces = {"one", "other"}
     judge_shards(finding, given)
