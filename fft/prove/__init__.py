@@ -1,1 +1,1 @@
-"""Proves the protocol: every reachable state of small jobs, and random runs of large ones. Pure."""
+"""Check the protocol: every reachable state of small jobs, and random runs of large ones. Pure."""

@@ -1,4 +1,4 @@
-"""Steps of a modelled job, as a search sees them. Pure data."""
+"""Steps of a modelled job, as seen by a search. Pure data."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ State = tuple[int, ...]
 
 @dataclass(slots=True)
 class Step:
-    """One step: what was done, by or to whom, and the state it leads to."""
+    """One step: the action, the node that acts or is affected, and the resulting state."""
 
     who: int
-    """Index of the node; -1: nobody's."""
+    """Index of the node, or -1 if the step belongs to no node."""
     what: str
     free: bool
-    """Not a fault: happens sooner or later if it can."""
+    """The step is not a fault: it happens eventually if it can."""
     state: State
     broken: tuple[str, str] | None = None
     """(property, text) that the step breaks."""
     checks: tuple[int, ...] = ()
-    """Numbers of the claim lists weighed in it."""
+    """Numbers of the claim lists that are checked in the step."""
 
 
 class Act(NamedTuple):
-    """A step as far as one process and the bus know it; the rest of the state follows."""
+    """A step as far as one process and the bus determine it; the rest of the state follows."""
 
     what: str
     cost: str | None
-    """The kind of fault it is, if any."""
+    """The kind of fault, or None if the step is not a fault."""
     node: int
     shared: int = -1
-    """-1: as before."""
+    """Number of the new shared state, or -1 if it is unchanged."""
     sent: tuple[int, ...] = ()
     told: tuple[Peer, int] | None = None
-    """A message for one participant alone."""
+    """(recipient, message) for a message to one participant."""
     claims: tuple[int, ...] = ()
     broken: tuple[str, str] | None = None
     unexpected: str = ""
-    """What the main thread's table has no row for; whatever else is broken comes first."""
+    """Error of the main thread's table, which has no row for the event; other violations take
+    precedence."""

@@ -1,4 +1,5 @@
-"""Planted bugs in who synchronises, with what, and who is left behind. Pure data."""
+"""Planted bugs in which groups synchronize, with which leases, and which are left out. Pure
+data."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def _apart(
 
 
 def _forms(**other: float) -> type[Participant]:
-    """Epochs are formed as if the policies were others than the record says."""
+    """Form epochs as if the policies differed from those in the record."""
 
     def asks(s: Local, c: Config, event: Event) -> bool:
         return GUARDS["epoch_possible"](s, replace(c, **other), event)  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def _forms(**other: float) -> type[Participant]:
 
 
 def _leases_of_newcomers(s: Local, record: Record) -> Record:
-    """Members that were granted none have one, for what they have not computed."""
+    """Grant leases to new members without one, for data that they have not computed."""
     held = {lease[1:] for lease in record.leases}
     new = [g for g in record.members if (g.group, g.store) not in held]
     leases = [Lease(record.cursor + i, g.group, g.store) for i, g in enumerate(new)]
@@ -56,7 +57,7 @@ def _only_of_members(s: Local, record: Record) -> Record:
 
 
 def _kept(s: Local, record: Record) -> Record:
-    """Contributors keep the leases that the commit has consumed."""
+    """Let contributors keep the leases that the commit has consumed."""
     return replace(record, leases=s.leases)
 
 
@@ -66,7 +67,7 @@ def _bases_of_all(s: Local, record: Record) -> Record:
 
 
 def _without_absent(s: Local, record: Record) -> Record:
-    """Who is not ready is out of the job, and its lease is given to others."""
+    """Drop groups that are not ready from the job, and return their leases."""
     inside = {g.group for g in record.members}
     gone = [lease.slice for lease in record.leases if lease.group not in inside]
     return replace(

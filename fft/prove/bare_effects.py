@@ -1,4 +1,5 @@
-"""Effects as far as they matter to the model, and commands as the main thread's table names them.
+"""Reduce effects to the parts that matter to the model, and name commands as the main thread's
+table.
 
 Pure.
 """
@@ -27,26 +28,29 @@ from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.vocabulary import COMMANDS
 
 SHARED = (Broadcast, Tell, ReadHead, ReadScope, Decide, CastVote)
-"""Effects that others can see: each is a step of its own."""
+"""Effects that others can see: each is a separate step."""
 BLOCKED = "blocked"
-"""Cause of a ``Restore`` for a main thread whose process groups nobody aborts."""
+"""Cause of a ``Restore`` for a main thread whose process groups are not aborted."""
 
 
 def matters(effect: Effect) -> bool:
-    """Whether the model carries it out."""
+    """Whether the model carries out the effect."""
     return isinstance(effect, (*SHARED, Restore, Apply, StartTxn, Heal, Finish))
 
 
 @dataclass(frozen=True)
 class Begun:
-    """``StartTxn``, as far as it matters here."""
+    """``StartTxn``, reduced to what matters in the model."""
 
     token: Token
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """``Heal``, as far as it matters here; ``group``: whom to fetch from; ``late``: in the txn."""
+    """``Heal``, reduced to what matters in the model.
+
+    ``group`` is the group to fetch from; ``late`` means that the fetch runs during the txn.
+    """
 
     epoch: int
     group: str | None
@@ -57,7 +61,7 @@ AnyEffect = Effect | Begun | Fetch
 
 
 def heard(command: AnyEffect) -> tuple[str, frozenset[str]]:
-    """Under which name, and with which facts, the main thread's table speaks of a command."""
+    """Return the name of a command in the main thread's table, and its facts."""
     match command:
         case Begun():
             return COMMANDS[StartTxn], NO_FACTS
@@ -70,10 +74,10 @@ def heard(command: AnyEffect) -> tuple[str, frozenset[str]]:
 
 
 def bare(effect: Effect, frees: bool) -> AnyEffect:
-    """The effect without texts, which nobody acts on, and without places in the member list.
+    """Return the effect without texts, which no code acts on, and without indexes of members.
 
-    ``frees``: whether the process groups are aborted besides; else a main thread that is in one
-    stays there.
+    ``frees``: the process groups are aborted, too. If not, a main thread in one of them stays
+    there.
     """
     match effect:
         case Decide(after=after, proposal=proposal):

@@ -1,7 +1,7 @@
-"""What a participant's memory really holds, followed beside the core. Pure.
+"""Model the real contents of a participant's memory, beside the core. Pure.
 
-The core only tracks a lineage: what the state *should* be. A modelled main thread carries one of
-these and does to it what the real one does to tensors, so that a wrong order of effects shows as
+The core only tracks a lineage: what the state *should* be. A modelled main thread carries a `Bits`
+and applies to it what the real main thread does to tensors. So a wrong order of effects shows as
 different digests at equal lineage (invariant ``replicas_equal``).
 """
 
@@ -21,11 +21,11 @@ def _mix(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """``content`` stands for parameters, optimizer state and buffers as committed txns left them.
+    """The modelled state. ``content`` stands for the parameters, optimizer state and buffers.
 
-    ``open`` is the txn whose attempt has touched buffers, RNG and gradients since they were last
-    put back; ``stain`` names whoever's fault makes that attempt's gradients differ from the peers'.
-    ``marks`` tell what got into the content that no commit put there: (what, whose).
+    ``open`` is the txn whose attempt has changed buffers, RNG and gradients since they were last
+    restored. ``stain`` names the participant whose fault makes that attempt's gradients differ from
+    the peers'. ``marks`` records changes of the content that no commit made: (change, participant).
     """
 
     content: str
@@ -35,26 +35,27 @@ class Bits:
 
     @property
     def digest(self) -> str:
-        """What a real digest would tell apart. Begins with a participant where it is not clean."""
+        """Digest of the state, as a real one would be. It begins with a participant if it has
+        marks."""
         if not self.marks:
             return self.content
         return f"{self.marks[0][1]}:{self.content}:{'+'.join(what for what, _ in self.marks)}"
 
     def begin(self, who: Peer, token: Token) -> Bits:
-        """The body starts to compute. What an earlier attempt left behind stays in for good."""
+        """Start the step function. Leftovers of an earlier attempt become permanent."""
         marks = self.marks if self.open is None else (*self.marks, ("left over", who))
         return Bits(self.content, token, None, marks)
 
     def spoil(self, who: Peer) -> Bits:
-        """A reduction failed or was skipped: these gradients are not those of the peers."""
+        """Mark a failed or skipped reduction: these gradients are not those of the peers."""
         return replace(self, stain=who)
 
     def restored(self) -> Bits:
-        """The start of the step is back."""
+        """Return to the start of the step."""
         return Bits(self.content, marks=self.marks)
 
     def applied(self, who: Peer, token: Token) -> Bits:
-        """The optimizer step is done, with the gradients that are there."""
+        """Finish the optimizer step, with the gradients that are there."""
         marks = self.marks
         if self.open != token:
             marks = (*marks, ("gradients of another txn", who))
@@ -63,26 +64,27 @@ class Bits:
         return Bits(_mix(self.content, token.epoch, token.txn), marks=marks)
 
     def skipped(self, token: Token) -> Bits:
-        """The txn is committed as a skip: what belongs to one (the scaler's word) is done."""
+        """Commit the txn as a skip, which still updates the gradient scaler."""
         return Bits(_mix(self.content, token.epoch, token.txn, "skip"), marks=self.marks)
 
     def corrupted(self, who: Peer) -> Bits:
-        """Something has changed the content that nobody was to change."""
+        """Change the content wrongly."""
         return replace(self, marks=(*self.marks, (CORRUPT, who)))
 
     @property
     def told(self) -> str | None:
-        """The digest after a step; none while only votes could tell that the state is corrupted."""
+        """Digest reported after a step; None if the state is corrupted, which only votes can
+        show."""
         return None if any(what == CORRUPT for what, _ in self.marks) else self.digest
 
     def torn(self, who: Peer) -> Bits:
-        """A step or a fetch was half done."""
+        """Mark a step or a fetch as half done."""
         return Bits(self.content, marks=(*self.marks, ("torn", who)))
 
     def fetched(self, source: Bits) -> Bits:
-        """A peer's state, as it is there now."""
+        """Take over a peer's present state."""
         return Bits(source.content, marks=source.marks)
 
     def learnt(self, source: Bits) -> Bits:
-        """A peer's state under the gradients that are here: those of the txn that is open."""
+        """Take over a peer's state, and keep the gradients of the txn that is open here."""
         return replace(self, content=source.content, marks=source.marks)

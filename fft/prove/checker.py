@@ -1,10 +1,14 @@
-"""``fft check``: every reachable state of a model within its bounds, breadth first.
+"""``fft check``: explore every reachable state of a model within its bounds, breadth first.
 
-Pure. Three kinds of properties. *Always*: the invariants, and that no event is refused, hold at
-every step. *Sometimes*: every row of the table is taken, and what users wait for happens.
-*Eventually*: from every state, faults over, everyone decides and the job goes on; decided on the
-whole graph, where a state from which no sequence of free steps leads to a settled state is a
-violation. A counterexample is the shortest there is.
+Pure. There are three kinds of properties:
+
+- *Always*: the invariants hold at every step, and no event is refused.
+- *Sometimes*: every row of the table is taken, and the outcomes that users wait for happen.
+- *Eventually*: from every state, once faults have stopped, every participant decides and the job
+  goes on. This is decided on the whole graph: a state from which no sequence of free steps leads to
+  a settled state is a violation.
+
+A counterexample is as short as possible.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ class Violation:
     name: str
     text: str
     path: list[tuple[int, str]]
-    """(index of the process or -1, what it does), from the first state."""
+    """(index of the process or -1, action) of each step from the first state."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What one search found."""
+    """Result of one search."""
 
     bounds: Bounds
     states: int = 0
@@ -55,11 +59,11 @@ class Result:
     complete: bool = False
     """Every state within the bounds was expanded."""
     checks: Counter[str] = field(default_factory=Counter)
-    """Invariant: claims weighed."""
+    """Invariant → number of claims checked."""
     rows: set[str] = field(default_factory=set)
-    """Places of those that were taken."""
+    """Places of the rows that were taken."""
     happened: Counter[str] = field(default_factory=Counter)
-    """What a step was called: how often."""
+    """Name of a step → number of times that it was taken."""
     settled: int = 0
     violation: Violation | None = None
 
@@ -68,7 +72,8 @@ class Search:
     """One breadth-first search.
 
     Args:
-        limit: states; the search stops there and says that it is not complete.
+        model: The transition system.
+        limit: Maximum number of states; a search that reaches it is not complete.
     """
 
     def __init__(self, model: Model, limit: int | None = None) -> None:
@@ -84,7 +89,7 @@ class Search:
         self._sound: dict[tuple[Any, ...], bool] = {}
 
     def run(self, progress: Progress | None = None) -> Result:
-        """Search until all states are expanded, something is broken, or the limit is reached."""
+        """Search until all states are expanded, a property is broken, or the limit is reached."""
         began, result = time.perf_counter(), self.result
         try:
             self._find(self.model.initial(), -1)
@@ -145,7 +150,7 @@ class Search:
         return None
 
     def _violation(self, at: int, what: str, name: str) -> Violation:
-        """The step from a state that breaks a property, under the names that the run has there."""
+        """Return the violation of a step, with the names that the run has at that state."""
         path = list(self._path(at))
         state = self.model.initial()
         for who, done in path:
@@ -159,7 +164,7 @@ class Search:
     # --- settled states ---
 
     def _is_settled(self, state: State) -> bool:
-        """Everyone has decided; the job is as far as the bounds let it get, or cannot go on."""
+        """Whether every participant has decided, and the job is at its bounds or cannot go on."""
         model = self.model
         nodes = [model.nodes[i] for i in state[: model.size]]
         if any(n.pending or n.inbox or n.mail or n.done >= 0 for n in nodes):
@@ -172,14 +177,18 @@ class Search:
         return found
 
     def _views(self, state: State) -> list[tuple[int, Local]]:
-        """(index, local state) of those who are there."""
+        """Return (index, local state) of the processes that live."""
         model = self.model
         nodes = [model.nodes[i] for i in state[: model.size]]
         return [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
 
     def _gives_up(self, state: State, step: Step) -> bool:
-        """Ending for want of an epoch is no way out while those who live could form one; nor for
-        want of another scope whose register says that it has committed enough."""
+        """Whether the step ends a process although the job could go on.
+
+        Ending because there is no epoch is not a way out while the live processes could form one.
+        Ending because of another scope is not a way out if that scope's register has enough
+        commits.
+        """
         if step.what not in ("timer quorum", "timer flow_limit"):
             return False
         shared = self.model.shared[state[self.model.size]]
@@ -192,7 +201,7 @@ class Search:
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:
-        """The first state from which no free steps lead to a settled one."""
+        """Return the first state from which no free steps lead to a settled one."""
         reach = np.frombuffer(bytes(self._settled), dtype=np.uint8).astype(bool)
         if reach.all():
             return None
@@ -216,7 +225,7 @@ class Search:
         return Violation("eventually", text, list(self._path(first)))
 
     def describe(self, state: State) -> str:
-        """Where everyone stands."""
+        """Describe the state of every participant."""
         model, parts = self.model, []
         for who in range(model.size):
             node = model.node(state, who)
@@ -231,7 +240,8 @@ class Search:
     # --- counterexamples ---
 
     def _path(self, at: int) -> Iterator[tuple[int, str]]:
-        """Steps from the first state to one that is like the given one but for names of groups."""
+        """Yield the steps from the first state to one that equals ``at`` except for the names of
+        groups."""
         chain = [at]
         while self._parent[chain[-1]] >= 0:
             chain.append(self._parent[chain[-1]])
@@ -239,7 +249,7 @@ class Search:
         state = self._order[chain[0]]
         for number in chain[1:]:
             wanted = self._order[number]
-            # Which of several quiet steps comes first depends on the names: look among all.
+            # The names determine which of several quiet steps comes first, so search all of them.
             for step in self.model.steps(state, every=True):
                 if not step.broken and self.model.canonical(step.state) == wanted:
                     yield step.who, step.what
@@ -260,13 +270,13 @@ class Search:
 
 def _settled(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
     done = all(_at_bound(bounds, s) or _has_done(bounds, s) for _, s in views)
-    if shared.bus != "up":  # out, or with nothing left to ask the bus for
+    if shared.bus != "up":  # gone, or no participant needs the bus any more
         return shared.bus == "gone" and done
     inside = [s for _, s in views if s.epoch is not None]
     if any(s.role == "apart" for _, s in views) and not inside:
         return _settled_apart(bounds, shared, views)
-    # Who has nothing left to do within the bounds would learn of a newer record at its next
-    # decision: nobody can be asked to go on without it.
+    # A participant at its bound would receive a newer record only at its next decision, so the
+    # others cannot be required to go on without it.
     unaware = [s for s in inside if _at_bound(bounds, s) and s.head != shared.head]
     if unaware:
         return all(s.vote is None or s in unaware for _, s in views)
@@ -276,9 +286,10 @@ def _settled(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> boo
 
 
 def _settled_apart(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    """The same of an asynchronous job, in which nobody is in an epoch.
+    """Whether an asynchronous job without a participant in an epoch is settled.
 
-    Who stands apart has done what the bounds let it do; those who ask may have to wait for it.
+    A group in its local phase has done everything within the bounds; groups that ask to synchronize
+    may have to wait for it.
     """
     done = all(s.role == "joining" or _has_done(bounds, s) for _, s in views)
     return done and shared.head is not None and shared.head.step >= bounds.commits
@@ -293,12 +304,12 @@ def _at_bound(bounds: Bounds, s: Local) -> bool:
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:
-    """Nobody has anything undecided; they wait for groups that may still come."""
+    """Whether all decisions are known, and all participants wait for groups that may still come."""
     return all(s.vote is None and s.role in ("joining", "healing") for _, s in views)
 
 
 def _can_go_on(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    """Whether enough whole live groups are there, and hold, together, the state of the head."""
+    """Whether enough whole groups live and hold, together, the state of the head."""
     head = shared.head
     by_group: dict[int, list[Local]] = {}
     for i, s in views:
@@ -312,7 +323,7 @@ def _can_go_on(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> b
 
 
 def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Part]]:
-    """(place, row) of every row of a spec, and of every guarded part of a sequence."""
+    """Yield (place, row) for every row of a spec, and every guarded part of a sequence."""
     for place, owner in spec.row_owners():
         at = ".".join(place)
         for event, rows in owner.on.items():
@@ -336,9 +347,17 @@ def search(
     only: Collection[str] = (),
     thread: ThreadTable | None = None,
 ) -> tuple[Search, Result]:
-    """Check a spec within bounds. ``only``: names of the properties to evaluate; () for all.
+    """Check a spec within bounds.
 
-    ``thread``: the main threads' table, if not the one that is shipped.
+    Args:
+        spec: The table.
+        bounds: Bounds of the search.
+        participant: The class that runs the core.
+        world: Behaviour of bus and main threads.
+        limit: Maximum number of states.
+        progress: Called from time to time with the progress.
+        only: Names of the properties to evaluate; () for all.
+        thread: The main threads' table, if not the shipped one.
     """
     made = Search(Model(spec, bounds, participant, world, only, thread), limit)
     return made, made.run(progress)

@@ -1,7 +1,7 @@
-"""Virtual time: a heap of what will happen, in an order that a seed decides alone. Pure.
+"""Virtual time: a heap of planned events, whose order depends only on a seed. Pure.
 
-Nothing here reads the real clock, and nothing is ordered by an address or a hash: two things due
-at one instant happen in the order in which they were planned.
+Nothing here reads the real clock, and no order depends on an address or a hash: two events due at
+the same instant happen in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 
 class Owner(Protocol):
-    """Whose doing it is: what a dead process had planned never happens, a stopped one waits."""
+    """The process that planned an event: a dead process's events never happen, a stopped one's
+    wait."""
 
     alive: bool
     stopped: bool
@@ -20,7 +21,7 @@ class Owner(Protocol):
 
 
 class Clock:
-    """Now, in virtual seconds from 0, and what is planned."""
+    """The current time, in virtual seconds from 0, and the planned events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,12 +31,13 @@ class Clock:
     def after(
         self, delay: float, owner: Owner | None, action: Callable[..., None], *args: Any
     ) -> None:
-        """Plan ``action(*args)`` in ``delay`` seconds; it is ``owner``'s doing, or the world's."""
+        """Plan ``action(*args)`` in ``delay`` seconds, for ``owner``, or for the world if that is
+        None."""
         self._planned += 1
         heappush(self._heap, (self.now + delay, self._planned, owner, action, args))
 
     def turn(self) -> bool:
-        """Let the next thing happen. False: nothing is planned."""
+        """Run the next event. Returns False if nothing is planned."""
         if not self._heap:
             return False
         self.now, _, owner, action, args = heappop(self._heap)

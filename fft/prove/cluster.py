@@ -1,8 +1,8 @@
 """A whole job in memory, event by event: the shipped core over a modelled bus and register.
 
-Uses core, machine and spec only. The caller decides when messages are delivered, when main
-threads answer, and who crashes; ``settle`` lets everything run until nobody has anything to do.
-The wall does not exist here: timers fire when the caller says so.
+Uses core, machine and spec only. The caller decides when messages are delivered, when main threads
+answer, and which processes crash; ``settle`` runs until no event is left. There is no real time
+here: timers fire when the caller requests it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 
 _FETCHED = 100
-"""Bytes of a state."""
+"""Size of a state, in bytes."""
 
 Observer = Callable[["Node", Local, Event, Outcome], None]
 
 
 @dataclass
 class Node:
-    """One participant with what its engine and main thread would hold."""
+    """One participant, with the state that its engine and main thread would hold."""
 
     participant: Participant
     local: Local
@@ -83,17 +83,17 @@ class Node:
     fetched: int = 0
     heals: list[Heal] = field(default_factory=list)
     learning: Heal | None = None
-    """Of a learner: what its state is on its way for."""
+    """The heal that a learner is still fetching its state for."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
     def peer(self) -> Peer:
-        """Who this is."""
+        """Identity of the participant."""
         return self.participant.config.me
 
     @property
     def state(self) -> str:
-        """FSM state."""
+        """State of the state machine."""
         return outermost(self.local.state)
 
 
@@ -106,7 +106,7 @@ class Cluster:
         self.nodes: dict[Peer, Node] = {}
         self.head: Record | None = None
         self.history: list[Record] = []
-        """Every value the register ever had."""
+        """Every value that the register ever had."""
         self.ballots: dict[Token, dict[Peer, Vote]] = {}
         self.scopes: dict[str, ScopeRecord] = {}
         """Newest records of other scopes."""
@@ -147,7 +147,13 @@ class Cluster:
         return node
 
     def crash(self, node: Node, tell: bool = True, replaced: bool = False) -> None:
-        """SIGKILL; ``tell``: a supervisor sees it. ``replaced``: it starts another in its place."""
+        """Kill the process, as by SIGKILL.
+
+        Args:
+            node: The process.
+            tell: A supervisor reports the death.
+            replaced: The report adds that another process takes its place.
+        """
         node.alive = False
         node.inbox.clear()
         c = node.participant.config
@@ -155,7 +161,7 @@ class Cluster:
             self.broadcast(Death(*c.me[:2], c.pid, c.host, "sim", replaced=replaced))
 
     def live(self) -> list[Node]:
-        """Nodes that have neither crashed nor finished."""
+        """Return the nodes that have neither crashed nor finished."""
         return [n for n in self.nodes.values() if n.alive and n.finished is None]
 
     # --- running ---
@@ -192,7 +198,7 @@ class Cluster:
         raise RuntimeError(f"not settled after {limit} events")
 
     def fire(self, name: str, nodes: Iterable[Node] | None = None) -> None:
-        """Let the timer ``name`` fire wherever it is armed."""
+        """Let the timer ``name`` fire on every node where it is armed."""
         for node in list(nodes or self.live()):
             if timer := node.timers.pop(name, None):
                 self.post(node, Timer(timer.name, timer.serial))
@@ -206,7 +212,7 @@ class Cluster:
         skip: bool = False,
         digest: str | None = None,
     ) -> None:
-        """Every main thread that is in a txn finishes its body well."""
+        """Let every main thread that is in a txn finish its step function successfully."""
         for node in list(nodes or self.live()):
             if node.txn is not None:
                 manifest = Manifest(count=reductions, bytes=4 * reductions, shapes="x")
@@ -215,18 +221,18 @@ class Cluster:
                 self.post(node, done)
 
     def learn(self, node: Node) -> None:
-        """The state that a learner fetches is there."""
+        """Deliver the state that a learner fetches."""
         if node.learning is not None:
             self.post(node, Healed(node.learning.record.epoch, _FETCHED))
             node.learning = None
 
     def fail(self, node: Node, cause: str = "boom") -> None:
-        """The node's body raises."""
+        """Let the node's step function raise."""
         token = node.txn.token if node.txn else node.local.token
         self.post(node, Fault(token, cause))
 
     def step(self, limit: int = 100_000) -> None:
-        """One whole txn everywhere: settle, compute, settle."""
+        """Run one whole txn on all nodes: settle, compute, settle."""
         self.settle(limit)
         self.compute()
         self.settle(limit)
@@ -308,7 +314,7 @@ class Cluster:
 
     apply_fails: frozenset[Peer] = frozenset()
     restore_fails: frozenset[Peer] = frozenset()
-    """Whose rollback cannot put everything back."""
+    """Participants whose rollback cannot restore everything."""
 
     def _apply(self, node: Node, effect: Apply) -> None:
         token = node.local.token

@@ -28,7 +28,8 @@ def _flowing(
 
 
 def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
-    """``in_flow``, wrong by ``more`` slices for whoever follows another scope, or leads one."""
+    """Return an ``in_flow`` that is wrong by ``more`` slices for a scope that follows (or leads)
+    another."""
 
     def in_flow(s: Local, c: Config, event: Event) -> bool:
         first, after = slices_due(s, c)
@@ -41,34 +42,34 @@ def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
 
 
 def _by_steps(s: Local, c: Config, event: Event) -> bool:
-    """``in_flow``, for which a skipped step has taken nothing."""
+    """Act as an ``in_flow`` that assumes that a skipped step has taken nothing."""
     groups = participants(s, c)
     first = step_due(s) * groups
     return all(e.seen.allows(first, first + groups) for e in s.elsewhere)
 
 
 def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A scope that all have left counts as one that goes on."""
+    """Treat a scope that all groups have left as one that goes on."""
     assert isinstance(event, ScopeRecord)
     return EFFECTS["note_scope"](s, c, event) if event.groups else ()
 
 
 def _records_only(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """That all have left since the newest record of a scope says nothing."""
+    """Ignore the message that all groups have left since the newest record of a scope."""
     assert isinstance(event, ScopeRecord)
     is_new = any(e.scope == event.scope and event.n > e.n for e in s.elsewhere)
     return EFFECTS["note_scope"](s, c, event) if is_new else ()
 
 
 def _one_more(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What another scope has begun counts as taken."""
+    """Count slices that another scope has begun as taken."""
     EFFECTS["note_scope"](s, c, event)
     s.elsewhere = tuple(replace(e, cursor=e.cursor + 1) for e in s.elsewhere)
     return ()
 
 
 def _newest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What an older record of more groups has allowed is forgotten."""
+    """Forget what an older record with more groups has allowed."""
     assert isinstance(event, ScopeRecord)
     s.elsewhere = tuple(
         replace(e, n=event.n, cursor=event.cursor, takers=event.takers, groups=event.groups)
@@ -84,7 +85,7 @@ def _nothing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _votes(**wrong: Callable[[Local, Config], object]) -> Callable[..., Iterable[Effect]]:
-    """``note_vote``, with other values in the vote."""
+    """Return a ``note_vote`` that puts other values into the vote."""
 
     def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         EFFECTS["note_vote"](s, c, event)

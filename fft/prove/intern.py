@@ -1,8 +1,7 @@
-"""Numbers for values, the renaming of groups in values, and which facts may be dropped: what makes
-a large search affordable.
+"""Numbers for values, the renaming of groups in values, and the facts that may be dropped.
 
-Pure. Equal values get equal numbers, so that states are short tuples of numbers and everything
-computed about a value can be kept under its number.
+These make a large search affordable. Pure. Equal values get equal numbers, so that states are short
+tuples of numbers, and everything computed about a value can be cached under its number.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Interner(Generic[T]):
-    """Value ↔ number, from 0."""
+    """A bijection between values and numbers from 0."""
 
     def __init__(self) -> None:
         self._ids: dict[T, int] = {}
         self.values: list[T] = []
 
     def id(self, value: T) -> int:
-        """The number of a value; a new one for a value that is new."""
+        """Return the number of a value; a new value gets a new number."""
         found = self._ids.get(value)
         if found is None:
             found = self._ids[value] = len(self.values)
@@ -45,9 +44,9 @@ _LOCAL_FIELDS = tuple(f.name for f in dataclasses.fields(Local))
 
 
 def freeze(local: Local) -> tuple[Hashable, ...]:
-    """A hashable form of a participant's state; ``thaw`` is its inverse.
+    """Return a hashable form of a participant's state; ``thaw`` is its inverse.
 
-    Left out is what no guard ever reads: texts, the clock, and how often timers were armed.
+    It omits what no guard ever reads: texts, the clock, and the number of armed timers so far.
     """
     values = []
     for name in _LOCAL_FIELDS:
@@ -67,7 +66,7 @@ def freeze(local: Local) -> tuple[Hashable, ...]:
 
 
 def thaw(frozen: tuple[Any, ...]) -> Local:
-    """The state that ``freeze`` was given, timers numbered anew."""
+    """Return the state that ``freeze`` was given, with timers renumbered."""
     values = dict(zip(_LOCAL_FIELDS, frozen, strict=True))
     timers = values["timers"]
     values["timers"] = {name: i for i, name in enumerate(timers, 1)}
@@ -83,10 +82,10 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 class Renamer:
-    """Values as they would be if the groups had other names. Groups are called by one letter.
+    """A function that returns values with other group names. Groups are named by one letter.
 
-    Also renames what is written with a group's name in front: ``A.1`` (stores, hosts), ``A/0#1``
-    (participants as text). Lists that the protocol keeps in the order of group names stay so.
+    It also renames texts that begin with a group's name: ``A.1`` (stores, hosts), ``A/0#1``
+    (participants as text). Lists that the protocol keeps in the order of group names stay sorted.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -94,7 +93,7 @@ class Renamer:
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The value under the new names; the same object if nothing in it has a name."""
+        """Return the value under the new names; the same object if it contains no name."""
         if isinstance(value, str):
             if value[:1] in self._names and (len(value) == 1 or value[1] in "./"):
                 return self._names[value[0]] + value[1:]
@@ -132,7 +131,7 @@ class Renamer:
 
 
 def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:
-    """Whether a later move can still speak of ``key``."""
+    """Whether a later move can still refer to ``key``."""
     match key[0]:
         case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
             return bool(key[1].epoch >= epoch)
@@ -147,7 +146,7 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
         case "heard":
             return True  # of another scope; there are few
         case "bases":
-            return False  # only the notes of data loaders ask for it, which no model has
+            return False  # only the notes of data loaders use it, and no model has these
         case "digest":
             return key[2] in lineages
         case "held" | "leases":

@@ -1,4 +1,4 @@
-"""Planted bugs in how leases on the data are granted, kept, given back and consumed. Pure data."""
+"""Planted bugs in how leases on the data are granted, kept, returned and consumed. Pure data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _leased(name: str, what: str, bounds: Bounds, participant: type[Participant]
 
 
 def _epochs(other: Callable[[Local, Record], Record]) -> dict[str, Action]:
-    """What proposes an epoch, with another record."""
+    """Return the actions that propose an epoch, with a changed record."""
     return proposing("propose_epoch", other) | proposing("propose_learners", other)
 
 
 def _twice(s: Local, record: Record) -> Record:
-    """All hold a lease on the first slice."""
+    """Give all groups a lease on the first slice."""
     first = min(record.leases)
     return replace(record, leases=tuple(Lease(first.slice, *own[1:]) for own in record.leases))
 
 
 def _exchanged(s: Local, record: Record) -> Record:
-    """What was kept goes on to the next one in the list."""
+    """Pass each kept lease on to the next group in the list."""
     slices = [lease.slice for lease in record.leases]
     turned = [*slices[1:], *slices[:1]]
     moved = zip(turned, record.leases, strict=True)
@@ -41,7 +41,7 @@ def _exchanged(s: Local, record: Record) -> Record:
 
 
 def _to_all(s: Local, record: Record) -> Record:
-    """Learners, too, are given a lease, for the txn that they do not contribute to."""
+    """Grant learners a lease too, for the txn that they do not contribute to."""
     held = {lease.group for lease in record.leases}
     late = [g for g in record.members if g.group not in held]
     new = [Lease(record.cursor + i, g.group, g.store) for i, g in enumerate(late)]
@@ -50,7 +50,7 @@ def _to_all(s: Local, record: Record) -> Record:
 
 
 def _kept_by_all(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A rank keeps its leases through a commit."""
+    """Let a rank keep its leases through a commit."""
     leases = s.leases
     effects = list(EFFECTS["note_applied"](s, c, event))
     s.leases = leases

@@ -1,10 +1,10 @@
 """A whole job as a transition system: the shipped core and table over a bus that may fail.
 
-Pure. A state is a short tuple of numbers (``fft.prove.intern``); ``Model.steps`` gives every step
+Pure. A state is a short tuple of numbers (``fft.prove.intern``); ``Model.steps`` yields every step
 that a participant, its main thread, the bus or a fault can take next. Engines are modelled as in
-``fft.engine.loop``: the effects of an event are carried out in order, one step for each that others
-can see (broadcast, read, decide, vote), so that anybody can act, and crash, between two of them;
-answers are handled after the effects and before anything else. Real time does not exist: a timer
+``fft.engine.loop``: the effects of an event are carried out in order, with one step for each that
+others can see (broadcast, read, decide, vote). So any process can act, and crash, between two of
+them. Answers are handled after the effects and before anything else. There is no real time: a timer
 may fire early as a fault, or when nothing else can happen.
 """
 
@@ -77,14 +77,16 @@ from fft.prove.turned import GROUPS, Turned
 from fft.util.errors import ProtocolError
 
 SUCCESSOR = 100
-"""So much higher is the incarnation of who comes for a lost rank; its group's store is the same."""
+"""Difference between the incarnations of a lost rank and its successor; their group's store is the
+same."""
 _POLLS = {"flow_interval"}
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
-"""What a process is to hear, and what a step is called that takes the first of it."""
+"""The queues of incoming messages, and the name of the step that takes the first message of
+each."""
 
 
 Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
-"""What a main thread says of its work."""
+"""Events by which a main thread reports on its work."""
 View = tuple[int, int | None, int, str]
 
 
@@ -95,12 +97,12 @@ class _Handled(NamedTuple):
     refused: str
     outcome: Outcome
     kept: frozenset[str]
-    """Timers that are armed as they were before."""
+    """Timers that stay armed as they were before."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """What one node's turn has come to so far."""
+    """The results of one node's turn so far."""
 
     node: Node
     shared: Shared
@@ -115,9 +117,12 @@ class Model:
     """The transition system of a spec within bounds.
 
     Args:
-        participant: the class that runs the core; planted bugs are subclasses.
-        only: names of the properties to evaluate, ``protocol`` among them; by default all.
-        thread: the main threads' table.
+        spec: The table.
+        bounds: Bounds of the search.
+        participant: The class that runs the core; planted bugs are subclasses.
+        world: Behaviour of bus and main threads.
+        only: Names of the properties to evaluate, which may include ``protocol``; by default all.
+        thread: The main threads' table.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class Model:
         self.places = bounds.groups * bounds.ranks
         twin = dict(bounds.budget).get("twin", 0) > 0
         self.size = self.places + (bounds.ranks if twin else 0)
-        """Places, and those of a twin of group A behind them."""
+        """Number of places, including those of a twin of group A, which come last."""
         self.nodes: Interner[Node] = Interner()
         self.shared: Interner[Shared] = Interner()
         self.budgets: Interner[tuple[int, ...]] = Interner()
@@ -163,7 +168,8 @@ class Model:
         self._rung: dict[tuple[int, int, str], Act] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: bounds.groups]
-        # Unlike lineages, and the first leases, go by the groups' names: no symmetry to fold.
+        # Different lineages, and the first leases, depend on the groups' names, so symmetry is not
+        # used.
         named = twin or not bounds.alike or (spec.is_periodic and not bounds.formed)
         turns = [] if named else list(permutations(names))[1:]
         self._turned = [Turned(self, dict(zip(names, p, strict=True))) for p in turns]
@@ -171,11 +177,11 @@ class Model:
     # --- participants ---
 
     def peer(self, who: int, inc: int) -> Peer:
-        """The participant at an index."""
+        """Return the participant at an index."""
         return Peer(GROUPS[who % self.places // self.bounds.ranks], who % self.bounds.ranks, inc)
 
     def participant(self, who: int, inc: int) -> Participant:
-        """Its core."""
+        """Return the core of the participant at an index."""
         found = self._participants.get((who, inc))
         if found is None:
             me = self.peer(who, inc)
@@ -202,7 +208,7 @@ class Model:
         return found
 
     def _born(self, who: int, inc: int, alike: bool | None = None) -> Node:
-        """A process that has just connected."""
+        """Return a process that has just connected."""
         alike = self.bounds.alike if alike is None else alike
         lineage = GENESIS if alike else f"{self.peer(who, inc).group}.{inc}"
         local = self.participant(who, inc).initial(lineage)
@@ -211,7 +217,7 @@ class Model:
     # --- first state ---
 
     def initial(self) -> State:
-        """The state that the search begins with."""
+        """Return the state that the search begins with."""
         state = self._fresh()
         if not self.bounds.formed:
             return state
@@ -222,10 +228,11 @@ class Model:
         return self._after_loss(state) if self.bounds.lost else state
 
     def _goes_on(self, state: State) -> State | None:
-        """What comes next where nobody does anything wrong and all bodies take long."""
+        """Return the next state without faults, while all step functions are still running."""
         steps = self.steps(state, faults=False)
         step = next((s for s in steps if not s.what.startswith(("body ends", "timer"))), None)
-        return None if step is None or step.broken else step.state  # what breaks is to be found
+        # a violation is left for the search to find
+        return None if step is None or step.broken else step.state
 
     def _after_loss(self, state: State) -> State:
         who = self.bounds.ranks - 1
@@ -252,16 +259,18 @@ class Model:
         )
 
     def node(self, state: State, who: int) -> Node:
-        """A node of a state."""
+        """Return a node of a state."""
         return self.nodes[state[who]]
 
     # --- steps ---
 
     def steps(self, state: State, faults: bool = True, every: bool = False) -> Iterator[Step]:
-        """Every step that can be taken in ``state``; ``faults``: those that faults take, too.
+        """Yield every step that can be taken in ``state``.
 
         Args:
-            every: leave out none that may as well come later.
+            state: The state.
+            faults: Include the steps that faults take.
+            every: Do not leave out steps that may as well come later.
         """
         size = self.size
         shared_id, left_id = state[size], state[size + 1]
@@ -294,14 +303,15 @@ class Model:
             yield from self._restarts(state, left)
 
     def _quiet(self, state: State, shared_id: int, left_id: int) -> tuple[int, Act] | None:
-        """An act that may as well come before everything else that can happen, if there is one.
+        """Return an act that may as well come before everything else that can happen, if there is
+        one.
 
-        Hearing a message that is only noted down (no row but its own, no effect, no fact) gives the
-        same in any order with what else can happen here or elsewhere, as long as no fault is left
-        that touches messages, timers or the bus. Such confluent steps can be taken first, alone,
+        The receipt of a message that is only stored (no row but its own, no effect, no fact) has
+        the same result in any order with other steps here or elsewhere, as long as no fault is left
+        that affects messages, timers or the bus. Such confluent steps can be taken first, alone,
         without loss (partial order reduction; Groote & van de Pol, *State space reduction using
-        partial tau-confluence*). What a note leaves behind of somebody who has meanwhile ended, or
-        been left behind, is read by no guard. A decision that is known already says nothing, now or
+        partial tau-confluence*). The stored message of a process that has meanwhile ended, or been
+        left behind, is read by no guard. A decision that is known already has no effect, now or
         later, whatever faults are left.
         """
         calm = self._calm(left_id) and self.shared[shared_id].bus == "up"
@@ -357,7 +367,7 @@ class Model:
         return act if notes and len(rows) <= 1 else None
 
     def _acts(self, who: int, state: State, shared_id: int, left_id: int) -> Iterable[Act]:
-        """What the process at an index can do, or suffer, by itself."""
+        """Return the acts that the process at an index can do, or suffer, by itself."""
         node_id = state[who]
         node = self.nodes[node_id]
         if node.local < 0:
@@ -378,11 +388,12 @@ class Model:
         return (*found, *(here.healing(nodes) if at == "connecting" else here.learning(nodes)))
 
     def _timers_when_idle(self, state: State, shared: Shared) -> Iterator[Step]:
-        """Nothing else can happen: time passes until a timer fires.
+        """Yield the timers that can fire when nothing else can happen, so that time passes.
 
-        Of two timers of which one is at least twice as long, the shorter fires first; a longer one
-        when a shorter one has fired since it was armed. A poll, which goes on as long as a wait, is
-        no measure of the time of others: theirs are put off by answers that come as often.
+        If one of two timers is at least twice as long, the shorter fires first. A longer one fires
+        once a shorter one has fired since it was armed. A poll repeats for as long as a wait lasts,
+        so it does not measure the time of other nodes: answers that come as often postpone their
+        timers.
         """
         lasts, gone = self.spec.timeouts, shared.bus == "gone"
         armed = [(who, n) for who in range(self.size) for n in self._armed(state[who], gone)]
@@ -399,7 +410,7 @@ class Model:
             yield self._close(who, self._fired(who, older[who], name), tuple(older))
 
     def _armed(self, node_id: int, gone: bool) -> tuple[str, ...]:
-        """The timers of a node that time alone can let fire."""
+        """Return the timers of a node that time alone can let fire."""
         found = self._timers.get((node_id, gone))
         if found is None:
             node, found = self.nodes[node_id], ()
@@ -438,7 +449,7 @@ class Model:
             yield self._close(-1, self._to_bus("bus forgets", empty, "forget"), state)
 
     def _elsewhere(self, state: State, shared: Shared) -> Iterator[Act]:
-        """What scopes that are not modelled may do next."""
+        """Yield the possible next acts of scopes that are not modelled."""
         nodes = [self.nodes[i] for i in state[: self.size]]
         there = [thaw(self.locals[node.local]) for node in nodes if node.local >= 0]
         asked = {peer.group for s in there for peer in s.leaving}
@@ -453,7 +464,7 @@ class Model:
         return Act(what, cost, -1, self.shared.id(shared))
 
     def _restarts(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
-        """A whole group comes back; what is left of it ends before."""
+        """Yield the restarts of whole groups; the rest of such a group ends first."""
         if left[1 + KINDS.index("restart")]:
             for first in range(0, self.places, self.bounds.ranks):
                 if not self._is_whole(state, first):
@@ -467,7 +478,7 @@ class Model:
         return all(self.node(state, first + r).local >= 0 for r in range(self.bounds.ranks))
 
     def _start(self, state: State, first: int, what: str, cost: str) -> Step:
-        """All ranks of a group start, as the newest incarnations of their identities."""
+        """Start all ranks of a group, as the newest incarnations of their identities."""
         ranks, after = self.bounds.ranks, list(state)
         same = [
             i for i in range(self.size) if i % self.places // ranks == first % self.places // ranks
@@ -478,7 +489,8 @@ class Model:
         return self._close(first, Act(what, cost, after[first]), tuple(after))
 
     def _replacements(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
-        """A process comes in the place of one that ended, as the others of its group live."""
+        """Yield the processes that can replace one that ended while other ranks of its group
+        live."""
         if not (left[0] and left[1 + KINDS.index("replace")]):
             return
         for who in range(self.places):
@@ -488,7 +500,8 @@ class Model:
                 yield self._replace(state, who, "replace")
 
     def _replace(self, state: State, who: int, cost: str | None = None) -> Step:
-        """A process comes in the place of one that ended. Its weights are nobody's."""
+        """Start a process in the place of one that ended. Its weights equal those of no other
+        process."""
         born = self._born(who, self.node(state, who).inc + SUCCESSOR, alike=False)
         return self._close(who, Act("is replaced", cost, self._begin(state, who, born)), state)
 
@@ -498,7 +511,7 @@ class Model:
         return self.nodes.id(turn.node)
 
     def _close(self, who: int, act: Act, state: State) -> Step:
-        """The state that an act leads to."""
+        """Return the step with the state that an act leads to."""
         size, after = self.size, list(state)
         if who >= 0:
             after[who] = act.node
@@ -540,13 +553,13 @@ class Model:
         spent = list(self.budgets[left_id])
         spent[0] -= 1
         spent[1 + KINDS.index(cost)] -= 1
-        # What is left of single kinds means nothing once the total is spent.
+        # The budgets of single kinds have no meaning once the total is spent.
         return self.budgets.id(tuple(spent) if spent[0] else (0,) * len(spent))
 
     # --- one turn of a node ---
 
     def _handle(self, turn: _Turn, who: int, event: int) -> None:
-        """Handle an event and carry out what nobody else can see, answers included."""
+        """Handle an event and carry out the effects that others cannot see, including answers."""
         node = turn.node
         key = (who, node.inc, node.local, event)
         found = self._handled.get(key)
@@ -565,7 +578,7 @@ class Model:
         before = thaw(self.locals[local])
         try:
             after, out = participant.handle(before, happened, 0.0)
-        except Exception as error:  # noqa: BLE001  (whatever the core raises is a finding)
+        except Exception as error:  # noqa: BLE001  (anything that the core raises is a finding)
             text = f"the core raises {type(error).__name__}: {error}"
             out, kept = Outcome("refused", text), frozenset(before.timers)
             return _Handled(local, (), self.claims.id(()), text, out, kept)
@@ -598,11 +611,12 @@ class Model:
     # --- main threads ---
 
     def at(self, node: Node) -> Role:
-        """What the main thread is at."""
+        """Return the role of the main thread's state."""
         return self.thread.role(node.thread)
 
     def move(self, turn: _Turn, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """An event of the main thread happens, if its table has a row. What there is to do."""
+        """Apply an event to the main thread, if its table has a row. Returns the effects to carry
+        out."""
         key = (turn.node.thread, event, frozenset(facts))
         found = self._reactions.get(key)
         if found is None:
@@ -618,7 +632,7 @@ class Model:
         return found.effects
 
     def _obey(self, turn: _Turn, who: int, command: AnyEffect) -> None:
-        """The main thread hears a command, at whatever it is, and leaves that."""
+        """Pass a command to the main thread, which interrupts its present work."""
         is_busy = self.at(turn.node) not in ("idle", "waiting")
         if is_busy and isinstance(command, Restore) and command.cause == BLOCKED:
             turn.node = turn.node._replace(source=None, stuck=True)  # nothing frees it
@@ -629,7 +643,7 @@ class Model:
     def _carry_out(self, effect: str, node: Node, who: int, command: AnyEffect) -> Node:
         match effect, command:
             case "restore", Restore(token=token):
-                # who may say that a fetch has failed knows which
+                # Only a thread that can report a failed fetch has the epoch of the fetch.
                 fetch = node.task[:1] if self.thread.has(node.thread, "heal_failed") else ()
                 return node._replace(source=None, task=(token, *fetch))
             case "apply", Apply(skip=skip):
@@ -642,7 +656,7 @@ class Model:
             case "connect", Fetch(epoch=epoch, group=group, late=late):
                 ranks = self.bounds.ranks
                 source = None if group is None else GROUPS.index(group) * ranks + who % ranks
-                if late:  # it has nothing to wait for but the others
+                if late:  # it waits only for the others
                     return node._replace(task=(epoch, None), source=source)
                 return node._replace(task=(epoch, source), source=None)
             case "leave", Finish():
@@ -693,14 +707,15 @@ class Model:
         return None
 
     def is_excused(self, step: Step) -> bool:
-        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
+        """Whether the violation is excused: a bus that lost its memory may leave participants in
+        doubt."""
         gone = self.shared[step.state[self.size]].bus == "gone"
         return step.broken is not None and step.broken[0] == "decided" and gone
 
     # --- facts ---
 
     def weigh(self, facts: int, claims: tuple[int, ...]) -> tuple[int, tuple[str, str] | None]:
-        """Facts after claims, and the first claim that does not hold."""
+        """Return the facts after the claims, and the first claim that does not hold."""
         found = self._weighed.get((facts, claims))
         if found is None:
             found = self._weighed[facts, claims] = self._weigh(facts, claims)
@@ -726,13 +741,13 @@ class Model:
         return self.facts.id(frozenset(known.items())), None
 
     def local_epoch(self, node: Node) -> int:
-        """Epoch that a node stands in; 0: none."""
+        """Return the epoch of a node, or 0 if it is in none."""
         return 0 if node.local < 0 else max(0, self._view(node.local)[0])
 
     def _view(self, local: int) -> View:
-        """(epoch, number of the head, cursor, lineage) of a local state.
+        """Return (epoch, number of the head, cursor, lineage) of a local state.
 
-        The epoch of a participant outside, which may yet be in any that is newer than e, is -e - 1.
+        For a participant outside, which may still join any epoch newer than e, the epoch is -e - 1.
         """
         found = self._seen.get(local)
         if found is None:
@@ -746,7 +761,7 @@ class Model:
         return found
 
     def _forget(self, state: list[int]) -> None:
-        """Drop what no later move of anybody can speak of: old facts, and old ballots."""
+        """Drop facts and ballots that no later move can refer to."""
         size, epoch, record, cursor, lineages = self.size, NEVER, NEVER, NEVER, set()
         for number in state[:size]:
             view = self._node_view(number)
@@ -785,7 +800,8 @@ class Model:
     # --- symmetry ---
 
     def canonical(self, state: State) -> State:
-        """The smallest of the states that differ from ``state`` only in the names of groups."""
+        """Return the smallest of the states that differ from ``state`` only in the names of
+        groups."""
         best = state
         for turned in self._turned:
             if (other := turned.state(state)) < best:
@@ -794,7 +810,7 @@ class Model:
 
 
 class _Here:
-    """One process in a state, and what can happen there."""
+    """One process in a state, and the acts that are possible there."""
 
     def __init__(
         self,
@@ -813,7 +829,7 @@ class _Here:
         return bool(self.left[0] and self.left[1 + KINDS.index(kind)])
 
     def acts(self) -> Iterator[Act]:
-        """Everything but healing, which depends on other processes."""
+        """Yield all acts but healing, which depends on other processes."""
         node = self.node
         if not node.stuck:
             yield from self._main_thread()
@@ -830,12 +846,12 @@ class _Here:
             yield from self._faults()
 
     def left_with(self, queue: str, rest: tuple[int, ...]) -> Node:
-        """The process with this left in a queue."""
+        """Return the process with ``rest`` left in a queue."""
         node = self.node
         return node._replace(inbox=rest) if queue == "inbox" else node._replace(mail=rest)
 
     def hear(self, queue: str) -> Act:
-        """The process handles the first message that waits in a queue."""
+        """Handle the first message in a queue."""
         first, *rest = getattr(self.node, queue)
         node = self.left_with(queue, tuple(rest))
         return self.event(QUEUES[queue], node, self.model.events[first])
@@ -850,7 +866,8 @@ class _Here:
             if self.may("lapse"):
                 yield from self._lapses(effect, "lapse", (True, False))
         else:
-            # Whatever was on its way when the bus went may have got through, as long as it lives.
+            # An operation that was in progress when the bus failed may have succeeded while the bus
+            # lives.
             outcomes = (True, False) if self.shared.bus == "down" else (False,)
             yield from self._lapses(effect, None, outcomes)
 
@@ -882,7 +899,7 @@ class _Here:
         return bool(thaw(self.model.locals[self.node.local]).role == "apart")
 
     def _step(self) -> int:
-        """The step that the txn begins at."""
+        """Return the step that the txn begins at."""
         local = thaw(self.model.locals[self.node.local])
         return int(local.step if local.healed or local.epoch is None else local.epoch.step)
 
@@ -894,7 +911,7 @@ class _Here:
             yield self.says("ends its fetch half way", torn, HealFailed(fetch, "", True))
         back = bits.restored() if self.model.world.restores else bits
         yield self.says("restores", idle._replace(bits=back), Restored(token))
-        if self.may("torn"):  # the body had changed what nothing was kept of
+        if self.may("torn"):  # the step function had changed state that was not saved
             torn = idle._replace(bits=bits.torn(self.me).restored())
             yield self.says("restores half", torn, Restored(token, torn=True), "torn")
 
@@ -936,7 +953,7 @@ class _Here:
             yield self.says("body has other data", spoilt, unlike, "misfit")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
-        """Groups are rebuilt, and state is fetched from a member that is there."""
+        """Yield the outcomes of rebuilding groups and fetching state from a live member."""
         assert self.node.bits is not None
         epoch, source = self.node.task
         idle, bits, ready = self.node._replace(task=()), self.node.bits, True
@@ -961,7 +978,7 @@ class _Here:
             yield self.says("fails to heal", idle._replace(bits=bits), failed, cost)
 
     def learning(self, nodes: list[Node]) -> Iterator[Act]:
-        """The state that a learner fetches while the others compute is there, or does not come."""
+        """Yield the outcomes of a learner's fetch while the others compute: success or failure."""
         node, bits = self.node, self.node.bits
         assert node.source is not None and bits is not None
         epoch, peer = self.model.local_epoch(node), self._newest(nodes, node.source)
@@ -977,13 +994,13 @@ class _Here:
             yield self.says("fails to learn", torn, HealFailed(epoch, "", True), cost)
 
     def _serves(self, source: Node) -> bool:
-        """Whether the source lives and holds the state that my epoch begins with."""
+        """Whether the source lives and holds the state that this process's epoch begins with."""
         mine = thaw(self.model.locals[self.node.local]).epoch
         held = "" if source.local < 0 else thaw(self.model.locals[source.local]).lineage
         return mine is not None and held == mine.lineage
 
     def _lost_member(self, nodes: list[Node]) -> bool:
-        """Whether a member of my epoch is no longer there, or somewhere else."""
+        """Whether a member of this process's epoch is gone or in a newer epoch."""
         epoch = self.model.local_epoch(self.node)
         for peer in member_peers(thaw(self.model.locals[self.node.local])):
             other = self._newest(
@@ -995,7 +1012,7 @@ class _Here:
         return False
 
     def _newest(self, nodes: list[Node], at: int) -> Node:
-        """The process in a place, or its twin if that is the one that lives."""
+        """Return the process in a place, or its twin if the twin is the live one."""
         twin = nodes[self.model.places + at] if self.model.places + at < len(nodes) else nodes[at]
         return max(nodes[at], twin, key=lambda node: (node.local >= 0, node.inc))
 
@@ -1063,7 +1080,7 @@ class _Here:
             yield self.event(hears.replace("0", "1"), rest, second, "swap")
 
     def is_lost(self) -> Act:
-        """It ends, and everyone hears that its group gets another process."""
+        """End the process; everyone receives the report that its group gets another one."""
         told = Death(self.me.group, self.me.rank, 1, _host(self.me), "x", replaced=True)
         return self._end("loss", (self.model.events.id(told),))
 
@@ -1072,7 +1089,7 @@ class _Here:
         return self._act(f"ends ({cost})", turn, cost)
 
     def _raise(self, fault: Fault) -> Act:
-        """The body raises, if it runs; else something fails beside the main thread."""
+        """Raise in the step function if it runs; otherwise fail beside the main thread."""
         turn = _Turn(self.node, self.shared)
         if self.model.at(self.node) == "computing":
             turn.node = self.node._replace(task=())
@@ -1088,7 +1105,7 @@ class _Here:
         return thread.has(state, event) if facts is None else thread.allows(state, event, facts)
 
     def says(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
-        """The main thread has done something and says so; the process handles it at once."""
+        """Report the main thread's work; the process handles the report at once."""
         turn = _Turn(node, self.shared)
         no = isinstance(word, Prepared) and not word.yes
         self.model.move(turn, word.type, _NO if no else NO_FACTS)
@@ -1096,19 +1113,19 @@ class _Here:
         return self._act(what, turn, cost)
 
     def _tells(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
-        """The same, and the process handles it later."""
+        """Report the main thread's work; the process handles the report later."""
         turn = _Turn(node._replace(done=self.model.events.id(word)), self.shared)
         self.model.move(turn, word.type)
         return self._act(what, turn, cost)
 
     def event(self, what: str, node: Node, event: Event, cost: str | None = None) -> Act:
-        """The process, put to ``node``, handles an event."""
+        """Let the process, replaced by ``node``, handle an event."""
         turn = _Turn(node, self.shared)
         self.model._handle(turn, self.who, self.model.events.id(event))
         return self._act(what, turn, cost)
 
     def put(self, what: str, node: Node, cost: str | None = None) -> Act:
-        """The process is now ``node``; nobody handles anything."""
+        """Replace the process by ``node``, without handling an event."""
         return self._act(what, _Turn(node, self.shared), cost)
 
     def _operate(self, what: str, done: bool, answered: bool, cost: str | None = None) -> Act:
@@ -1137,4 +1154,4 @@ def _host(peer: Peer) -> str:
 
 _NO = frozenset({"says_no"})
 _REDUCED = Manifest(1, 4, "x", data="d"), Manifest(2, 8, "x", data="d")
-"""What the bodies of rank 0, and of rank 1, reduce, but for those at fault."""
+"""The reductions of rank 0 and of rank 1, unless a fault changes them."""

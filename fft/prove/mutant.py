@@ -1,4 +1,4 @@
-"""A planted bug: what it is, how it is searched for, and whether its property catches it. Pure."""
+"""A planted bug: its place, the search for it, and whether its property detects it. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fft.util.errors import FftError
 class Mutant:
     """One planted bug.
 
-    ``what`` tells it in a sentence; ``expected`` names the property that it breaks (an invariant,
-    ``protocol`` or ``eventually``).
+    ``what`` describes it in a sentence; ``expected`` names the property that it breaks (an
+    invariant, ``protocol`` or ``eventually``).
     """
 
     name: str
@@ -31,12 +31,12 @@ class Mutant:
     expected: str
     bounds: Bounds
     change: Change | None = None
-    """What is changed in the table."""
+    """The change of the table."""
     participant: type[Participant] = Participant
-    """The core, in which some names mean something else."""
+    """The core, in which some names have another meaning."""
     world: World = REAL
     thread: Change | None = None
-    """What is changed in the main thread's table."""
+    """The change of the main thread's table."""
     base: str = "hsdp"
     """The table that is changed."""
     sound: str = "hsdp"
@@ -54,7 +54,7 @@ class Mutant:
 
     @cached_property
     def thread_table(self) -> ThreadTable | None:
-        """The main thread's table with the bug in it; None: it has none."""
+        """The main thread's table with the bug in it, or None if that table is unchanged."""
         if self.thread is None:
             return None
         raw = load_thread().model_dump()
@@ -63,7 +63,7 @@ class Mutant:
 
     @property
     def place(self) -> str:
-        """Where the bug is."""
+        """Place of the bug."""
         where = [
             word
             for word, there in (
@@ -78,7 +78,8 @@ class Mutant:
 
 
 def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
-    """Search within the mutant's bounds, with the bug in place. ``limit``: states."""
+    """Search within the mutant's bounds, with the bug in place. ``limit``: maximum number of
+    states."""
     return search(
         mutant.spec,
         mutant.bounds,
@@ -91,19 +92,19 @@ def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
 
 @cache
 def run_sound(bounds: Bounds, name: str = "hsdp") -> Result:
-    """Search a shipped table within bounds, with nothing planted. Kept per table and bounds."""
+    """Search a shipped table within bounds, without a planted bug. Cached per table and bounds."""
     return search(load_spec(name), bounds)[1]
 
 
 class NotCaught(FftError):
-    """A mutant survived, or was caught by another property than the one it names."""
+    """A mutant survived, or was detected by another property than the one it names."""
 
 
 def caught(mutant: Mutant) -> tuple[Search, Result]:
     """Search within the mutant's bounds.
 
     Raises:
-        NotCaught: the bug does not break the property that it must break.
+        NotCaught: The bug does not break the property that it must break.
     """
     made, result = run(mutant)
     found = result.violation.name if result.violation else "nothing"
