@@ -1,4 +1,4 @@
-"""Checkpoints as a job writes them, without a job: for the tests of what is done with the files."""
+"""Checkpoints as a job writes them, made without a job, for the tests of checkpoint files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ GROUPS, RANKS = ("0", "1"), 2
 
 
 def deliver(store: Store, directory: str, attempt: str, group: str, rank: int, step: int) -> None:
-    """One rank's files and receipt; the tensors depend on all that names them."""
+    """Write one rank's files and receipt; the tensors depend on all arguments that name the
+    rank."""
     stem = file_stem(group, rank)
     with store.writing(f"{directory}/{stem}.safetensors") as path:
         values = numpy.arange(64, dtype=numpy.float32) + step * 100 + int(group) * 10 + rank
@@ -33,7 +34,7 @@ def deliver(store: Store, directory: str, attempt: str, group: str, rank: int, s
 
 
 def manifest_of(store: Store, directory: str, attempt: str, step: int) -> Manifest:
-    """As the first rank of the group that writes makes it."""
+    """Return the manifest that the first rank of the writing group would make."""
     receipts = Checkpoints(store).receipts(directory, attempt)
     return Manifest(
         step=step,
@@ -60,7 +61,7 @@ def manifest_of(store: Store, directory: str, attempt: str, step: int) -> Manife
 
 
 def written(store: Store, step: int, attempt: str = "a1") -> str:
-    """A whole checkpoint that is not published yet: its directory."""
+    """Write a complete checkpoint that is not published yet, and return its directory."""
     directory = partial_name(step, attempt)
     for group in GROUPS:
         for rank in range(RANKS):
@@ -69,7 +70,7 @@ def written(store: Store, step: int, attempt: str = "a1") -> str:
 
 
 def published(store: Store, *steps: int) -> Checkpoints:
-    """A store with checkpoints of ``steps``."""
+    """Return a store with published checkpoints of ``steps``."""
     found = Checkpoints(store)
     for step in steps:
         directory = written(store, step)
@@ -78,7 +79,7 @@ def published(store: Store, *steps: int) -> Checkpoints:
 
 
 def bytes_below(root: Path) -> dict[str, bytes]:
-    """Every file of a directory."""
+    """Return the contents of every file below a directory."""
     return {
         str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
     }

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and hooks that apply to all tests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-# torch asks the name service about every TCPStore connection. Where that loses a packet, each costs
-# five seconds and more; which is not what is tested. Read by the C library at the first question.
+# torch makes a DNS query for every TCPStore connection. Where packets are lost, each query costs
+# five seconds and more, which is not what is tested. The C library reads this at its first query.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Else each of the processes that tests start would compile FFT anew.
+# Otherwise each process that a test starts would compile FFT anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Nor are jobs of tests to keep, or to begin with, checkpoints of whoever runs these.
+# Test jobs must not write to, or resume from, the checkpoints of the user who runs the tests.
 for name in [n for n in os.environ if n.startswith(("FFT_CHECKPOINT", "FFT_RESUME"))]:
     del os.environ[name]
 
-# What tests have in common is for the scripts that they start, too.
+# The scripts that tests start import the tests' shared modules, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
 )
 
 LONG_FIRST = ("e2e", "recipes", "prove", "bus", "train", "cli", "operate", "launch", "health")
-"""Rooms of long tests. What begins last is short, so that no worker is alone at the end."""
+"""Directories of long tests. Short tests begin last, so that no worker runs alone at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +39,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: no collection, and no look at all objects, goes through it."""
+    """Freeze the objects that are loaded by now, so that garbage collections do not visit them."""
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
 """Jobs of engines in one process, for tests: groups of ranks that train on a real bus.
 
-The main thread of a rank is a thread here that does what the engine asks at once.
+The main thread of a rank is a thread that carries out the engine's commands at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT_S = 30.0
 
 
 class Nothing:
-    """A host without futures and process groups; keeps the commands it is handed."""
+    """A host without futures and process groups; it keeps the commands that it is handed."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -61,7 +61,7 @@ class Rank:
     """One participant: its engine, and a main thread that trains `steps` steps."""
 
     says: Callable[[StartTxn], dict[str, Any]] = staticmethod(lambda start: {})
-    """What else its vote in a txn says."""
+    """Additional fields of its vote in a txn."""
 
     def __init__(self, job: EngineJob, peer: Peer, **timeouts: float) -> None:
         self.peer = peer
@@ -122,7 +122,7 @@ class Rank:
             case StartTxn(token=token, step=step) as start:
                 self.txn = token
                 while step >= self.steps and not self.engine.superseded():
-                    with self.asked:  # a newer command has no event here, so look now and then
+                    with self.asked:  # a newer command sets no event here, so poll
                         self.asked.wait(0.02)
                 if not self.engine.superseded():
                     manifest = Manifest(1, 4, "s")
@@ -182,7 +182,7 @@ class EngineJob:
         return made
 
     def train(self, steps: int) -> None:
-        """Until every live rank has committed so many steps."""
+        """Wait until every live rank has committed ``steps`` steps."""
         live = [m for m in self.members if m.ended is None]
         for member in live:
             member.train(steps)

@@ -1,4 +1,4 @@
-"""Traces that were changed, and linked anew: for tests of what the audit finds all the same."""
+"""Traces that were modified and linked anew, for tests of what the audit still detects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Change = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 def rewrite(path: Path, change: Change) -> None:
-    """Put what ``change`` makes of each record in its place: numbered and linked anew."""
+    """Replace each record by the results of ``change``, numbered and linked anew."""
     link, out, seq = "", [], 0
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -27,7 +27,8 @@ def rewrite(path: Path, change: Change) -> None:
 
 
 def nth_note(name: str, nth: int, change: Change) -> Change:
-    """``change`` of the note that is the ``nth`` of its name, from 0; the rest is left alone."""
+    """Apply ``change`` to the ``nth`` note of a name, counted from 0, and leave the others
+    alone."""
     seen = -1
 
     def of_one(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -41,17 +42,17 @@ def nth_note(name: str, nth: int, change: Change) -> Change:
 
 
 def without(name: str) -> Change:
-    """Leave all notes of that name out."""
+    """Remove all notes of a name."""
     return lambda record: [] if record.get("note") == name else [record]
 
 
 def saying(**data: object) -> Change:
-    """The same note with other data."""
+    """Replace fields in the data of a note."""
     return lambda record: [{**record, "data": {**record["data"], **data}}]
 
 
 def in_turn(*changes: Change) -> Change:
-    """One after the other, each of what the one before it has made."""
+    """Apply changes one after another, each to the results of the one before it."""
 
     def of_one(record: dict[str, Any]) -> list[dict[str, Any]]:
         records = [record]
@@ -63,7 +64,7 @@ def in_turn(*changes: Change) -> Change:
 
 
 def gap_after(line: bytes) -> bytes:
-    """What a writer that could write no more has put after ``line``."""
+    """Insert the record that a writer leaves after ``line`` when it could not write for a while."""
     last = json.loads(line)
     who = {name: last[name] for name in ("wall", "mono", "group", "rank", "inc")}
     record = {"seq": last["seq"] + 1, "kind": "gap", **who, "lost": 9}

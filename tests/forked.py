@@ -1,8 +1,8 @@
-"""Real processes that have torch from their start: forked from a server that has imported it.
+"""Real processes that have torch from their start, forked from a server that has imported it.
 
-To import torch and FFT takes a process two to three seconds of a core. A forked one does not need
-them, and is as real in all else: memory, connections, threads, signals, exit code. How a process is
-started is not what these are for: that is tested by `fft run`.
+Importing torch and FFT takes a process two to three seconds of a core. A forked process does not
+need that, and is real in everything else: memory, connections, threads, signals and exit code. The
+start of a process is tested by `fft run` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Nothing that starts a thread, or that reads what a test may set in the environment.
+# The server must not start a thread, or read environment variables that a test may set.
 CONTEXT.set_forkserver_preload(
     [
         "pytest",
@@ -42,8 +42,9 @@ LOG_TAIL = 6000
 class Forked:
     """A process that runs ``work(*arguments)``, with one thread per operation of torch.
 
-    ``env``: added to the environment of this process as it is now; None takes a variable away.
-    ``log``: gets its output. ``talks``: has its standard input and output here, as text.
+    ``env`` is added to the current environment of this process; None removes a variable. ``log``
+    gets the output. With ``talks``, standard input and output are connected to this process as
+    text.
     """
 
     stdin: TextIO
@@ -75,7 +76,7 @@ class Forked:
         self.pid = self._process.pid
 
     def wait(self, within: float) -> int:
-        """Its exit code, negative for a signal. Fails if it does not end in time."""
+        """Return its exit code, negative for a signal. Fail if it does not end in time."""
         self._process.join(within)
         code = self._process.exitcode
         assert code is not None, f"not through after {within:g} s:\n{self.tail()}"
@@ -83,16 +84,16 @@ class Forked:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether it is still running."""
         return self._process.is_alive()
 
     def signal(self, number: int) -> None:
-        """Send a signal; one that has ended is left alone."""
+        """Send a signal, unless the process has ended."""
         if self.runs:
             os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """Stop it; returns when the last of its threads has stopped."""
+        """Stop the process; return when the last of its threads has stopped."""
         self.signal(signal.SIGSTOP)
         wait_until(self._is_stopped, "it is stopped")
 
@@ -101,19 +102,19 @@ class Forked:
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def end(self) -> None:
-        """Kill it if it still runs."""
+        """Kill it if it is still running."""
         self._process.kill()
         self._process.join()
 
     def close(self) -> None:
-        """End one that talks, and the pipes to it."""
+        """End a process with ``talks``, and close the pipes to it."""
         self.end()
         for pipe in (self.stdin, self.stdout):
-            with suppress(BrokenPipeError):  # what was not read
+            with suppress(BrokenPipeError):  # input that was not read
                 pipe.close()
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return "" if self.log is None else self.log.read_text(errors="replace")[-LOG_TAIL:]
 
 
@@ -150,7 +151,7 @@ def as_main(script: str, *arguments: str) -> None:
 
 
 def run_script(script: Path, *arguments: str, log: Path, within: float) -> str:
-    """One script to its good end; what it wrote."""
+    """Run one script to its successful end and return its output."""
     process = Forked(as_main, str(script), *arguments, log=log)
     try:
         code = process.wait(within)
@@ -168,9 +169,10 @@ def run_job(
     ranks: int = 1,
     plan: Path | None = None,
 ) -> Path:
-    """A job of two groups to its good end, with no supervisor; where its traces are.
+    """Run a job of two groups without a supervisor to its successful end; return its traces'
+    folder.
 
-    What `fft run` tells its children is in the environment of these as well.
+    The environment of the processes has the variables that `fft run` sets for its children.
     """
     traces, deadline = folder / "run", time.monotonic() + within
     traces.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""`fft` in a process that has torch loaded from its start, and whose ranks have that as well.
+"""`fft` in a process that has torch loaded from its start, and whose ranks have it, too.
 
-The command is the real one. Only how it starts a rank is another: a helper that it has from its
-start forks itself in the place of a new Python, and the fork becomes the child of the supervisor.
-It leads a session, dies with the supervisor, has the environment, descriptors and log that it was
-to have, and runs `fft.launch.script_runner`. That a new Python is started as it should be is shown
-by tests that start all as users do, such as test_examples.py, test_cli.py and test_trust_run.py.
+The command is the real one; only the start of a rank differs. A helper that the command has from
+its start forks itself instead of starting a new Python, and the fork becomes a child of the
+supervisor. It leads a session, dies with the supervisor, has the environment, descriptors and log
+of a rank, and runs `fft.launch.script_runner`. Tests that start everything as users do, such as
+test_examples.py, test_cli.py and test_trust_run.py, show that a new Python is started correctly.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PR_SET_CHILD_SUBREAPER = 36
 LONGEST = 1 << 17
 MOST_DESCRIPTORS = 32
 ABOVE_ALL = 1000
-"""More than the number of any descriptor that a rank is given."""
+"""A number greater than that of any descriptor that a rank is given."""
 
 
 class FftRun(Forked):
-    """``fft ARGUMENT…``; what it writes goes to files of its own in ``folder``.
+    """The command ``fft ARGUMENT…``; its output goes to its own files in ``folder``.
 
-    ``new_ranks``: these are started as by the real command.
+    ``new_ranks``: Start the ranks as the real command does.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class FftRun(Forked):
 
     @property
     def stdout_text(self) -> str:
-        """What it has written so far."""
+        """Return its standard output so far."""
         return self._out.read_text(errors="replace")
 
     @property
     def stderr_text(self) -> str:
-        """What it has written so far."""
+        """Return its standard error so far."""
         return self._err.read_text(errors="replace")
 
     def tail(self) -> str:
-        """All that it has written, for a failed test."""
+        """Return all of its output, for the message of a failed test."""
         return self.stdout_text + self.stderr_text
 
 
 @contextmanager
 def running(*arguments: str, **options: Any) -> Iterator[FftRun]:
-    """The command, which is ended when the block is left, and its ranks with it."""
+    """Run the command in the block; end it and its ranks when the block is left."""
     process = FftRun(*arguments, **options)
     try:
         yield process
@@ -85,7 +85,7 @@ def running(*arguments: str, **options: Any) -> Iterator[FftRun]:
 
 
 def fft(*arguments: str, within: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command to its end. Fails if it does not come in time."""
+    """Run the command to its end. Fail if it does not end in time."""
     with running(*arguments, **options) as process:
         code = process.wait(within)
     return subprocess.CompletedProcess(arguments, code, process.stdout_text, process.stderr_text)
@@ -110,7 +110,8 @@ def _command(
 
 
 def _helper() -> socket.socket:
-    """Start it: from this process, before that has anything else. Where it takes orders."""
+    """Start the helper before this process has other threads or files; return its control
+    socket."""
     line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor = os.getpid()
     if os.fork() == 0:
@@ -125,7 +126,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Starter:
-    """What `children._started` is otherwise."""
+    """A replacement for `children._started`."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -146,7 +147,7 @@ class _Starter:
 
 
 class _Rank:
-    """What of `subprocess.Popen` is used."""
+    """The part of the interface of `subprocess.Popen` that the supervisor uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -159,7 +160,7 @@ class _Rank:
 
 
 def _fork_ranks(line: socket.socket, supervisor: int) -> None:
-    """Until the supervisor has ended; does not return."""
+    """Fork ranks until the supervisor has ended; does not return."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     ignore_warnings()  # as `tied` does for a new rank
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a test may send it to all processes of the job
@@ -180,13 +181,14 @@ def _fork_ranks(line: socket.socket, supervisor: int) -> None:
 
 
 def _fork_rank(line: socket.socket, supervisor: int, task: Any, descriptors: list[int]) -> None:
-    """Fork who forks the rank, and ends: then the rank is the supervisor's child."""
+    """Fork a process that forks the rank and ends, so that the rank becomes the supervisor's
+    child."""
     told, tells = os.pipe()
     waits, goes = os.pipe()
     between = os.fork()
     if between == 0:
         if os.fork() == 0:
-            os.setsid()  # before anybody knows its number
+            os.setsid()  # before the number of the process is known
             os.write(tells, str(os.getpid()).encode())
             os.close(goes)
             os.read(waits, 1)
@@ -200,7 +202,7 @@ def _fork_rank(line: socket.socket, supervisor: int, task: Any, descriptors: lis
 
 
 def _be_rank(supervisor: int, task: Any, descriptors: Sequence[int]) -> None:
-    """Run a script as its supervisor has asked for it; does not return."""
+    """Run a script as its supervisor has requested; does not return."""
     script, env, wanted = task
     code = 1
     try:
@@ -211,7 +213,7 @@ def _be_rank(supervisor: int, task: Any, descriptors: Sequence[int]) -> None:
         _give(descriptors, wanted)
         os.environ.clear()
         os.environ.update(env)
-        # as in a process that nobody of multiprocessing has started
+        # as in a process that multiprocessing has not started
         multiprocessing.current_process().name = "MainProcess"
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
         resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
@@ -227,14 +229,14 @@ def _be_rank(supervisor: int, task: Any, descriptors: Sequence[int]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - nothing is left above us
+    except BaseException:  # noqa: BLE001 - this process has no caller
         traceback.print_exc()
     finally:
         ctypes.pythonapi.Py_Exit(ctypes.c_int(code))  # as Python's own end
 
 
 def _give(descriptors: Sequence[int], wanted: Sequence[int]) -> None:
-    """Let this process have its log, and the others under the numbers that it was told."""
+    """Give this process its log, and the other descriptors under their requested numbers."""
     import fcntl
 
     high = [fcntl.fcntl(number, fcntl.F_DUPFD, ABOVE_ALL) for number in descriptors]

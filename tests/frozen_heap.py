@@ -1,7 +1,7 @@
-"""Imported last by the server that tests fork processes from: what it has loaded stays.
+"""A module that the fork server imports last; it freezes the objects that are loaded by then.
 
-No collection in a fork goes through it, which would copy every page; nor does a look at all
-objects.
+Garbage collections in a fork do not visit them, which would copy every page; nor do searches
+through all objects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs of pure participants for the tests of the core, recorded so that they can be judged."""
+"""Jobs of pure participants for the tests of the core, recorded for the invariant checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Job(Cluster):
         super().__init__(spec, observer=self._observe)
         self.ranks = ranks
         self.heal_fails: dict[Peer, bool] = {}
-        """Whose next healing fails, and whether that tears the state."""
+        """Participants whose next healing fails, and whether that loses their state."""
         self.config = {"expected_groups": groups, **config}
         for group in range(groups):
             self.start_group(str(group))
@@ -70,34 +70,35 @@ class Job(Cluster):
         super()._heal(node, effect)
 
     def until_running(self) -> Job:
-        """Form the first epoch; everyone is in its first txn."""
+        """Form the first epoch and bring every participant into its first txn."""
         self.settle()
         assert self.states() == {"NORMAL"}
         return self
 
     def refuse(self, node: Node, cause: str = "nan") -> None:
-        """The node's body ends with a NO."""
+        """End the node's step function with a NO."""
         assert node.txn is not None
         self.post(node, Prepared(node.txn.token, False, Manifest(), cause))
 
     def lose_decisions(self, node: Node) -> None:
-        """Decisions that wait in the node's inbox never come."""
+        """Drop the decisions that wait in the node's inbox."""
         kept = [e for e in node.inbox if not isinstance(e, Decision)]
         node.inbox.clear()
         node.inbox.extend(kept)
 
     def node(self, group: str, rank: int = 0) -> Node:
-        """The newest incarnation of (group, rank)."""
+        """Return the newest incarnation of (group, rank)."""
         return max(
             (n for p, n in self.nodes.items() if p[:2] == (group, rank)), key=lambda n: n.peer.inc
         )
 
     def kinds(self) -> list[str]:
-        """Kinds of all register records, in order."""
+        """Return the kinds of all register records, in order."""
         return [r.kind for r in self.history]
 
     def fetches(self) -> dict[str, int]:
-        """State transfers so far by newest participant, those without any left out."""
+        """Return the state transfers so far by newest participant, without those that fetched
+        nothing."""
         return {
             str(n.peer): sum(h.fetch_from is not None for h in n.heals)
             for n in self.nodes.values()
@@ -105,7 +106,7 @@ class Job(Cluster):
         }
 
     def start_anew(self, group: str) -> None:
-        """Kill the group, let the others go on, and start it again: it asks to join."""
+        """Kill the group, let the others continue, and start it again, so that it asks to join."""
         self.kill_group(group)
         self.settle()
         self.start_group(group)
@@ -116,28 +117,28 @@ class Job(Cluster):
             self.crash(node, tell)
 
     def group(self, group: str) -> list[Node]:
-        """Live nodes of a group."""
+        """Return the live nodes of a group."""
         return [n for n in self.live() if n.peer.group == group]
 
     def drain(self, *groups: str) -> None:
-        """Ask groups to leave, as a supervisor would."""
+        """Request that groups leave, as a supervisor would."""
         self.broadcast(Drain(groups=groups, by="test"))
 
     def states(self) -> set[str]:
-        """FSM states of the live nodes."""
+        """Return the FSM states of the live nodes."""
         return {n.state for n in self.live()}
 
     def steps(self) -> set[int]:
-        """Committed steps of the live nodes."""
+        """Return the committed steps of the live nodes."""
         return {n.local.step for n in self.live()}
 
     def verdict(self) -> list[Finding]:
-        """Findings with a violation."""
+        """Return the findings with a violation."""
         return [f for f in judge(history_of(self)) if f.violation]
 
 
 class Hasty(Job):
-    """Its participants leave the barrier as soon as they are in it."""
+    """A cluster whose participants leave the barrier as soon as they are in it."""
 
     def add(self, *args: Any, **config: Any) -> Node:
         node = super().add(*args, **config)
@@ -150,14 +151,14 @@ class _Impatient(Participant):
 
 
 def history_of(job: Job) -> History:
-    """All moves; members that never handled an event have none."""
+    """Return all moves, without members that never handled an event."""
     for peer in job.nodes:
         job.record.moves.setdefault(peer, [])
     return job.record
 
 
 def go_on_without(job: Job, slow: Node) -> None:
-    """All but ``slow`` hear what there is, and lose patience."""
+    """Deliver all messages to every node but ``slow``, and fire their timers."""
     while waiting := [n for n in job.live() if n.inbox and n is not slow]:
         job.deliver(waiting[0])
     others = [n for n in job.live() if n is not slow]
@@ -200,7 +201,7 @@ def wander(job: Job, rng: random.Random, actions: int) -> None:
 
 
 def calm(job: Job, rounds: int = 60) -> int:
-    """No more faults: let everyone go on. Returns the commits made meanwhile."""
+    """Inject no more faults and let every node continue. Return the commits made meanwhile."""
     job.bus_up = True
     job.apply_fails = frozenset()
     before = job.head.step if job.head else 0
@@ -210,7 +211,7 @@ def calm(job: Job, rounds: int = 60) -> int:
         for timer in ("ack_window", "join_interval", "pause", "vote_window"):
             job.fire(timer)
             job.settle()
-        # Longer than the others: it fires where no sign of life has armed it again meanwhile.
+        # Longer than the other timers: it fires if no sign of life re-arms it.
         for node in job.live():
             armed = node.timers.get("coordinator_window")
             if armed is not None and armed == waiting.get(node.peer):

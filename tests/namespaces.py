@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a pair of virtual interfaces.
 
-They need root and `ip`. Everything that is made here is deleted when the block is left.
+They need root and `ip`. The namespaces and interfaces are deleted when the block is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 class Host:
-    """One of the two. ``name``: its host name, which its own /etc/hosts resolves to 127.0.1.1."""
+    """One of the two hosts. ``name``: its host name, which its /etc/hosts resolves to 127.0.1.1."""
 
     def __init__(self, space: str, name: str, hosts: Path) -> None:
         self.space, self.name, self.hosts = space, name, hosts

@@ -1,6 +1,6 @@
-"""Has the kernel refuse a system call of this process, as a file system does that cannot serve it.
+"""A system call that the kernel refuses in this process, as on a file system without support.
 
-By a seccomp filter, which answers the call with an error of its own (see seccomp(2)).
+A seccomp filter answers the call with an error of its own (see seccomp(2)).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(call: str, number: int) -> None:
-    """Let ``call`` fail with the error ``number``, in this thread and for good."""
+    """Make ``call`` fail with the error ``number``, in this thread and permanently."""
     steps = [
         (_LOAD, 0, 0, 0),  # the number of the call
         (_IF_EQUAL, 0, 1, _NUMBERS[call][platform.machine()]),

@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) in a process of its own, found through the environment, as users do."""
+"""A real S3 server (moto's) in its own process, found through the environment as by users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_S = 60.0
 
 
 def served() -> Iterator[str]:
-    """The URL of a server that ends with the fixture that yields from here."""
+    """Yield the URL of a server that ends with the fixture that uses this generator."""
     pytest.importorskip("s3fs", reason="the extra s3 is not installed")
     pytest.importorskip("moto", reason="the extra dev is not installed")
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -38,11 +38,11 @@ def _await(port: int, process: subprocess.Popen[bytes]) -> None:
             return
         except OSError:
             assert process.poll() is None and time.monotonic() < deadline, "moto did not start"
-            time.sleep(0.05)  # a port that nobody listens at has nothing to wait on
+            time.sleep(0.05)  # a port without a listener offers no event to wait for
 
 
 def bucket_at(server: str, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A bucket of a test's own, and an environment in which it is found."""
+    """Create a bucket for one test, and set the environment in which FFT finds it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

@@ -1,4 +1,4 @@
-"""The shipped spec as one text, to plant mistakes in."""
+"""The shipped spec as one text, in which tests plant mistakes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from fft.protocol.load import find_spec
 
 
 def whole_text(name: str) -> str:
-    """A spec with all that it includes, a row on a line where its file has it so."""
+    """Return a spec with everything that it includes; a row of its file stays on one line."""
     path = find_spec(name)
     return str(yaml.serialize(read_whole(path.read_text("utf-8"), str(path)), width=1000))

@@ -1,4 +1,5 @@
-"""Jobs of pure participants that write the traces that engines would; what reading them takes."""
+"""Jobs of pure participants with traces like those of engines, and the memory that reading
+takes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from fft.trace.writer import TraceWriter, header
 
 
 class TracedJob(Job):
-    """A job of pure participants that writes the traces that engines would."""
+    """A job of pure participants that writes the traces that engines would write."""
 
     def __init__(
         self,
@@ -36,15 +37,15 @@ class TracedJob(Job):
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
         self.loops: set[Peer] = set()
-        """Whose loop is in their traces."""
+        """Participants whose traces contain a training loop."""
         self.clock = 0.0
         self.digest: str | None = None
         self.owes, self.silent = owes, set(silent)
-        """Whether headers state that digests are owed, and groups that bring none all the same."""
+        """Whether headers state that digests are owed, and groups that nevertheless bring none."""
         super().__init__(groups, ranks, **config)
 
     def post(self, node: Node, event: Event) -> None:
-        """With a digest in it, if one is given; its users step by a loop of torchft's."""
+        """Post an event with a digest, if one is given; the users step by a loop of torchft."""
         if isinstance(event, Prepared) and node.peer not in self.loops:
             self.loops.add(node.peer)
             said = {"runs": TORCHFT, "from": list(event.token)}
@@ -80,9 +81,9 @@ class TracedJob(Job):
 
 
 def peak_of(reads: Callable[[], bool]) -> int:
-    """Bytes that it takes at most; it must be true."""
+    """Return the peak memory of ``reads`` in bytes; its result must be true."""
     gc.collect()
-    gc.freeze()  # else how late cycles are collected depends on what other tests have left
+    gc.freeze()  # else the time at which cycles are collected depends on the other tests
     tracemalloc.start()
     try:
         assert reads()

@@ -1,4 +1,4 @@
-"""The one way in which tests wait for what has no event: another process, or another thread."""
+"""Polling for conditions that offer no event, such as those of another process or thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LOOKS_S = 0.002
 
 
 def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> None:
-    """Look again and again until it holds; fail after so many seconds."""
+    """Poll until ``holds`` returns true; fail after ``within`` seconds."""
     deadline = time.monotonic() + within
     while not holds():
         assert time.monotonic() < deadline, f"not within {within:g} s: {what}"

@@ -47,7 +47,7 @@ class OtherSettings(FftError):
 
 
 class CannotMeet(FftError):
-    """A replacement for a lost rank cannot reach the rendezvous of its group's other ranks."""
+    """A replacement for a lost rank cannot enter a process group that its group's ranks use."""
 
 
 class NoEpoch(FftError):

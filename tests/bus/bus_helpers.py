@@ -15,13 +15,13 @@ from fft.bus.base import Topic
 CHILD = Path(__file__).with_name("child.py")
 
 NOISE_S = 15.0
-"""What a busy machine may add to a wait. A test that bounds one excludes a wait of LONG_S."""
+"""Time that a busy machine may add to a wait. A test that bounds a wait rules out one of LONG_S."""
 LONG_S = 60.0
 """A timeout that a test shows not to be waited for."""
 
 
 class Heard:
-    """Collects what a subscription hears, of one inbox or of one topic's broadcasts.
+    """A collector of the messages of a subscription, to one inbox or to one topic.
 
     Waits are bounded; a late message fails the test.
     """
@@ -86,7 +86,7 @@ class Child:
         return self.process.wait(timeout)
 
     def stop(self) -> None:
-        """Stop the process; returns when the last of its threads has stopped."""
+        """Stop the process; return when the last of its threads has stopped."""
         self.process.stop()
 
     def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""The other process in the bus tests: serves, writes, or dies at a chosen point."""
+"""The other process in the bus tests: it serves, writes, or dies at a chosen point."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def write(url: str, name: str, count: str) -> None:
 
 
 def die_between(url: str) -> None:
-    """Take a number, and die before anything is written under it."""
+    """Reserve a number, and die before a message is written under it."""
     bus = TcpBus(url)
     print(bus._rings["protocol"].take_number(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hear(url: str) -> None:
-    """Say that we listen, and live until stdin ends."""
+    """Print when listening, and run until stdin ends."""
     with open_bus(url) as bus:
         bus.subscribe(lambda payload: None, lambda error: None)
         print("ready", flush=True)
@@ -41,7 +41,7 @@ def hear(url: str) -> None:
 
 
 def listen(url: str, inbox: str) -> None:
-    """Say that we listen to an inbox, and live until stdin ends."""
+    """Print when listening to an inbox, and run until stdin ends."""
     with open_bus(url) as bus:
         bus.listen(inbox, lambda payload: None, lambda error: None)
         print("ready", flush=True)
@@ -49,7 +49,8 @@ def listen(url: str, inbox: str) -> None:
 
 
 def decide(url: str, key: str, mine: str) -> None:
-    """Say what a register holds; after a word, what it holds now, and after a try to change it."""
+    """Print what a register holds; after a line of input, read it again, try to change it, and
+    print."""
     with open_bus(url, 20.0) as bus:
         held = bus.read(key)
         assert held is not None

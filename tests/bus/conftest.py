@@ -1,4 +1,5 @@
-"""What all bus tests share: a bus of each kind, children, and a look for threads left behind."""
+"""Fixtures of the bus tests: a bus of each kind, child processes, and a check for leaked
+threads."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from fft.bus.token import JobToken
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Every bus thread has ended once the test's buses are closed.
+    """Check that every bus thread has ended once the test's buses are closed.
 
-    Not counted: a try to connect that hangs in torch's name lookup, which ends by itself.
+    A connection attempt that hangs in torch's name lookup is not counted, because it ends by
+    itself.
     """
     yield
     deadline = time.monotonic() + 3.0
@@ -43,7 +45,7 @@ def nats_server() -> Iterator[NatsServers]:
 
 @pytest.fixture
 def nats_url(no_thread_left: None, nats_server: NatsServers) -> str:
-    """A job of the test's own on the server of all."""
+    """Return the URL of a job for this test on the shared server."""
     return f"{nats_server.url}-{uuid.uuid4().hex}"
 
 
@@ -62,19 +64,20 @@ def token(request: pytest.FixtureRequest) -> JobToken | None:
 
 
 SHARE = {"nats": 5}
-"""The long trials run this part of their rounds on a bus whose every operation goes through a log
-on disk, in another process: a millisecond each. It is many times the ring all the same."""
+"""Divisors of the rounds of long trials, for a bus whose every operation takes a millisecond,
+because it goes through a log on disk in another process. The rounds still exceed the ring many
+times."""
 
 
 @pytest.fixture
 def share(url: str) -> int:
-    """By what to divide the rounds of a long trial."""
+    """Return the divisor of the rounds of a long trial."""
     return SHARE.get(url.partition("://")[0], 1)
 
 
 @pytest.fixture
 def connect(url: str, token: JobToken | None) -> Iterator[Callable[[], ErrorBus]]:
-    """Opens clients of the test's bus; all are closed at the end of the test."""
+    """Open clients of the test's bus; all are closed at the end of the test."""
     opened: list[ErrorBus] = []
 
     def make() -> ErrorBus:
@@ -88,7 +91,7 @@ def connect(url: str, token: JobToken | None) -> Iterator[Callable[[], ErrorBus]
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Starts children; all are ended at the end of the test."""
+    """Start children; all are ended at the end of the test."""
     started: list[Child] = []
 
     def start(*arguments: str) -> Child:

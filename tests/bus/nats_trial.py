@@ -1,4 +1,4 @@
-"""A trial of the NATS bus: leaders are killed while clients write, and nothing may come of it.
+"""A trial of the NATS bus: leaders are killed while clients write, without effect on the results.
 
 Shared by `test_nats.py` and `benchmarks/nats_failover.py`.
 """
@@ -21,7 +21,7 @@ TIMEOUT_S = 20.0  # of the buses: more than an election takes
 
 @dataclass
 class Told:
-    """What one writer was told of what it asked."""
+    """The answers that one writer got."""
 
     won: list[bytes] = field(default_factory=list)
     lost: list[bytes] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Told:
 
 
 class Writer:
-    """Extends the chain of heads, broadcasts, and draws numbers, until stopped."""
+    """A thread that extends the chain of heads, broadcasts, and draws numbers, until stopped."""
 
     def __init__(self, name: str, url: str) -> None:
         self.told = Told()
@@ -91,7 +91,7 @@ class Writer:
 
 
 class Listener:
-    """All that one client hears."""
+    """A collector of all messages that one client receives."""
 
     def __init__(self, url: str) -> None:
         self.heard: list[bytes] = []
@@ -113,7 +113,7 @@ class Trial:
         self.writers = [Writer(f"w{number}", servers.url) for number in range(writers)]
 
     def progress(self, since: float) -> bool:
-        """Whether every writer did a whole round that began after `since`."""
+        """Whether every writer has completed a whole round that began after `since`."""
         return all(
             writer.told.errors or any(begun > since for begun, _ in writer.told.times[-2:])
             for writer in self.writers
@@ -122,8 +122,8 @@ class Trial:
     def kill_leader(self, number: int) -> tuple[float, float]:
         """Kill a leader, and start it again later.
 
-        Seconds until the last of its streams had another leader, and until a writer had done a
-        whole round.
+        Returns the seconds until the last of its streams had another leader, and until a writer had
+        completed a whole round.
         """
         wait_until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work", WAIT_S)
         streams = sorted(self._servers.leaders())
@@ -146,7 +146,7 @@ class Trial:
         self._bus.close()
 
     def judge(self) -> str:
-        """Stop the writers, and weigh all that was told; a line about it."""
+        """Stop the writers, check all answers, and return a line about the result."""
         for writer in self.writers:
             writer.stop()
         for writer in self.writers:

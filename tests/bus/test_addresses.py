@@ -1,4 +1,4 @@
-"""The addresses that a host advertises: never a host name."""
+"""Tests of the addresses that a host advertises, which are never host names."""
 
 from __future__ import annotations
 

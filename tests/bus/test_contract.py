@@ -1,4 +1,4 @@
-"""The bus contract, the same tests for every backend."""
+"""The tests of the bus contract, which run against every backend."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) ->
     for payload in sent:
         sender.send("mine", payload)
     sender.send("other", b"not for me")
-    sender.next_number("sent")  # its answer says that all of it has arrived
+    sender.next_number("sent")  # its answer shows that everything has arrived
     listener = Heard(receiver, inbox="mine")
     assert listener.wait(3) == sent
     sender.send("mine", b"later")
@@ -246,7 +246,7 @@ def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
     bus = connect()
     bus.send("mine", b"first")
     bus.delete("mine")
-    before = bus.key_count()  # with the bookkeeping that the first use may need
+    before = bus.key_count()  # includes bookkeeping that the first use creates
     for number in range(100):
         bus.send("mine", b"%d" % number)
     bus.delete("mine")
@@ -320,7 +320,7 @@ def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
     release = threading.Event()
     slow = Heard(bus, lambda payload: release.wait(60) and None)
     count = RING_MESSAGES + 100
-    credit = threading.Semaphore(500)  # the quick one must not fall behind too
+    credit = threading.Semaphore(500)  # the fast one must not fall behind, too
     quick = Heard(connect(), lambda payload: credit.release())
     try:
         for number in range(count):
@@ -381,7 +381,7 @@ def test_compare_set_has_one_winner_and_all_see_it(connect: Connect) -> None:
     start = threading.Barrier(len(clients))
 
     def chain(me: int) -> list[bytes]:
-        """Extend the register 50 times; whoever loses goes on from the winner's value."""
+        """Extend the register 50 times; a loser continues from the winner's value."""
         held: bytes | None = None
         seen = []
         for number in range(50):
@@ -466,7 +466,7 @@ def test_a_vote_may_count_for_many(connect: Connect) -> None:
 
 
 def test_a_vote_cast_twice_never_hides_a_ballot(connect: Connect) -> None:
-    """The count runs ahead, so the list comes early; the last voter gets it all the same."""
+    """The count runs ahead, so the list comes early; the last voter gets it nevertheless."""
     bus = connect()
     assert bus.ballot("s", "t", b"a", 3) is None
     assert bus.ballot("s", "t", b"a", 3) is None

@@ -1,4 +1,4 @@
-"""The NATS bus through faults of its servers: killed, stopped, started again, empty; a cluster."""
+"""Tests of the NATS bus with servers that are killed, stopped, restarted or empty, and clusters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_bus_object_outlives_its_server(server: NatsServers) -> None:
 
 
 def test_an_operation_waits_for_its_server(server: NatsServers) -> None:
-    """Killed before it is asked, started while the caller waits."""
+    """The server is killed before the operation and started while the caller waits."""
     with open_bus(server.url, timeout=LONG_S) as bus:
         bus.compare_set("k", None, b"1")
         server.kill(0)
@@ -93,7 +93,7 @@ def test_a_server_that_came_back_empty_has_forgotten(server: NatsServers) -> Non
 
 
 def test_an_old_client_cannot_write_to_the_next_life(server: NatsServers) -> None:
-    """Though its server is there again, and another client has made the job's streams anew."""
+    """This holds although the server is back and another client has recreated the job's streams."""
     with open_bus(server.url, timeout=20.0) as bus:
         restart(server, empty=True)
         with open_bus(server.url) as fresh:
@@ -173,7 +173,7 @@ def test_close_wakes_an_operation_and_is_prompt(server: NatsServers) -> None:
 
 
 class Deaf:
-    """Loses the acknowledgements of conditional publishes, after they were given."""
+    """A client that loses the acknowledgements of conditional publishes after they were given."""
 
     def __init__(self, bus: NatsBus, times: int, meanwhile: Any = lambda: None) -> None:
         self._publish = bus._link.publish
@@ -205,7 +205,8 @@ def test_lost_acknowledgement_of_a_win_still_counts_as_a_win(nats_url: str) -> N
 
 @pytest.mark.parametrize("others", [1, 5, _HISTORY + 5])
 def test_a_win_that_was_overwritten_before_it_was_known(nats_url: str, others: int) -> None:
-    """What followed the expected value tells; where that is gone, nobody may be told anything."""
+    """The message after the expected value shows the outcome; once it is gone, no outcome is
+    given."""
     with NatsBus(nats_url) as bus, open_bus(nats_url) as other:
 
         def go_on() -> None:
@@ -225,7 +226,8 @@ def test_a_win_that_was_overwritten_before_it_was_known(nats_url: str, others: i
 
 
 def test_refused_retry_reads_back_the_stored_value(nats_url: str) -> None:
-    """Without the server's memory of ids: the register itself tells, as long as it can."""
+    """Without the server's memory of ids, the register shows the outcome while it keeps the
+    value."""
     with NatsBus(nats_url) as bus, open_bus(nats_url) as other:
         for number in range(_HISTORY + 3):
             other.write("k", b"%d" % number)
@@ -302,7 +304,7 @@ def test_a_replica_that_lags_behind_is_asked_again(nats_url: str) -> None:
 
 
 def test_overrun_listener_is_notified(nats_url: str) -> None:
-    """Its wake-ups are lost, and so is its look, until the ring has gone once around."""
+    """The listener loses its wake-ups and does not poll until the ring has wrapped around."""
     with NatsBus(nats_url) as bus, NatsBus(nats_url) as other:
         listener = Heard(other)
         held = threading.Event()
@@ -420,7 +422,8 @@ def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
 def test_a_deposed_leader_decides_nothing_and_is_not_believed(
     no_thread_left: None, child: Callable[..., Child]
 ) -> None:
-    """It and its client stand still while another leads; it is asked before it can hear of that."""
+    """The old leader and its client are stopped while another leads, and are asked before they can
+    learn of that."""
     with NatsServers(job="mine", cluster=3) as servers, open_bus(servers.url, TIMEOUT_S) as bus:
         assert bus.compare_set("k", None, b"1") == b"1"
         leader = servers.leaders()["fft-mine"]

@@ -1,4 +1,4 @@
-"""NATS servers of `fft serve` and `fft run` that die: reaped, said, and started again."""
+"""Tests of NATS servers of `fft serve` and `fft run` that die: reaped, logged and restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def of_this_process() -> dict[int, psutil.Process]:
 
 @pytest.fixture
 def servers_of_this_test() -> Servers:
-    """By pid; also the dead that nobody has reaped. Other tests may keep one for their module."""
+    """Return the servers by pid, including zombies; other tests may keep servers for their
+    module."""
     others = set(of_this_process())
     return lambda: {pid: one for pid, one in of_this_process().items() if pid not in others}
 
@@ -40,7 +41,8 @@ def servers_of_this_test() -> Servers:
 def test_dead_server_is_restarted_and_the_bus_continues(
     cluster: int, caplog: pytest.LogCaptureFixture, servers_of_this_test: Servers
 ) -> None:
-    """One after the other, so often that without it no majority would be left."""
+    """The servers die one after the other, so often that without restarts the majority would be
+    lost."""
     with (
         NatsServers(job="kept", cluster=cluster, keep=True) as servers,
         open_bus(servers.url, 60.0) as bus,

@@ -1,4 +1,4 @@
-"""What a sealed bus refuses, and what it must never refuse."""
+"""Tests of the messages that a sealed bus refuses, and of those that it must never refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def head(epoch: int) -> bytes:
 
 
 class Place:
-    """One memory bus: clients with a token, and raw access to what crosses it."""
+    """A memory bus with clients that have a token, and raw access to its traffic."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -45,7 +45,7 @@ class Place:
         return bus
 
     def reach(self, epoch: int) -> None:
-        """The job comes to an epoch, by somebody else's doing."""
+        """Bring the job to an epoch, from another process's point of view."""
         bus = self.open()
         held = bus.read(HEAD)
         assert bus.compare_set(HEAD, held, head(epoch)) == head(epoch)
@@ -58,7 +58,7 @@ def place() -> Iterator[Place]:
 
 
 def recorded(place: Place, *payloads: bytes, by: SealedBus | None = None) -> list[bytes]:
-    """The frames of messages that were said."""
+    """Record the frames of the messages that were sent."""
     sender, mine = by or place.open(), Heard(place.raw)
     for payload in payloads:
         sender.broadcast(payload)
@@ -68,7 +68,7 @@ def recorded(place: Place, *payloads: bytes, by: SealedBus | None = None) -> lis
 def after(
     bus: SealedBus, place: Place, *frames: bytes, inbox: str | None = None, purpose: str = "bus"
 ) -> list[bytes]:
-    """What a listener on ``bus`` hears of frames, before an honest word behind them."""
+    """Return the messages that a listener on ``bus`` receives of frames, before a genuine one."""
     heard = Heard(bus, inbox=inbox)
     for frame in frames:
         place.raw.broadcast(frame) if inbox is None else place.raw.send(inbox, frame)
@@ -208,7 +208,7 @@ def test_reading_the_head_is_enough_to_be_heard_again(place: Place) -> None:
 
 
 def test_sender_without_a_listener_knows_the_epoch(place: Place) -> None:
-    """A supervisor: it speaks hours after it began, to processes that it has just started."""
+    """A supervisor sends hours after it began, to processes that it has just started."""
     supervisor, tool = place.open(), place.open()
     Heard(tool).subscription.close()
     for epoch in (7, 8):
@@ -249,7 +249,7 @@ def test_nobody_honest_suffers_from_the_bound_on_sessions(place: Place) -> None:
     first.broadcast(b"end")
     messages = heard.wait(32)
     assert messages == [b"%d" % n for n in range(30)] + [b"again", b"end"]
-    # It was recorded before the listener began, and after that its session was known.
+    # The frame was recorded before the listener began, which later learned its session.
     assert bus.refusals() == {"stale": 1, "repeated": 1}
 
 
@@ -281,7 +281,8 @@ def test_listener_refuses_recordings_however_many_senders_came_after(
 def test_no_frame_is_accepted_twice_and_the_table_stays_small(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    """Senders talk while epochs pass, and recordings of all of them are played at any time."""
+    """Senders broadcast while epochs pass, and recordings of all of them are replayed at any
+    time."""
     channel, key = _Channel("broadcast", b"k", 0, 3), b"k"
     epoch, numbers, recorded = 0, [0] * 10, list[bytes]()
     for sender, more, replay in steps:

@@ -1,4 +1,4 @@
-"""A standing listener is taken up again when it fell behind, and ends with its bus or its owner."""
+"""Tests of the listener that subscribes again after an overrun, and ends with its bus or owner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_overrun_subscription_receives_later_messages(caplog: pytest.LogCaptureF
             bus.broadcast(b"%d" % number, "commands")
         release.set()
         deadline = time.monotonic() + NOISE_S
-        while not again.wait(0.05):  # it may not have been taken up yet
+        while not again.wait(0.05):  # the listener may not have subscribed again yet
             assert time.monotonic() < deadline, "it hears nothing more"
             bus.broadcast(b"later", "commands")
         assert "a test missed messages of the topic commands" in caplog.text
@@ -51,7 +51,7 @@ def test_overrun_subscription_receives_later_messages(caplog: pytest.LogCaptureF
 
 
 class Forgetful(MemoryBus):
-    """Says to every listener of commands that the bus has come back empty."""
+    """A bus that reports to every listener of commands that it has come back empty."""
 
     def subscribe(self, on_message, on_lost, topic="protocol"):  # type: ignore[no-untyped-def]
         subscription = super().subscribe(on_message, on_lost, topic)
@@ -77,7 +77,7 @@ def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptur
 
 
 class Once(MemoryBus):
-    """Takes one listener of commands, and no second one."""
+    """A bus that accepts one listener of commands, and no second one."""
 
     def subscribe(self, on_message, on_lost, topic="protocol"):  # type: ignore[no-untyped-def]
         if topic == "commands":

@@ -1,4 +1,4 @@
-"""What only the TCPStore bus has: dead writers, the ring, wrapping numbers, dead servers."""
+"""Tests of the TCPStore bus only: dead writers, the ring, wrapping numbers, dead servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Start = Callable[..., Child]
 
 
 class StalledBus(TcpBus):
-    """A writer that stops between taking its number and writing, until it is released."""
+    """A writer that stops between reserving its number and writing, until it is released."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -36,7 +36,7 @@ class StalledBus(TcpBus):
 
 
 class StalledRing(Ring):
-    """Where that writer stops."""
+    """The ring in which that writer stops."""
 
     def __init__(self, bus: StalledBus, topic: Topic) -> None:
         super().__init__(bus, topic)
@@ -129,7 +129,7 @@ def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: 
 
 
 def test_listener_with_a_removed_slot_is_notified(tcp_url: str) -> None:
-    """Its next slot belongs to a dead writer, and the ring has passed it."""
+    """The next slot of the listener belongs to a dead writer, and the ring has passed it."""
     with TcpBus(tcp_url) as bus, open_bus(tcp_url) as other:
         release, inside = threading.Event(), threading.Event()
 
@@ -230,7 +230,8 @@ def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_late_vote_leaves_no_counter_for_long(tcp_url: str) -> None:
-    """Appended before its ballot was removed, counted after: the sweep finds the counter."""
+    """The vote was appended before its ballot was removed and counted after; the sweep finds the
+    counter."""
     with TcpBus(tcp_url) as bus:
         before = bus.key_count()
         bus._add("n/6/ballot/1.7", 1)
@@ -429,7 +430,7 @@ def test_a_late_answer_is_never_taken_for_the_next_one(child: Start) -> None:
 
 
 def test_a_server_that_was_silent_is_gone_on_with(child: Start) -> None:
-    """A stopped server: operations are bounded; what they asked is done then, and heard once."""
+    """With a stopped server operations are bounded; they take effect later, and arrive once."""
     server = child("serve", "0")
     with open_bus(server.line(), timeout=0.5) as bus:
         listener = Heard(bus)
@@ -483,7 +484,7 @@ def test_a_server_that_has_ended_in_the_silence_is_lost(child: Start) -> None:
 
 
 def test_another_server_in_the_place_of_a_silent_one_is_recognised(child: Start) -> None:
-    """Its port was taken over while nobody asked."""
+    """Another server took over the port while no operation was in progress."""
     server = child("serve", "0")
     url = server.line()
     port = url.rpartition(":")[2].partition("/")[0]

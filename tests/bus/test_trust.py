@@ -1,4 +1,4 @@
-"""Attacks: on the bus of real engines, on the decoders, and on a whole job under ``fft run``."""
+"""Attacks on the bus of real engines, on the decoders, and on a whole job under ``fft run``."""
 
 from __future__ import annotations
 
@@ -109,9 +109,11 @@ class Attacked:
         self._introduce()
 
     def _introduce(self) -> None:
-        """Have each heard by all: of a session that is silent since, one old word would be taken.
+        """Let every session be received by all engines, because a replay from an unknown session
+        would be accepted once.
 
-        Whoever joined before the others listened, and decided nothing, would be such a one.
+        A participant that joined before the others listened, and decided nothing, would have such a
+        session.
         """
         engines = [m.engine for m in self.job.members]
         fenced = {engine: engine.fenced + len(engines) for engine in engines}
@@ -122,7 +124,7 @@ class Attacked:
         )
 
     def refused(self) -> Counter[str]:
-        """By all engines together."""
+        """Return the number of refusals of all engines together."""
         return sum((Counter(m.bus.refusals()) for m in self.job.members), Counter())
 
 
@@ -133,7 +135,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def forged_frames() -> list[bytes]:
-    """The messages under a token that the job does not have."""
+    """Return the messages sealed with a token that the job does not have."""
     made: list[bytes] = []
     name = f"outside-{uuid.uuid4().hex}"
     with MemoryBus(name) as raw, SealedBus(MemoryBus(name), JobToken.fresh()) as outsider:
@@ -146,7 +148,7 @@ def forged_frames() -> list[bytes]:
 
 
 def bad_frames(own: list[bytes], dice: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Why it must be refused ("": by what it happens to be), and the frame."""
+    """Yield the reason for which a frame must be refused ("" if it depends), and the frame."""
     forged = forged_frames()
     huge = b"fft1 " + bytes(MAX_MESSAGE_BYTES + 300)
     while True:
@@ -163,7 +165,8 @@ def bad_frames(own: list[bytes], dice: random.Random) -> Iterator[tuple[str, byt
 
 
 def attack(at: Attacked, frames: Iterator[tuple[str, bytes]], count: int) -> Counter[str]:
-    """Broadcast ``count`` bad frames, at the pace of those who hear them; how many of which."""
+    """Broadcast ``count`` bad frames at the pace of their listeners; return the number by
+    reason."""
     why: Counter[str] = Counter()
     before = at.refused().total()
     for number in range(1, count + 1):
@@ -224,7 +227,7 @@ def test_a_forged_head_is_not_obeyed_and_stops_the_job_if_it_stays(stack: ExitSt
     wait_until(lambda: any(m.engine.local.bus_down for m in at.job.members), "the bus is in doubt")
     assert all(m.engine.local.head == record for m in at.job.members)
     assert all(m.steps == 4 and m.committed[-1].step == 3 for m in at.job.members)
-    at.raw.write(HEAD, honest)  # as nobody but who wrote it can
+    at.raw.write(HEAD, honest)  # only the process that wrote it could
     at.job.train(5)
     for member in at.job.members:
         assert [r.step for r in member.committed] == [1, 2, 3, 4, 5]
@@ -251,10 +254,11 @@ def test_job_stops_when_its_head_register_goes_back(stack: ExitStack) -> None:
 
 
 class PutBack(MemoryBus):
-    """Its attacker lets this client's commit win, puts the head back, and deletes the ballots.
+    """A bus whose attacker lets this client's commit win, puts the head back, and deletes the
+    ballots.
 
-    All before the client is answered, and its word goes out: until somebody in doubt has decided
-    otherwise.
+    This happens before the client gets its answer and sends its announcement, and it waits until
+    another participant in doubt has decided otherwise.
     """
 
     armed = False
@@ -272,7 +276,7 @@ class PutBack(MemoryBus):
 
 
 def test_a_commit_that_is_taken_back_is_noticed_by_both_sides(stack: ExitStack) -> None:
-    """One has applied it, the other has rolled back: neither goes on."""
+    """One participant has applied the commit and the other has rolled back; neither continues."""
     PutBack.armed = False
     name = f"trust-{uuid.uuid4().hex}"
     raw, token = stack.enter_context(MemoryBus(name)), JobToken.fresh()
@@ -349,7 +353,7 @@ DECODERS: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in JSON data."""
+    """Yield every place in JSON data."""
     yield path
     if isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -366,7 +370,7 @@ def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> tuple[Callable[[bytes], Any], bytes]:
-    """A decoder, and a valid message of it with something changed."""
+    """Draw a decoder and a valid message of it with a modification."""
     decoder, valid = draw(st.sampled_from(DECODERS))
     data = draw(st.sampled_from(valid))
     how = draw(st.integers(0, 5))
@@ -374,18 +378,18 @@ def mutated(draw: st.DrawFn) -> tuple[Callable[[bytes], Any], bytes]:
         value = json.loads(data)
         path = draw(st.sampled_from(list(_places(value))))
         data = json.dumps(_with(value, path, draw(st.sampled_from(_ODD)))).encode()
-    elif how == 1:  # some bits
+    elif how == 1:  # some bits are flipped
         changed = bytearray(data)
         for at in draw(st.lists(st.integers(0, 8 * len(data) - 1), min_size=1, max_size=6)):
             changed[at // 8] ^= 1 << at % 8
         data = bytes(changed)
-    elif how == 2:  # cut, or doubled
+    elif how == 2:  # truncated, or doubled
         data = data[: draw(st.integers(0, len(data)))] + data[draw(st.integers(0, len(data))) :]
     elif how == 3:  # nested deeply, or a number without an end
         deep = draw(st.sampled_from([b"[" * 20_000, b'{"a":' * 5_000, b"9" * 20_000]))
         at = draw(st.integers(0, len(data)))
         data = data[:at] + deep + data[at:]
-    elif how == 4:  # bytes that are no text
+    elif how == 4:  # bytes that are not text
         at = draw(st.integers(0, len(data)))
         data = data[:at] + draw(st.binary(max_size=8)) + data[at:]
     else:
@@ -415,7 +419,7 @@ def test_the_longest_message_and_one_byte_more() -> None:
 
 
 def example() -> str:
-    """The program that docs/bus.md shows."""
+    """Return the program that docs/bus.md shows."""
     text = (ROOT / "docs" / "bus.md").read_text()
     return text.partition("```python\n")[2].partition("```")[0]
 
