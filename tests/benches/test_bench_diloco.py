@@ -1,4 +1,5 @@
-"""The parts of the DiLoCo benchmarks that need no job: slices, what faults cost, the picture."""
+"""Tests of the parts of the DiLoCo benchmarks that need no job: slices, costs of faults, the
+picture."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from fft.messages.fault_plans import AnyFault, FaultPlan
 
 
 def record(n: int, kind: str, cursor: int, leases: dict[str, int], **more: Any) -> dict[str, Any]:
-    """A line of a trace; ``leases``: slice by group."""
+    """Return a line of a trace; ``leases`` holds the slice by group."""
     held = [[number, group, f"store-{group}"] for group, number in leases.items()]
     data = {"n": n, "kind": kind, "epoch": 1, "txn": n, "cursor": cursor, "leases": held}
     return {"event": {"record": {**data, "returned": [], **more}}}
@@ -34,7 +35,7 @@ def consumed(group: str, number: int, txn: int) -> dict[str, Any]:
 
 
 def leased() -> list[dict[str, Any]]:
-    """Two commits of two groups; group 1 was killed after its vote, and has noted nothing."""
+    """Two commits of two groups; group 1 was killed after its vote and has traced no commit."""
     return [
         record(1, "epoch", 2, {"0": 0, "1": 1}),
         record(2, "abort", 2, {"0": 0, "1": 1}),
@@ -144,7 +145,7 @@ def test_some_faults_become_drains_of_the_same_group() -> None:
 
 
 def event(what: str, ms: int, group: int, pid: int | None = None, **fields: Any) -> dict[str, Any]:
-    """Wall clock an hour after the machine's."""
+    """Return an event whose wall clock is an hour after the machine's clock."""
     at = ms * 1_000_000
     who = {"g": group, "r": 0, "pid": pid or 100 + group}
     return {"e": what, "m": at, "t": at + 3600 * 10**9, **who, **fields}

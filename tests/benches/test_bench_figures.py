@@ -1,4 +1,4 @@
-"""The parts of `make bench` that need no job: figures from written events, resuming, the page."""
+"""Tests of the parts of `make bench` that need no job: figures from events, resuming, the page."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STEP_MS = 45
 
 
 def event(what: str, ms: float, group: int, **fields: Any) -> dict[str, Any]:
-    """One line, of rank 0 of a group."""
+    """Return one event of rank 0 of a group."""
     now = int(ms * 1e6)
     return {"e": what, "t": now, "m": now, "g": group, "r": 0, "pid": 100 + group, **fields}
 
 
 def commit(ms: float, group: int, step: int, **fields: Any) -> dict[str, Any]:
-    """A good one, unless it is said otherwise."""
+    """Return a commit event, successful by default."""
     usual = {"step": step, "before": step, "after": step + 1, "n": 3, "in": True, "q": 1}
     return event("commit", ms, group, **{**usual, **fields})
 
@@ -38,7 +38,7 @@ def abort(ms: float, group: int, step: int, **fields: Any) -> dict[str, Any]:
 
 
 def before(groups: int = 3) -> list[dict[str, Any]]:
-    """Ten steps of a whole job, the last one 10 ms before the fault."""
+    """Return ten steps of a whole job, the last one 10 ms before the fault."""
     return [
         commit(FAULT_MS - 10 - STEP_MS * (10 - step), group, step)
         for step in range(1, 11)
@@ -47,7 +47,7 @@ def before(groups: int = 3) -> list[dict[str, Any]]:
 
 
 def after(*at_ms: float, step: int = 11, **fields: Any) -> list[dict[str, Any]]:
-    """The next commit of each group, so long after the fault."""
+    """Return the next commit of each group, the given times after the fault."""
     return [commit(FAULT_MS + ms, g, step, **fields) for g, ms in enumerate(at_ms)]
 
 
@@ -88,7 +88,7 @@ def test_a_survivor_that_does_not_commit_again_makes_it_never() -> None:
     found = outcome(EXCEPTION, [*before(), fault(), dead, *after(70), over(2000)])
     assert found.never and found.next_commit_ms is None and found.whole_ms is None
     assert found.waited_s == 2
-    assert found.gap_ms == 2010  # of who stands still, until the end
+    assert found.gap_ms == 2010  # a stopped group's gap lasts until the end
     assert found.died == 1
 
 
@@ -110,7 +110,8 @@ def test_all_groups_must_have_committed_the_step_that_all_contributed_to() -> No
     apart += [commit(FAULT_MS + ms, g, 12) for g, ms in ((0, 95), (1, 96))]
     events = [*before(), fault(), *apart, over(100)]
     assert outcome(EXCEPTION, events).whole_ms is None
-    healing = commit(FAULT_MS + 97, 2, 12, **{"in": False})  # there, with a gradient of zeros
+    # It takes part with a gradient of zeros
+    healing = commit(FAULT_MS + 97, 2, 12, **{"in": False})
     assert outcome(EXCEPTION, [*events, healing]).whole_ms is None
     assert outcome(EXCEPTION, [*events, commit(FAULT_MS + 98, 2, 12)]).whole_ms == 98
 
@@ -268,7 +269,7 @@ def test_ratios_need_both(tmp_path: Path) -> None:
 
 
 def handled(on: str, at_ms: float, txn: int, took_ms: float = 0.2, **more: Any) -> dict[str, Any]:
-    """A line of a trace: an event of that txn, and how long the engine was at it."""
+    """Return a trace line of an event of that txn with the time for which the engine handled it."""
     told: dict[str, Any] = {"type": on, "token": [1, txn], **more}
     if on == "decision":
         told["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
@@ -283,7 +284,7 @@ def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:
         lines += [handled("ballot", 2, txn), handled("decision", 3, txn, won=True)]
         lines += [handled("decision", 3.5, txn, won=False)]
         lines += [handled("applied", 5, txn), handled("applied", 5.5, txn, 0.1)]
-    lines += [handled("prepared", 9, SKIPPED + 4)]  # cut short: not counted
+    lines += [handled("prepared", 9, SKIPPED + 4)]  # interrupted, so not counted
     found = legs(lines)
     assert list(found) == list(LEGS)
     wanted = [1, 0.3, 0.7, 0.2, 0.8, 0.5, 0.2, 1.8, 0.1]
@@ -292,7 +293,8 @@ def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:
 
 
 def test_repeated_timeouts_shorten_the_wait(tmp_path: Path) -> None:
-    """Two repetitions in vain give the third a shorter wait; one that came to a commit does not."""
+    """Two repetitions without success give the third a shorter wait; one that reached a commit does
+    not."""
     row, results = ROWS["exception-forward"], Results(tmp_path)
     waits = []
     for number in range(1, 5):

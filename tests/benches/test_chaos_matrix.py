@@ -1,4 +1,5 @@
-"""The parts of `make chaos` that need no job: is the matrix complete, and what counts as growth."""
+"""Tests of the parts of `make chaos` that need no job: a complete matrix, and the rule for
+growth."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from fft.messages.fault_plans import MODELS, PHASES, FaultPlan
 
 
 def entry_kinds(layout: Layout) -> set[tuple[str, str | None]]:
-    """(kind, phase) of every fault of the matrix."""
+    """Return the (kind, phase) of every fault of the matrix."""
     found = (entry for s in suites(layout) for case in s.cases for entry in case.entries)
     return {(entry["kind"], entry.get("phase")) for entry in found}
 

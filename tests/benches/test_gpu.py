@@ -1,6 +1,5 @@
-"""`make gpu` without a GPU: which parts are run, what becomes of one that hangs, crashes or fails,
-what is written; and the trials themselves, on CPU.
-"""
+"""Tests of `make gpu` without a GPU: the choice of parts, the results of parts that hang, crash or
+fail, the files that are written, and the trials themselves on CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ FINDS += "pen = Pen(Path(sys.argv[1]), 'a part')\n"
 
 
 def part(name: str, limit_s: float = LIMIT_S, on_cpu: bool = True) -> Part:
-    """One that ends in its number."""
+    """Return a part whose number is the digit at the end of its name."""
     return Part(int(name[-1]), name, f"the part {name}", limit_s, on_cpu)
 
 
@@ -41,7 +40,7 @@ def run(
     limits: dict[str, float] | None = None,
     total_s: float = LIMIT_S,
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The results of parts that are these scripts, by name, and what was said."""
+    """Run parts that are these scripts; return the results by name, and the output."""
     runner.prepare_children()
     said: list[str] = []
     parts = [part(name, (limits or {}).get(name, LIMIT_S)) for name in scripts]
@@ -129,7 +128,8 @@ def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_part_end_with_it(tmp_path: Path) -> None:
-    """Its child has a session of its own and outlives it; so does the child of one that hangs."""
+    """Its child has its own session and outlives the part; so does the child of a part that
+    hangs."""
     start = (
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     )
@@ -195,7 +195,7 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
 def test_a_real_part_that_hangs_tells_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through `benchmarks.gpu.part`; it hangs in a torch that another one stands for."""
+    """Run a part through `benchmarks.gpu.part` with a replacement for torch that hangs."""
     text = "import time\n\n\ndef in_torch():\n    time.sleep(600)\n\n\nin_torch()\n"
     (tmp_path / "torch.py").write_text(text)
     runner.prepare_children()
@@ -221,7 +221,7 @@ def test_an_error_in_a_trial_is_a_finding_and_the_next_trial_is_made(tmp_path: P
     with pen.trial("fourth"):
         pen.measured("a figure", ms=3)
     with (tmp_path / FINDINGS).open("a") as file:
-        file.write('{"part": "p", "sta')  # the process died while it wrote
+        file.write('{"part": "p", "sta')  # the process died during the write
     found = read(tmp_path / FINDINGS)
     assert [f["status"] for f in found] == ["failed", "not here", "failed", "measured"]
     assert "invalid argument" in found[0]["text"]
@@ -273,7 +273,7 @@ OLD = "The NVIDIA driver on your system is too old (found version 12020)."
 def test_missing_package_is_reported_with_the_fix(
     changes: dict[str, Any], why: str, mend: str | None
 ) -> None:
-    """Where there is no GPU, nothing mends it."""
+    """Without a GPU there is no fix."""
     about = {**MACHINE, **changes}
     said = machine.missing(about)
     assert why in said
@@ -293,7 +293,8 @@ def test_a_machine_that_cannot_be_described_is_a_finding(monkeypatch: pytest.Mon
 def test_failed_probe_hides_no_other_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the process that asks. Neither torch nor git can be loaded there."""
+    """Run the probes through the process that collects them, where neither torch nor git can be
+    loaded."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('libcudart is another one')\n")
     smi = "#!/bin/sh\ncase $1 in *name*) echo NVIDIA H100;; *) exit 9;; esac\n"
     for name, text in (("nvidia-smi", smi), ("git", "#!/bin/sh\nprintf '\\377'\n")):
@@ -312,7 +313,7 @@ def test_failed_probe_hides_no_other_result(
 def test_the_commit_is_known_where_the_tree_has_no_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`packages` has noted it."""
+    """`packages` has recorded it."""
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setenv("PATH", "")  # no git, as where a tree came without its history
     assert machine._commit() == "unknown"
@@ -323,7 +324,7 @@ def test_the_commit_is_known_where_the_tree_has_no_history(
 
 
 def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:
-    """torch 2.11 has no GroupName. (All of it has been imported, and tried on CPU, with 2.11.)"""
+    """torch 2.11 has no GroupName. Everything has been imported and run on CPU with 2.11."""
     script = """
 import builtins
 from benchmarks.gpu import machine
@@ -346,9 +347,9 @@ print(machine.described()["fails"])
 
 
 def test_a_name_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every process of the parts; the C library reads it."""
+    """The setting applies to every process of the parts, since the C library reads it."""
     monkeypatch.delenv("RES_OPTIONS", raising=False)
-    monkeypatch.setenv("RES_OPTIONS", "")  # so that what is set here is taken back
+    monkeypatch.setenv("RES_OPTIONS", "")  # registered so that the test's setting is undone
     del os.environ["RES_OPTIONS"]
     runner.prepare_children()
     script = "import os; print(os.environ['RES_OPTIONS'])"
@@ -391,7 +392,7 @@ RESULT = {"number": 3, "part": "random_state", "title": "three", "status": "ok",
 
 
 def saved(folder: Path, *lines: Any) -> Path:
-    """What was brought from another machine."""
+    """Return the results that were copied from another machine."""
     path = folder / "results.jsonl"
     texts = [each if isinstance(each, str) else json.dumps(each) for each in lines]
     path.write_text("\n".join(texts))
@@ -399,7 +400,7 @@ def saved(folder: Path, *lines: Any) -> Path:
 
 
 def ended_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code of the command, in this process."""
+    """Return the exit code of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *words])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("benchmarks.gpu", run_name="__main__")
@@ -469,7 +470,7 @@ def test_the_commands_exit_code(
     statuses: list[str],
     code: int,
 ) -> None:
-    """The machine and what its parts come to are made up; that a part is run is another test's."""
+    """The machine and the results of its parts are simulated; another test runs real parts."""
     begun: list[Any] = []
 
     def results(parts: list[Part], *_: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""The parts of `make gpu` themselves, without a GPU: what they judge, and when they stop.
+"""Tests of the parts of `make gpu` without a GPU: their verdicts and their deadlines.
 
-In the place of groups of NCCL's are some that do what a broken one would.
+Replacements for NCCL groups behave as broken ones would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAR_S = 600.0
 
 
 class Ring:
-    """A group of one rank. ``stale``: from that round on a reduction brings what one did before."""
+    """A group of one rank. From the round ``stale`` on, a reduction returns the previous result."""
 
     def __init__(self, stale: int | None = None) -> None:
         self.stale = stale
@@ -61,7 +61,7 @@ def setting(folder: Path, seconds: float = FAR_S) -> Setting:
 def rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ring: Ring, seconds: float = FAR_S
 ) -> dict[str, dict[str, Any]]:
-    """What part 6 finds with it, by name."""
+    """Return the findings of part 6 with this ring, by name."""
     monkeypatch.setattr(nccl_rebuild, "RINGS", {"cpu": {"it": lambda *_: ring}})
     nccl_rebuild.run(Pen(tmp_path / "found", "nccl_rebuild"), setting(tmp_path, seconds))
     return {found["what"]: found for found in read(tmp_path / "found")}
@@ -89,7 +89,7 @@ def test_a_reduction_that_brings_an_earlier_rounds_numbers_is_seen(
 
 
 def test_timeout_reports_the_stage_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock by which a round takes a second."""
+    """The clock advances by a second per round."""
     ring, now = Ring(), [time.monotonic()]
     build = ring.build
 
@@ -118,7 +118,7 @@ def test_too_few_rounds_are_no_result(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_ranks_that_hang_have_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the first has taken all of the time, the second is waited for no more."""
+    """When the first rank has used all of the time, the second is not waited for any longer."""
     waits: list[float] = []
 
     class Process(subprocess.Popen):  # type: ignore[type-arg]
@@ -185,7 +185,7 @@ def test_two_ranks_that_have_tried_nothing_are_not_well(
 
 
 def test_how_long_the_device_is_busy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of 3 million cycles a millisecond, where a kernel takes a while to start."""
+    """The device runs 3 million cycles per millisecond, and its kernels start with a delay."""
     asked: list[int] = []
     queued, now = [0.0], [0.0]
 

@@ -1,4 +1,4 @@
-"""The picture of the rooms, and the size of the pages that one reads in one go."""
+"""Tests of the picture of the packages, and of the size of the pages that are read in one go."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_decision_index_lists_each_record_with_its_date() -> None:
 
 
 def test_changelog_has_each_section_once_and_no_entry_twice() -> None:
-    """A merge of an older branch may bring entries back at the end of the file."""
+    """Merging an older branch can bring entries back at the end of the file."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = text.partition("\n## ")[2].partition("\n## ")[0]
     assert re.findall(r"^### (.*)", newest, re.M) == CHANGE_SECTIONS

@@ -1,6 +1,6 @@
-"""Commands in surroundings that do not let them work: one line says what, and none is a traceback.
+"""Tests of commands in environments in which they cannot work: one line of error, no traceback.
 
-With real processes; limits are those that `ulimit` sets.
+They use real processes and the limits that `ulimit` sets.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ diagnoser.close()
 
 
 def test_no_memory_for_the_thread_of_a_diagnosis() -> None:
-    """Its end must not hide why: what was never started cannot be joined."""
+    """The end of the command must not hide the reason: a thread that never started cannot be
+    joined."""
     command = [sys.executable, "-c", DIAGNOSIS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr

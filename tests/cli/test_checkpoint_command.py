@@ -1,4 +1,4 @@
-"""`fft checkpoint`, and what `fft run` refuses of checkpoints before it starts anything."""
+"""Tests of `fft checkpoint`, and of the checkpoints that `fft run` refuses before it starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ended = CliRunner()
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Three checkpoints, the newest of them damaged, and one that was not finished."""
+    """Three checkpoints, the newest of them damaged, and an unfinished one."""
     store = open_store(str(tmp_path / "checkpoints"))
     published(store, 2, 4, 6)
     written(store, 7)
@@ -75,7 +75,7 @@ def test_keep_none_removes_only_what_was_never_finished(place: Path) -> None:
 
 
 def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever width; a long name is folded."""
+    """This holds for any width; a long name is folded."""
     attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
     for width in (130, 80):
         monkeypatch.setattr(checkpoints, "console", lambda width=width: Console(width=width))
@@ -89,8 +89,8 @@ def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
     assert code == 1
     assert "step-2: whole, 8 files" in text and "DAMAGED: step-6/g0r1.json" in text
     assert said("verify", place, "--step", 4)[0] == 0
-    assert said("verify", place, "--step", 5)[0] == 2  # there is none
-    assert said("verify", place / "nothing")[0] == 2  # nor a directory
+    assert said("verify", place, "--step", 5)[0] == 2  # this step does not exist
+    assert said("verify", place / "nothing")[0] == 2  # nor does this directory
     code, text = said("verify", place / "step-2" / "manifest.json")
     assert code == 2 and "manifest.json is no directory" in text
 
@@ -104,7 +104,7 @@ def test_prune_keeps_what_is_whole_and_removes_what_was_never_finished(place: Pa
 
 
 def test_prune_never_removes_the_newest_that_is_whole(place: Path) -> None:
-    """Though a newer one is whole as far as its manifest tells."""
+    """A newer one is complete by its manifest, but damaged."""
     file = place / "step-6" / "g0r1.json"
     shutil.copy(place / "step-4" / "g0r1.json", file)
     code, text = said("prune", place, "--keep", 1)
@@ -125,8 +125,10 @@ def test_prune_removes_what_was_never_finished_where_nothing_is_whole(tmp_path: 
 
 
 def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
-    """One that has gone on from an older checkpoint is at an earlier step than the newest. Also one
-    that nobody holds the place for."""
+    """A job that resumed from an older checkpoint is at an earlier step than the newest.
+
+    This also holds for a writer that does not hold the place.
+    """
     store = open_store(str(place))
     attempt = written(store, 3)
     for working in (store.hold(), store.at_work()):

@@ -1,4 +1,5 @@
-"""The ``fft`` command as a user meets it: real processes, exit codes, one line per error."""
+"""Tests of the ``fft`` command as a user runs it: real processes, exit codes, one line per
+error."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def forked(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process that has torch from its start; its ranks are started anew."""
+    """Run the command in a process with torch preloaded; its ranks are started as new processes."""
     return forked_run.fft(*arguments, folder=folder, within=WAIT_S, env=env, new_ranks=True)
 
 
@@ -117,7 +118,8 @@ def test_serve_without_a_lighthouse_announces_none() -> None:
 
 
 def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) -> None:
-    """Its own, none, or with ``--no-lighthouse`` the one that was there before."""
+    """The lighthouse is the command's own, none, or with ``--no-lighthouse`` one that existed
+    before."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('TORCHFT_LIGHTHOUSE'))\n")
     found = {}
@@ -200,7 +202,7 @@ def test_a_port_in_use_is_named_with_the_mend(tmp_path: Path) -> None:
 
 
 class Children:
-    """Where the children of a run report; their connection ends when they do."""
+    """The server that the children of a run connect to; a connection ends when its child does."""
 
     def __init__(self, directory: str) -> None:
         import socket

@@ -1,4 +1,4 @@
-"""The examples: real processes, real training, audited afterwards.
+"""Tests of the examples: real processes, real training, audited afterwards.
 
 The script of the README is started as a user starts it.
 """
@@ -29,7 +29,7 @@ faults:
 
 
 def run(tmp_path: Path, *arguments: str, as_users_do: bool = False) -> Path:
-    """Run a job to its good end and return its trace directory."""
+    """Run a job to its successful end and return its trace directory."""
     traces = tmp_path / "run"
     command = ["run", "--trace-dir", str(traces), "--timeout", str(LIMIT_S - 20), *arguments]
     if as_users_do:
@@ -75,12 +75,12 @@ def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path
     found = audit_dir(traces)
     assert found.ok, found.render()
     logs = [log.read_text().splitlines()[-1] for log in sorted((traces / "logs").iterdir())]
-    assert len(logs) == 4  # nobody was started twice
+    assert len(logs) == 4  # no process was restarted
     one, other, *rest = (
         int(line.rpartition("done at step ")[2]) for line in logs[::2] + logs[1::2]
     )
     assert rest == [one, other], "the ranks of a group leave with one commit"
-    # a group that hears of the end after its vote leaves with the next commit
+    # a group that learns of the end after its vote leaves with the next commit
     assert min(one, other) >= 10 and abs(one - other) <= 1
 
 

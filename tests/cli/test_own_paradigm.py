@@ -1,4 +1,4 @@
-"""The guide that writes a spec from nothing to an audited run, done as it says."""
+"""Tests that the guide on writing a spec works as described, up to an audited run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 150
 
 
 def written(folder: Path) -> None:
-    """Each file that the guide says to save."""
+    """Write each file that the guide shows."""
     text = GUIDE.read_text(encoding="utf-8")
     saved = re.findall(r"ave this as `([\w.]+)`.*?\n```\w+\n(.*?)```", text, re.DOTALL)
     assert [name for name, _ in saved] == ["tensor_parallel.yaml", "train.py", "faults.yaml"]
@@ -32,7 +32,7 @@ def fft(folder: Path, *arguments: str) -> str:
 
 
 def ends(traces: Path) -> dict[tuple[str, int], tuple[int, str]]:
-    """Step and digest of each rank's last commit."""
+    """Return the step and digest of each rank's last commit."""
     return {
         (line["group"], line["rank"]): (line["step"], line["event"]["digest"])
         for line in read_lines(traces)

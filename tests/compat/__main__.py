@@ -43,7 +43,7 @@ _ASKS_WITHIN_S = 60.0
 
 
 class Suites:
-    """Plugin: a bus for each test, what must fail, and what the traces say."""
+    """A pytest plugin: a bus for each test, expected failures, and audits of the traces."""
 
     def __init__(self) -> None:
         self.bus_url = ""
@@ -53,10 +53,10 @@ class Suites:
         plugin = self
 
         class Manager(fft.ManagerFFT):
-            """What the suites find as ``torchft.manager.Manager``.
+            """The class that the suites import as ``torchft.manager.Manager``.
 
-            Some tests empty the environment, so bus and traces are arguments. Those for a manager
-            alone have it wait for a mate that never comes: not for a minute.
+            Some tests empty the environment, so bus and traces are arguments. Tests of a single
+            manager make it wait for a mate that never comes; the wait is kept below a minute.
             """
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,11 +73,12 @@ class Suites:
     def job(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[None]:
-        """A job of its own for the test."""
+        """Give the test its own job."""
         for name in [name for name in os.environ if name.startswith("FFT_")]:
             monkeypatch.delenv(name)
-        if hasattr(request.module, "handle_fixture"):  # results kept in files that are in no wheel:
-            # without them its tests compare with what they compute themselves
+        # The suite keeps expected results in files that no wheel contains; without them its tests
+        # compare with results that they compute themselves.
+        if hasattr(request.module, "handle_fixture"):
             monkeypatch.setattr(request.module, "handle_fixture", lambda name, results: None)
         suite = importlib.import_module("torchft.manager_integ_test")
         monkeypatch.setattr(suite.EventInjector, "check", self._waiting(suite))
@@ -91,10 +92,11 @@ class Suites:
                 assert report.ok, report.render()
 
     def _waiting(self, suite: Any) -> Callable[[Any, int, int], None]:
-        """``EventInjector.check`` of the suite; who has met a joiner there lets it ask to come in.
+        """Patch ``EventInjector.check`` of the suite: a caller that has met a joiner waits until it
+        asks to join.
 
-        torchft holds the next step up until all who ask for a quorum are in. Here who joins is
-        waited for by nobody, and a test that wants it in by a certain step has to wait itself.
+        torchft delays the next step until all members that request a quorum are in. FFT does not
+        wait for joiners, so a test that needs one by a certain step has to wait itself.
         """
 
         check, barrier = suite.EventInjector.check, suite.EventInjectorEvent.Barrier
@@ -106,7 +108,7 @@ class Suites:
                 deadline = time.monotonic() + _ASKS_WITHIN_S
                 while not self._has_asked():
                     assert time.monotonic() < deadline, "the third group never asked to come in"
-                    time.sleep(0.01)  # an engine has no event for it
+                    time.sleep(0.01)  # the engine offers no event for it
 
         return check_and_wait
 
@@ -118,7 +120,7 @@ class Suites:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Mark what must fail."""
+        """Mark the tests that must fail."""
         known = dict(DIFFERENCES)
         for item in items:
             name = "::".join([item.path.name, *item.nodeid.split("::")[-2:]])
@@ -132,7 +134,7 @@ class Suites:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suites; the exit status is pytest's."""
+    """Run the suites and return pytest's exit status."""
     plugin = Suites()
     named = [importlib.import_module(f"torchft.{suite}").__file__ for suite in SUITES]
     settings = [f"--rootdir={REPOSITORY}", "-c", str(REPOSITORY / "pyproject.toml")]

@@ -1,7 +1,7 @@
 """Tests of torchft that ``ManagerFFT`` does not pass, each with its reason.
 
-The names are those of pytest, less the folder. Those that fail must fail, and by the error named
-here; whatever else a test says is a failure of the run.
+The names are those of pytest, without the folder. These tests must fail, and with the error given
+here; any other result is a failure of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fft.util.errors import FftError, NotEnoughGroups
 
 @dataclass(frozen=True)
 class Difference:
-    """Why a test cannot pass."""
+    """The reason why a test cannot pass."""
 
     reason: str
     raises: tuple[type[BaseException], ...] = (AssertionError,)

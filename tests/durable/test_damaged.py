@@ -1,4 +1,4 @@
-"""200 damaged checkpoints: none is chosen, each is named, and the one before it is."""
+"""Tests with 200 damaged checkpoints: each is reported, and the one before it is chosen."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GOOD, BAD = 4, 8
 DAMAGES = 200
 
 Damage = Callable[[Path, Path, random.Random], str]
-"""Damages the second directory, with help of the first; says what it did, to what."""
+"""A function that damages the second directory, using the first, and describes the damage."""
 
 
 def pick(bad: Path, dice: random.Random, ending: str = "") -> Path:
-    """One of the files that the manifest lists, or the manifest."""
+    """Pick one of the files that the manifest lists, or the manifest."""
     names = [f["name"] for f in json.loads((bad / "manifest.json").read_text())["files"]]
     return bad / dice.choice([n for n in [*names, "manifest.json"] if n.endswith(ending)])
 
@@ -59,14 +59,14 @@ def longer(good: Path, bad: Path, dice: random.Random) -> str:
 
 
 def mixed(good: Path, bad: Path, dice: random.Random) -> str:
-    """A file of the step before."""
+    """Replace a file by that of the step before."""
     path = pick(bad, dice)
     shutil.copy(good / path.name, path)
     return path.name
 
 
 def exchanged(good: Path, bad: Path, dice: random.Random) -> str:
-    """Files of two ranks."""
+    """Exchange the files of two ranks."""
     one, other = bad / "g0r0.safetensors", bad / "g0r1.safetensors"
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
@@ -75,7 +75,7 @@ def exchanged(good: Path, bad: Path, dice: random.Random) -> str:
 
 
 def edited(good: Path, bad: Path, dice: random.Random) -> str:
-    """The manifest, by hand."""
+    """Edit the manifest by hand."""
     path = bad / "manifest.json"
     found: dict[str, Any] = json.loads(path.read_text())
     changes: list[tuple[str, Any]] = [
@@ -96,7 +96,7 @@ def edited(good: Path, bad: Path, dice: random.Random) -> str:
 
 
 def sealed_anew(good: Path, bad: Path, dice: random.Random) -> str:
-    """The manifest, by somebody who also mends its digest."""
+    """Edit the manifest and update its digest, as an attacker would."""
     path = bad / "manifest.json"
     found: dict[str, Any] = json.loads(path.read_text())
     del found["sha256"]
@@ -121,14 +121,14 @@ def sealed_anew(good: Path, bad: Path, dice: random.Random) -> str:
 
 
 class Evil:
-    """What a pickle would run."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path("/tmp/fft-was-unpickled").touch, ()
 
 
 def pickled(good: Path, bad: Path, dice: random.Random) -> str:
-    """A pickle in the place of a tensor file; half of them with the length of that."""
+    """Replace a tensor file by a pickle, half of the time of the same length."""
     path = pick(bad, dice, ".safetensors")
     size, data = path.stat().st_size, pickle.dumps(Evil())
     path.write_bytes(data.ljust(size, b"\0") if dice.random() < 0.5 else data)
@@ -150,7 +150,7 @@ def a_directory(good: Path, bad: Path, dice: random.Random) -> str:
 
 
 def from_another_step(good: Path, bad: Path, dice: random.Random) -> str:
-    """The whole of another checkpoint, under this name."""
+    """Replace all files by those of another checkpoint, under this name."""
     shutil.rmtree(bad)
     shutil.copytree(good, bad)
     return "manifest.json"

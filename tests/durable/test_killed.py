@@ -1,7 +1,7 @@
-"""A process that publishes a checkpoint is SIGKILLed before each of its operations.
+"""Tests that SIGKILL a process that publishes a checkpoint before each of its operations.
 
-Whatever it leaves, a job that resumes there begins with a whole checkpoint, or at its start if none
-was ever whole; and the next checkpoint is published as if nothing had been.
+A job that resumes there begins with a complete checkpoint, or from its start if none was ever
+complete; and it publishes the next checkpoint normally.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIMIT_S = 60.0
 PLACES = [(group, rank) for group in GROUPS for rank in range(RANKS)]
 LAST = PLACES[-1]
 MOST = 100
-"""Operations of one publication, at the very most."""
+"""An upper bound on the operations of one publication."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 OF_URLS = ("cp_file", "rm_file", "rm", "pipe_file", "put_file")
 
 
 class Fuse:
-    """Kills its process before it does anything for the ``count``-th time."""
+    """A hook that kills its process before the ``count``-th operation."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -46,7 +46,7 @@ class Fuse:
         self._left -= 1
 
     def on_disk(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """The interpreter tells of every operation before it is done."""
+        """The interpreter reports every operation before it happens."""
         opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
         if event in CHANGES or opens:
             self.burn()
@@ -60,7 +60,7 @@ class Fuse:
 
 
 def publish(place: str, step: int, count: int) -> None:
-    """The child's work, as far as it comes: the last rank's files, and the publication."""
+    """Do the child's work as far as it gets: the last rank's files, and the publication."""
     store, fuse = open_store(place), Fuse(count)
     if isinstance(store, UrlStore):
         for name in OF_URLS:
@@ -81,7 +81,7 @@ def server() -> Iterator[str]:
 def places(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int], str]:
-    """A place of its own for each kill."""
+    """Yield a new place for each kill."""
     if request.param == "directory":
         return lambda count: str(tmp_path / str(count))
     bucket = bucket_at(request.getfixturevalue("server"), tmp_path.name, monkeypatch)
@@ -89,8 +89,8 @@ def places(
 
 
 def killed(url: str, count: int, before: tuple[int, ...]) -> tuple[Checkpoints, bool]:
-    """What a writer of step 6 leaves that is killed at its ``count``-th operation, and whether it
-    was."""
+    """Kill a writer of step 6 at its ``count``-th operation; return what is left, and whether it
+    was killed."""
     store = open_store(url)
     store.prepare()
     published(store, *before)
@@ -105,7 +105,7 @@ def killed(url: str, count: int, before: tuple[int, ...]) -> tuple[Checkpoints, 
 def test_whatever_a_killed_writer_leaves_a_job_goes_on(
     before: tuple[int, ...], places: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the first of all, and with one of a step that has one already."""
+    """This holds for the first checkpoint of all, and for a step that already has one."""
     attempt, came = partial_name(6, "again"), set[str]()
     for count in range(MOST):
         found, was_killed = killed(places(count), count, before)
@@ -135,7 +135,8 @@ def test_whatever_a_killed_writer_leaves_a_job_goes_on(
 
 
 def test_a_past_that_is_given_up_does_not_come_back(places: Callable[[int], str]) -> None:
-    """The job has gone on from step 2, and is at step 6; an earlier past of it had come to 10."""
+    """The job has resumed from step 2 and is at step 6; an abandoned history of it had reached
+    10."""
     steps: list[int] = []
     for count in range(MOST):
         found, was_killed = killed(places(count), count, (2, 10))

@@ -1,6 +1,6 @@
-"""Checkpoints are read while a job publishes, replaces and removes them.
+"""Tests that read checkpoints while a job publishes, replaces and removes them.
 
-The writer makes one change to the store at a time, and the reader's calls decide when. Every run
+The writer makes one change to the store at a time, and the reader's calls decide when. Each run
 lets the writer begin at another call of the reader.
 """
 
@@ -59,13 +59,13 @@ class Turns:
         assert self._came.acquire(timeout=LIMIT_S)
 
     def advance(self) -> None:
-        """Have the writer make its next change."""
+        """Let the writer make its next change."""
         if not self._is_over:
             self._go.release()
             assert self._came.acquire(timeout=LIMIT_S)
 
     def end(self) -> None:
-        """Have the writer make all changes that are left."""
+        """Let the writer make all remaining changes."""
         assert self._thread is not None
         self._is_free = True
         self._go.release()
@@ -74,7 +74,7 @@ class Turns:
 
 
 class Watched:
-    """A store whose reader lets the writer go on: with every call, but for the ``first`` ones."""
+    """A store whose reader lets the writer advance with every call after the ``first`` ones."""
 
     def __init__(self, store: Store, advance: Callable[[], None], first: int) -> None:
         self._store, self._advance = store, advance
@@ -92,7 +92,7 @@ class Watched:
 
 
 def publish(store: Store) -> None:
-    """What a job does at every checkpoint; that of step 4 never got its name."""
+    """Do what a job does at every checkpoint; that of step 4 never got its name."""
     found, attempt = Checkpoints(store), partial_name(6, "new")
     found.publish(attempt, manifest_of(store, attempt, "new", 6))
     found.prune(1)
@@ -117,7 +117,7 @@ def verify_by_command(checkpoints: Checkpoints) -> None:
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 2 and 6 with their names, step 4 without, and a new attempt at 6, not yet published."""
+    """Steps 2 and 6 with their names, step 4 without, and a new attempt at 6, not yet published."""
     root = tmp_path_factory.mktemp("origin")
     store = open_store(str(root))
     published(store, 2, 6)
@@ -128,7 +128,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def file_by_file(unlink: Callable[..., Any], rmdir: Callable[..., Any]) -> Callable[..., None]:
-    """``shutil.rmtree`` in changes that a test can wait between."""
+    """Run ``shutil.rmtree`` in single changes between which a test can wait."""
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:
         if Path(path).exists():
@@ -141,7 +141,7 @@ def file_by_file(unlink: Callable[..., Any], rmdir: Callable[..., Any]) -> Calla
 
 @pytest.fixture
 def turns() -> Iterator[Turns]:
-    """Of a writer to a directory."""
+    """The turns of a writer to a directory."""
     made = Turns()
     with pytest.MonkeyPatch.context() as patch:
         remove = file_by_file(made.slowed(os.unlink), made.slowed(os.rmdir))
@@ -170,7 +170,7 @@ def test_reader_reports_no_damage_while_a_job_writes(
 def test_reader_of_an_object_store_reports_no_damage_while_a_job_publishes(
     read: Callable[[Checkpoints], None], first: int, tmp_path: Path
 ) -> None:
-    """Directories are copied there, file by file."""
+    """An object store copies directories file by file."""
     store, turns = open_store(f"memory://{tmp_path.name}"), Turns()
     assert isinstance(store, UrlStore)
     published(store, 4, 6)
@@ -190,7 +190,7 @@ def test_reader_of_an_object_store_reports_no_damage_while_a_job_publishes(
 def test_reader_still_reports_damage_beside_a_writer(
     origin: Path, turns: Turns, tmp_path: Path
 ) -> None:
-    """A problem that stays is reported, though other directories change at every call."""
+    """A persistent problem is reported, although other directories change at every call."""
     store = open_store(str(shutil.copytree(origin, tmp_path / "store")))
     store.write(f"step-2/{MANIFEST}", b"{")
     manifest = manifest_of(store, partial_name(6, "new"), "new", 6)

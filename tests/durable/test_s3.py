@@ -1,4 +1,4 @@
-"""Checkpoints on a real S3 server (moto's) in a process of its own."""
+"""Tests of checkpoints on a real S3 server (moto's) in its own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def place(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A bucket of the test's own."""
+    """The URL in a bucket for this test."""
     return f"s3://{bucket_at(server, request.node.name, monkeypatch)}/jobs/run7"
 
 
@@ -46,8 +46,8 @@ def test_published_checkpoint_is_read_and_pruned(place: str) -> None:
 def test_truncated_or_damaged_object_is_never_chosen(place: str) -> None:
     store = open_store(place)
     found = published(store, 2, 4)
-    written(store, 6)  # and its writer died
-    directory = written(store, 5)  # this one died as it published: the manifest comes last
+    written(store, 6)  # its writer died before publishing
+    directory = written(store, 5)  # this writer died while publishing: the manifest comes last
     manifest_of(store, directory, "a1", 5)
     store.write("step-5/g0r0.json", b"{}")
     data = bytearray(store.read("step-4/g1r1.safetensors"))
@@ -63,7 +63,7 @@ def test_truncated_or_damaged_object_is_never_chosen(place: str) -> None:
 def test_a_bucket_that_is_not_there_and_a_server_that_is_not(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:  # it accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts connections, and never answers
         port = nobody.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -75,7 +75,8 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_not(
 
 
 def train(traces: Path, steps: int, seed: int, place: str | None) -> tuple[str, int]:
-    """A job of one process; what it ends with, and how many steps it made itself."""
+    """Train a job of one process; return its final state and the number of steps that it made
+    itself."""
     torch.manual_seed(seed)
     plan = None if place is None else fft.Checkpointing(place, every=4, resume=True)
     manager = fft.ManagerFFT(

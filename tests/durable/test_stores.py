@@ -1,4 +1,4 @@
-"""What a store keeps: durable files, names that come last, and what is removed."""
+"""Tests of the stores: durable files, names that are assigned last, and removal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fft.launch.supervisor import JobOutcome
 
 @pytest.fixture(params=["directory", "file-url", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """The same promises, wherever it lies."""
+    """A store of each kind, with the same guarantees."""
     places = {
         "directory": str(tmp_path / "store"),
         "file-url": f"file://{tmp_path}/store",
@@ -55,7 +55,7 @@ def test_published_checkpoint_verifies_and_is_found_by_step(store: Store) -> Non
 
 
 def test_one_that_lacks_groups_does_not_replace_one_of_the_same_state(store: Store) -> None:
-    """Nor is what another past has left taken for the same state."""
+    """A checkpoint that an abandoned history left does not count as the same state either."""
     found = published(store, 2, 4)
     directory = written(store, 4, "a2")
     made = manifest_of(store, directory, "a2", 4)
@@ -82,7 +82,7 @@ def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: 
     deliver(store, directory, "old", "1", 1, 5)
     assert ("1", 1) not in Checkpoints(store).receipts(directory, "new")
     assert len(Checkpoints(store).receipts(directory, "new")) == 3
-    store.write(f"{directory}/{file_stem('0', 1)}.json", b"{}")  # of another attempt: shorter
+    store.write(f"{directory}/{file_stem('0', 1)}.json", b"{}")  # from another attempt, and shorter
     assert ("0", 1) not in Checkpoints(store).receipts(directory, "new")
 
 
@@ -126,7 +126,7 @@ def test_one_that_is_taken_again_takes_the_place_of_the_first(store: Store) -> N
 def test_interrupted_publication_does_not_reappear_after_removal(
     tmp_path: Path,
 ) -> None:
-    """Of one that was only left behind because an object store has no rename."""
+    """The attempt's directory was left behind only because an object store has no rename."""
     store = open_store(str(tmp_path))
     found = published(store, 4, 8)
     left = tmp_path / partial_name(8, "a1")
@@ -165,7 +165,7 @@ def test_if_the_later_one_of_a_step_is_damaged_the_other_is_read(store: Store) -
 def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here because a link that leads nowhere has it; so it is where nobody may write."""
+    """Here a dangling link has the name; the same holds where the directory is not writable."""
     store = open_store(str(tmp_path))
     found, name = published(store, 2), written(store, 4)
     (tmp_path / "step-4").symlink_to(tmp_path / "nowhere")
@@ -195,7 +195,10 @@ def test_one_that_others_remove_before_it_has_its_name_is_none(tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_no_reason_to_go_elsewhere(number: int, tmp_path: Path) -> None:
-    """But for advice to free room. The kernel answers as such a disk does, for one process."""
+    """The error only advises to free space.
+
+    The kernel fails the writes of one process as a full disk does.
+    """
     ended_well(_prepare_without_room, number, tmp_path, log=tmp_path / "log")
 
 
@@ -238,7 +241,7 @@ def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
 def test_files_are_synced_before_their_names_and_the_directory_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order in which the system is asked."""
+    """The order is that of the system calls."""
     said: list[str] = []
     sync, rename = os.fsync, Path.rename
 
@@ -264,7 +267,7 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
     ]
     said.clear()
     store.write("step-1.partial-b/x.json", b"{}")
-    store.rename("step-1.partial-b", "step-1")  # one is there already
+    store.rename("step-1.partial-b", "step-1")  # a checkpoint of this name exists already
     aside = f"step-1.partial-removed-{os.getpid()}"
     assert said[3:] == [
         f"rename step-1 {aside}",
@@ -278,7 +281,8 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
 def test_a_file_system_without_locks_keeps_a_job_with_a_warning(
     number: int, tmp_path: Path
 ) -> None:
-    """A file system that answers so takes a server; here the kernel does for one process."""
+    """On such a file system the lock call fails with this error; here the kernel refuses it for one
+    process."""
     said = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
     assert "held; at work: None\n" in said
     assert "a second job there is not refused" in said
@@ -294,7 +298,7 @@ def _hold_without_locks(number: int, place: Path) -> None:
 
 
 def ended_well(work: Callable[..., None], *given: Any, log: Path) -> str:
-    """Do it in a process of its own. What that has said."""
+    """Run ``work`` in its own process and return its output."""
     process = Forked(work, *given, log=log)
     try:
         assert process.wait(60) == 0, process.tail()
@@ -386,11 +390,11 @@ def test_a_place_is_kept_for_one_job_while_it_runs(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process has ended here."""
+    """Raised in the place of the end of the process."""
 
 
 class Clock:
-    """Lets so many operations happen, and no more."""
+    """A limit on the number of operations that take effect."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -412,7 +416,8 @@ OF_URLS = ("cp_file", "rm_file", "rm", "pipe_file", "put_file")
 def killed_after(
     count: int, store: Store, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """``do``, until it has changed the store so often. Whether it was killed then."""
+    """Run ``do`` until it has changed the store ``count`` times; return whether it was killed
+    then."""
     clock = Clock(count)
     with monkeypatch.context() as patch:
         places = DISK if isinstance(store, LocalStore) else [(store._fs, n) for n in OF_URLS]
@@ -430,8 +435,8 @@ def killed_after(
 def test_killed_writer_leaves_no_complete_looking_checkpoint(
     case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each of its operations: a directory with a manifest has all that this speaks of. On a
-    disk, one with the name of a checkpoint is whole."""
+    """After a kill at each operation, a directory with a manifest has all files that the manifest
+    lists. On a disk, a directory with the name of a checkpoint is complete."""
     steps = {"published": 8, "published again": 6, "removed": 7, "given up": 3}
     for count in range(100):
         place = tmp_path / str(count)
@@ -465,7 +470,7 @@ def test_killed_writer_leaves_no_complete_looking_checkpoint(
 
 
 def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store: Store) -> None:
-    """Where groups write side by side, the later step may be there first."""
+    """If groups write at the same time, the later step may be published first."""
     found, old, life, other = Checkpoints(store), "a1", "11-a", "22-a"
     for step, attempt in ((8, old), (6, life)):
         directory = written(store, step, attempt)
@@ -491,7 +496,8 @@ def test_a_name_of_an_attempt_tells_the_life_of_its_bus() -> None:
 
 
 def _failing_once(number: int, carries_out: bool) -> Callable[[Path, Path], Path]:
-    """`Path.rename` that fails at its first call, as on NFS, before or after it is carried out."""
+    """Return a `Path.rename` that fails at its first call, as on NFS, before or after it takes
+    effect."""
     plain, failed = Path.rename, []
 
     def rename(old: Path, new: Path) -> Path:

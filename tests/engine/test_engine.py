@@ -1,4 +1,5 @@
-"""Jobs of engines in one process, on real buses: who costs the job's bus what, and what is left."""
+"""Tests of jobs of engines in one process, on real buses: the load on the bus, and the remaining
+keys."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def url(request: pytest.FixtureRequest, stack: ExitStack) -> str:
 
 
 class Counted(MemoryBus):
-    """Notes who voted in the job's ballots, and for how many."""
+    """A bus that records the voters in the job's ballots and their weights."""
 
     votes: list[tuple[str, int]]
 
@@ -121,7 +122,8 @@ def test_one_rank_without_the_bus_of_its_group_costs_time_and_not_the_job(
 
 
 def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
-    """By the operation that decides it, and not again by who has won."""
+    """The operation that decides a commit announces it, and the winner does not announce it
+    again."""
     job = EngineJob(stack, url, 3, 1).start()
     heard: list[int] = []
 
@@ -137,7 +139,8 @@ def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
 
 
 def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
-    """A rollback's acknowledgements reach who gathers them, and nobody reads the others'."""
+    """The acknowledgements of a rollback reach the participant that gathers them, and no other
+    reads them."""
     job = EngineJob(stack, url, 3, 1).start(vote_window=0.3)
     job.train(3)
     slow = job.members[1:]
@@ -150,7 +153,10 @@ def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
 
 
 def inbox_holds(url: str, peer: Peer) -> list[bytes]:
-    """What lies in somebody's inbox. (Listening takes it; the last word is our own.)"""
+    """Return the contents of an inbox.
+
+    Listening removes them; the last message is the test's own.
+    """
     heard: list[bytes] = []
     end = threading.Event()
 
@@ -174,7 +180,8 @@ def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> No
     with open_bus(url) as bus:
         bus.send(inbox_name(gone.peer), b"too late")
     job.train(8)
-    # the former of the epoch removes it after its commit: the next one comes after that
+    # the participant that formed the epoch removes it after its commit, so the next epoch comes
+    # later
     assert inbox_holds(url, gone.peer) == []
 
 
@@ -227,7 +234,7 @@ def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
 
 
 class LosesAnswers(MemoryBus):
-    """Of the first epoch that is proposed: done, but nobody is told."""
+    """A bus on which the first proposed epoch takes effect, but the answer is lost."""
 
     lost = False
 
@@ -240,13 +247,14 @@ class LosesAnswers(MemoryBus):
 
 
 def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) -> None:
-    """The first may have won: its list must be there for those who read of it."""
+    """The first attempt may have won, so its list must exist for participants that read that
+    record."""
     LosesAnswers.lost = False
     name = f"engine-{uuid.uuid4().hex}"
     job = EngineJob(stack, f"memory://{name}", 1, 1)
     (member,) = job.start().members
     engine = member.engine
-    engine.close()  # from here on this is its thread
+    engine.close()  # the test calls the engine on its own thread from here on
     bus = stack.enter_context(LosesAnswers(f"{name}-other"))
     engine.bus = bus
     first, second, third = record(1, "0"), record(1, "0", "1"), record(2, "0")
@@ -261,7 +269,7 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
 
 
 class MovesOn(MemoryBus):
-    """Its job forms another epoch just when somebody looks for the members of the last one."""
+    """A bus whose job forms another epoch while a reader looks for the members of the last one."""
 
     def read(self, key: str) -> bytes | None:
         if key == list_name(OLD):
@@ -297,7 +305,7 @@ def test_members_of_an_epoch_that_has_ended_are_not_missed(
 
 
 class Unheard(MemoryBus):
-    """Its second way of listening fails."""
+    """A bus on which the second subscription fails."""
 
     def subscribe(
         self,
@@ -323,7 +331,8 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
 
 
 def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
-    """Longer than any operation waits: they are given up, and said again when it is back."""
+    """The silence is longer than any operation waits; operations are abandoned, and retried
+    later."""
     servers = stack.enter_context(NatsServers())
     # the bus is lost for good after four of these, which a busy machine must not use up
     job = EngineJob(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=5.0)).start()
@@ -406,7 +415,7 @@ def test_the_odd_one_of_three_fetches_what_the_others_hold(stack: ExitStack, url
 
 
 class DeafToCommands(MemoryBus):
-    """Loses whoever listens to commands."""
+    """A bus that loses every listener of commands."""
 
     def subscribe(
         self,
@@ -437,7 +446,7 @@ def test_engine_without_the_command_topic_keeps_training(
 def test_engine_catches_up_after_a_bus_overrun(
     stack: ExitStack, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It hears nothing while the others decide, and more is said than the bus keeps."""
+    """It receives nothing while the others decide more records than the bus keeps."""
     hears: list[threading.Event] = []
 
     def opens(url: str) -> ErrorBus:
@@ -480,7 +489,7 @@ def test_engine_catches_up_after_a_bus_overrun(
 
 
 def test_stopping_rank_is_released_from_collectives(stack: ExitStack) -> None:
-    """Its peers may have left them, and gloo does not tell every waiter of that."""
+    """Its peers may have left the collectives, and gloo does not notify every waiter of that."""
     job = EngineJob(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
     job.train(2)
     older, freed = job.members[0], list[str]()
@@ -492,7 +501,7 @@ def test_stopping_rank_is_released_from_collectives(stack: ExitStack) -> None:
 
 
 class Slow(MemoryBus):
-    """Takes its time over broadcasts."""
+    """A bus with slow broadcasts."""
 
     def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
         threading.Event().wait(0.5)
@@ -503,7 +512,7 @@ def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> N
     name = f"engine-{uuid.uuid4().hex}"
     (member,) = EngineJob(stack, f"memory://{name}", 1, 1, lambda _: Slow(name)).start().members
     engine = member.engine
-    engine.close()  # from here on this is its thread
+    engine.close()  # the test calls the engine on its own thread from here on
     engine._timers.clear()
     for serial, timer in enumerate(("bus_limit", "ack_window")):
         engine._carry_out(SetTimer(timer, 10.0, serial))
@@ -517,7 +526,7 @@ def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> N
 def test_waiting_joiner_wakes_when_its_state_is_available(
     stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine has no command for it then: the other group is not ready."""
+    """The engine has no pending command for it, because the other group is not ready."""
     woken = threading.Event()
 
     def do(rank: Rank, command: Command) -> None:
@@ -526,7 +535,7 @@ def test_waiting_joiner_wakes_when_its_state_is_available(
         engine, asked = rank.engine, []
 
         def is_healed() -> bool:
-            if not asked:  # as it was asked just before the engine has heard of it
+            if not asked:  # as requested just before the engine has received it
                 asked.append(engine.post(Healed(command.record.epoch)))
                 wait_until(lambda: engine.local.healed, "the engine has heard of it")
                 return False

@@ -1,4 +1,4 @@
-"""What a scope reads of another one on its bus: where it stands, and whether all have left it."""
+"""Tests of the state that a scope reads of another one on its bus: its position and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entry(peer: Peer) -> GroupEntry:
 
 @pytest.fixture
 def bus() -> Iterator[ErrorBus]:
-    """Of a scope of two groups, which stands at record 2: a skip that took two slices."""
+    """The bus of a scope of two groups at record 2, a skip that took two slices."""
     bus = open_bus(f"memory://scope-{uuid.uuid4().hex}")
     epoch = Record(1, "epoch", 1, 0, 0, "x", 0, 0, A, members=(entry(A), entry(B)))
     commit = Record(2, "commit", 1, 1, 0, "y", 2, 0, A, skip=True)
@@ -41,7 +41,7 @@ def test_a_scope_has_taken_what_its_cursor_says(bus: ErrorBus) -> None:
 
 
 def test_a_scope_has_ended_when_all_of_its_groups_have_left(bus: ErrorBus) -> None:
-    """Those of the newest epoch: an older incarnation does not speak for them."""
+    """Only groups of the newest epoch count; an older incarnation does not stand for them."""
     stands, other = ScopeRecord("stage0", 2, 2, ("0", "1"), 2), OtherScope("stage0", bus)
     tell_left(A, bus)
     assert other.read() == stands

@@ -1,4 +1,4 @@
-"""While Dynamo compiles, the pulse says so; and no longer, however that ends."""
+"""Tests that the pulse reports Dynamo's compilation while it lasts, however it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def pulse() -> Iterator[Pulse]:
 
 
 def compile_once(backend: Backend) -> None:
-    new = eval("lambda x: x * 2")  # bytecode that was compiled is not compiled again
+    # Bytecode that is new, as compiled bytecode is not compiled again
+    new = eval("lambda x: x * 2")
     torch.compile(new, backend=backend)(torch.ones(2))
 
 
@@ -64,7 +65,7 @@ def test_the_pulse_is_in_a_critical_section_while_it_compiles(pulse: Pulse) -> N
         thread.join()
 
     assert not after(elsewhere)
-    torch._dynamo.reset()  # sends all listeners away
+    torch._dynamo.reset()  # removes all listeners
     assert not after(lambda: compile_once(backend))
     compilations.attach()
     assert after(lambda: compile_once(backend))

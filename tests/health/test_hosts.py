@@ -1,4 +1,5 @@
-"""The roll of hosts on a bus: who beats is on it, who falls silent is suspected and struck off."""
+"""Tests of the roll of hosts on a bus: beating hosts are on it, silent ones are suspected and
+removed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def bus() -> Iterator[ErrorBus]:
 
 @pytest.fixture
 def said(bus: ErrorBus) -> queue.Queue[bytes]:
-    """What is broadcast to the participants."""
+    """Return the messages that are broadcast to the participants."""
     heard: queue.Queue[bytes] = queue.Queue()
     bus.subscribe(heard.put, lambda error: None)
     return heard
@@ -41,7 +42,7 @@ def on_roll(bus: ErrorBus, *senders: str) -> bool:
 
 
 def enter(bus: ErrorBus, sender: str, beat: bytes) -> None:
-    """Somebody beats once, comes to the roll, and is never heard again."""
+    """Let a sender beat once, enter the roll, and fall silent."""
     bus.write(beat_name(sender), beat)
     held = bus.read(ROLL)
     if held is None:
@@ -52,7 +53,7 @@ def enter(bus: ErrorBus, sender: str, beat: bytes) -> None:
 
 
 def form_epoch(bus: ErrorBus, *hosts: str) -> None:
-    """An epoch with one group of two ranks on each of these, as beats of ``beat`` name them."""
+    """Form an epoch with one group of two ranks on each host, named as in the beats of ``beat``."""
     members = tuple(
         GroupEntry(
             group=host,
@@ -87,7 +88,7 @@ def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Qu
 def test_silent_host_is_suspected_with_all_its_processes_and_removed(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
-    """Also by a judge that comes only when it has vanished."""
+    """This also holds for a judge that starts after the host has vanished."""
     form_epoch(bus, "node7")
     enter(bus, "gone", beat("node7", 11, 12))
     with closing(HostWatch(bus, "a test", LIMIT)) as watch:
@@ -105,7 +106,7 @@ def test_silent_host_is_suspected_with_all_its_processes_and_removed(
 def test_suspect_outside_the_epoch_is_reported_once_it_enters(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
-    """It vanished while it waited to be let in, when nobody would have taken notice."""
+    """It vanished while it waited to be admitted, when no participant would have reacted."""
     enter(bus, "gone", beat("node7", 11, 12))
     with closing(HostWatch(bus, "a test", LIMIT)) as watch:
         until(lambda: "gone" in watch._told, "it has vanished")
@@ -139,7 +140,7 @@ def test_a_beat_that_cannot_be_read_hides_nobody_else(
 def test_late_hosts_watch_the_first_three_and_these_watch_all(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
-    """The judges vanish together: who has only looked at them takes their place, and finds more."""
+    """The judges vanish together; a host that only watched them replaces them, and finds more."""
     form_epoch(bus, *(f"node{number}" for number in range(5)))
     for number in range(5):
         enter(bus, f"gone{number}", beat(f"node{number}", 11))

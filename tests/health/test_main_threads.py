@@ -1,4 +1,4 @@
-"""The hang of a main thread, judged from times alone."""
+"""Tests of the detection of a hanging main thread, from times alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = ProgressConfig(max_s=60.0, grace_s=10.0)
 def after_steps(
     count: int, seconds: float = 0.24, config: ProgressConfig = CONFIG
 ) -> tuple[ProgressDetector, float]:
-    """A detector that saw so many steps, in the middle of the next one; and the time."""
+    """Return a detector that saw ``count`` steps, in the middle of the next one; and the time."""
     detector, now = ProgressDetector(config), 100.0
     for step in range(count):
         detector.observe(Begun(now, step))
@@ -115,7 +115,7 @@ def test_a_loop_that_only_runs_bytecodes_is_held_to_the_maximum() -> None:
 
 
 def test_outside_a_txn_running_bytecodes_is_enough() -> None:
-    """An evaluation of an hour between two steps is nobody's fault."""
+    """An evaluation of an hour between two steps is not a hang."""
     detector, now = after_steps(8)
     detector.observe(Ended(now, committed=True))
     for _ in range(100):
@@ -134,7 +134,7 @@ def test_rank_waiting_for_a_peer_is_not_blamed() -> None:
     detector.observe(Waiting(now + 1e6, on=False))
     assert level(detector, now + 1e6 + 1.1) is Level.GREEN
     assert level(detector, now + 1e6 + 1.3) is Level.YELLOW
-    assert detector.threshold() == pytest.approx(1.2)  # the wait was no alarm
+    assert detector.threshold() == pytest.approx(1.2)  # the wait caused no alarm
 
 
 def test_an_atomic_section_is_held_to_the_maximum() -> None:
@@ -158,7 +158,7 @@ def test_a_false_alarm_doubles_the_threshold_at_its_step_until_a_commit() -> Non
     assert found == pytest.approx([1.2, 2.4, 4.8, 9.6, 19.2, 38.4, 60.0, 60.0])
     assert "doubled 8 ×" in detector.verdict(now + 61).reason
     detector.observe(Ended(now + 0.1, committed=True))
-    detector.observe(Begun(now + 0.1, 8))  # it is the commit that counts, not the number
+    detector.observe(Begun(now + 0.1, 8))  # the commit counts, not the number
     assert detector.threshold() == pytest.approx(1.2)
 
 
@@ -183,7 +183,7 @@ def test_the_pause_of_the_observer_does_not_count() -> None:
     detector.observe(Looked(now))
     detector.observe(Looked(now + 0.1))
     assert level(detector, now + 30.0) is Level.GREEN
-    detector.observe(Looked(now + 30.0))  # 0.3 s of it count
+    detector.observe(Looked(now + 30.0))  # 0.3 s of this count
     assert level(detector, now + 30.2) is Level.GREEN
     for tick in range(1, 10):
         detector.observe(Looked(now + 30.0 + tick * 0.1))
@@ -261,7 +261,7 @@ def test_the_threshold_is_always_within_its_bounds(steps: list[float], moves: li
 
 
 def test_once_suspected_in_a_txn_bytecodes_prove_nothing() -> None:
-    """The signals that are to unwind its body wake a main thread that stays stuck."""
+    """The signals that unwind its step function also wake a main thread that stays stuck."""
     detector = ProgressDetector(ProgressConfig(max_s=60.0, grace_s=2.0, min_s=1.0))
     for step in range(4):
         detector.observe(Begun(step * 0.1, step))

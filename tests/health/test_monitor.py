@@ -1,4 +1,4 @@
-"""The monitor: its decision from readings alone, and the process beside a real trainer."""
+"""Tests of the monitor: its decision from readings alone, and the process beside a real trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AT_WORK = Reading(beat=10.0, moved=10.0, marked=10.0, begun=10.0, step=5, in_txn
 def watched(
     reading: Reading, until: float, monitor: Monitor | None = None, since: float = 10.0
 ) -> tuple[Monitor, Level]:
-    """A monitor that looked at nothing but ``reading`` every 50 ms; and its verdict."""
+    """Return a monitor that saw only ``reading`` every 50 ms, and its verdict."""
     monitor = monitor or Monitor(LIMITS)
     for tick in range(round((until - since) * 20) + 1):
         monitor.observe(Look(since + tick / 20, reading))
@@ -82,7 +82,7 @@ def test_a_monitor_that_was_away_holds_nothing_against_the_trainer() -> None:
 
 
 def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:
-    """Three timed steps of 0.3 s, so 1.5 s; at the fourth it stands still for longer, twice."""
+    """Three steps of 0.3 s give a threshold of 1.5 s; the fourth stalls for longer, twice."""
     monitor, reading = Monitor(replace(LIMITS, max_s=10.0)), AT_WORK
     for number in range(1, 4):
         now = 10.0 + 0.3 * number
@@ -103,7 +103,7 @@ def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:
 
 
 def test_monitor_reports_a_rank_that_cannot_report_itself() -> None:
-    """No thread of it has beaten since: neither can its engine."""
+    """None of its threads has beaten since, so its engine cannot report it either."""
     for reading in (AT_WORK, replace(AT_WORK, waiting=True)):
         monitor, level = watched(reading, 11.9)
         assert level is Level.GREEN and not monitor.concerns_others(11.9)
@@ -197,7 +197,7 @@ class Lines:
 
 
 class Trainer:
-    """The child, and what its monitor writes."""
+    """The child, and the output of its monitor."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
         self.process = process
@@ -206,18 +206,18 @@ class Trainer:
         self._said = Lines(process.stdout.fileno())
 
     def go(self) -> float:
-        """Let it do what it was started for; the time at which it did."""
+        """Let it begin its task; return the time at which it did."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.flush()
         return self.said()
 
     def said(self) -> float:
-        """The next time that it prints."""
+        """Return the next time that it prints."""
         return float(self._said.next() or "nan")
 
     def verdict(self, since: float) -> dict[str, Any]:
-        """The next verdict after ``since``: before that a busy machine may have held it up."""
+        """Return the next verdict after ``since``; a busy machine may have caused earlier ones."""
         while (line := self.lines.json())["at"] <= since:
             assert line["level"] == "yellow"
         return line
@@ -253,7 +253,7 @@ def trainer(mode: str, bus_url: str = "", supervisor: int | None = None) -> Iter
 
 
 def expect(child: Trainer, level: str, since: float, mode: str) -> dict[str, Any]:
-    """The next verdict after ``since`` is this one; prints how long after ``since`` it came."""
+    """Check that the next verdict after ``since`` is this one; print its delay after ``since``."""
     line = child.verdict(since)
     print(f"{mode}: {level} {line['at'] - since:.2f} s after it began: {line['reason']}")
     assert (line["type"], line["level"]) == ("verdict", level)
@@ -268,7 +268,7 @@ def expect_death(child: Trainer, cause: str) -> None:
     assert (death.group, death.rank, death.pid) == ("1", 2, child.process.pid)
     assert death.by == "monitor"
     assert death.cause.startswith(cause)
-    assert child.lines.next() is None  # and with that the monitor is gone
+    assert child.lines.next() is None  # and the monitor has ended
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_wait_for_a_child_process_that_does_nothing_is_a_hang() -> None:
 
 @pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop", "compile_then_stop"])
 def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> None:
-    """A wait longer than everything allowed; a critical section that keeps the lock for long; a
+    """Cases: a wait longer than every limit; a critical section that keeps the lock for long; a
     child process that computes, such as a compiler."""
     with trainer(mode) as child:
         line = child.verdict(child.go())
@@ -406,7 +406,7 @@ def test_lines_come_to_a_callback_until_it_is_closed() -> None:
     monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=heard.put)
     try:
         assert heard.get(timeout=LIMIT_S)["type"] == "watching"
-        pulse.begin(4)  # and no more: this is a hang of 0.5 s
+        pulse.begin(4)  # without further beats this is a hang of 0.5 s
         verdict = heard.get(timeout=LIMIT_S)
         assert (verdict["level"], verdict["step"], verdict["pid"]) == ("yellow", 4, os.getpid())
         assert "torch" not in _mapped(monitor.pid)

@@ -1,4 +1,4 @@
-"""The heartbeat record: what is written is read, by whomever, whatever the writer does."""
+"""Tests of the heartbeat record: any reader reads what was written, whatever the writer does."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_reader_outlives_the_writer(pulse: Pulse) -> None:
 
 
 class Torn(PulseReader):
-    """A reader that finds the record changing under it."""
+    """A reader whose record changes during the read."""
 
     def __init__(self, fd: int, found: list[Reading]) -> None:
         super().__init__(fd)
@@ -162,7 +162,7 @@ def test_a_record_that_never_stands_still_is_read_all_the_same(pulse: Pulse) -> 
 
 
 def until(reader: PulseReader, field: str, later_than: float) -> Reading:
-    """The first reading in which ``field`` is later; runs bytecodes meanwhile."""
+    """Return the first reading in which ``field`` is later, running bytecodes meanwhile."""
     deadline = time.monotonic() + LIMIT_S
     while getattr(reading := reader.read(), field) <= later_than:
         assert time.monotonic() < deadline, f"{field} stays at {later_than}"
@@ -184,7 +184,8 @@ def test_a_main_thread_that_runs_moves_and_one_that_is_blocked_only_beats(real: 
     found: list[Reading] = []
 
     def watch() -> None:
-        """Until beats have come for 0.2 s without a move; this thread keeps the other waiting."""
+        """Wait until beats have come for 0.2 s without a move, while this thread blocks the
+        other."""
         reading = reader.read()
         while reading.beat - reading.moved < 0.2:
             reading = until(reader, "beat", reading.beat)

@@ -1,4 +1,4 @@
-"""The silence of a peer, judged from when its beats came and when the observer looked."""
+"""Tests of the detection of a silent peer, from the times of its beats and of the observations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = SilenceConfig(max_s=10.0, grace_s=5.0, min_s=0.5, look_s=0.2)
 def heard(
     gaps: list[float], config: SilenceConfig = CONFIG, look: float = 0.1
 ) -> tuple[SilenceDetector, float]:
-    """A detector that heard beats with these gaps, looking regularly; and the time of the last."""
+    """Return a detector after beats with these gaps and regular observations, and the last time."""
     detector, now = SilenceDetector("host b", config), 50.0
     detector.observe(Seen(now, now))
     for gap in gaps:
@@ -28,7 +28,7 @@ def heard(
 
 
 def listen(detector: SilenceDetector, since: float, until: float, look: float = 0.1) -> Level:
-    """Look regularly, hear nothing; the verdict."""
+    """Observe regularly without beats, and return the verdict."""
     for tick in range(1, int((until - since) / look) + 1):
         detector.observe(Seen(since + tick * look))
     return detector.verdict(until).level
@@ -107,7 +107,7 @@ def test_a_verdict_long_after_the_last_look_is_about_the_observer() -> None:
 
 
 def test_a_gap_during_the_observers_pause_does_not_blunt_the_bound() -> None:
-    """The peer beat all the time; only the newest beat was found when the observer came back."""
+    """The peer beat all the time; the observer found only the newest beat after its pause."""
     detector, now = heard([0.1] * 5)
     detector.observe(Seen(now + 1000.0, now + 999.95))
     assert detector.bound() <= 0.9
@@ -147,7 +147,7 @@ def test_silence_is_green_within_the_bound_and_never_beyond(gaps: list[float]) -
 def test_pauses_of_the_observer_alone_never_make_an_alarm(
     gaps: list[float], pauses: list[float]
 ) -> None:
-    """After each pause the peer is heard in time again, as it was all along."""
+    """After each pause the peer's beats are received in time again."""
     detector, now = heard(gaps)
     for pause in pauses:
         now += pause

@@ -1,4 +1,4 @@
-"""Slow ranks, named from the body times of each txn."""
+"""Tests of the detection of slow ranks from the step function's times in each txn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ RANKS = [f"{group}/{rank}" for group in range(4) for rank in range(2)]
 def fed(
     slow: dict[str, float], txns: int = 12, noise: float = 0.05, ranks: list[str] | None = None
 ) -> StragglerDetector:
-    """A detector of a job in which ``slow`` ranks take so many times as long; steps differ."""
+    """Return a detector of a job in which ``slow`` ranks take a multiple of the time; steps
+    differ."""
     detector, dice = StragglerDetector(), random.Random(7)
     for _ in range(txns):
         hard = dice.choice([0.2, 0.24, 2.0])
@@ -119,7 +120,7 @@ def test_fewer_than_half_are_slow_never_red_and_units_do_not_matter(
     one, other = StragglerDetector(config), StragglerDetector(config)
     for times in txns:
         one.observe(BodyTimes(dict(zip("abcde", times, strict=True))))
-        scaled = [seconds * 2.0**power for seconds in times]  # a power of two rounds nothing
+        scaled = [seconds * 2.0**power for seconds in times]  # a power of two does not round
         other.observe(BodyTimes(dict(zip("abcde", scaled, strict=True))))
     assert len(one.slow()) <= 2
     assert one.verdict().level in (Level.GREEN, Level.YELLOW)
@@ -142,7 +143,8 @@ def test_momentary_difference_is_noise() -> None:
 def test_ranks_of_a_sound_job_that_shares_two_cores_are_not_named(
     rank: str, seconds: float, others: float
 ) -> None:
-    """Times of two runs of the demo in which a rank was named, when 10 ms were enough for it."""
+    """The times are from two runs of the demo in which a rank was named when 10 ms sufficed for
+    that."""
     times = {**dict.fromkeys(["0/0", "0/1", "1/0", "1/1"], others), rank: seconds}
     assert said(Stragglers(), times, 60) == []
     assert said(Stragglers(StragglerConfig(least_s=0.01)), times, 60) == [f"{rank} slow"]
@@ -158,7 +160,7 @@ def test_rank_beyond_the_noise_is_named(median: float, late: float) -> None:
 
 
 def said(stragglers: Stragglers, times: dict[str, float], rounds: int, inc: int = 1) -> list[str]:
-    """What becomes known while every rank speaks so often, in an order that changes."""
+    """Return the findings when every rank reports ``rounds`` times, in changing order."""
     dice, news = random.Random(3), []
     for _ in range(rounds):
         for rank in dice.sample(sorted(times), len(times)):

@@ -1,4 +1,4 @@
-"""Which hosts have vanished, judged from when somebody looked, and at which beat they were then."""
+"""Tests of the detection of vanished hosts, from the times and beats of a judge's observations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SHORTEST = 0.4 * LIMIT
 
 @dataclass
 class Watching:
-    """One judge that looks regularly at hosts that beat as often, unless they are held."""
+    """A judge that observes hosts regularly; they beat equally often, unless they are held."""
 
     judge: HostJudge = field(default_factory=lambda: HostJudge(2 * PAUSE))
     now: float = 100.0
     numbers: dict[str, int] = field(default_factory=lambda: {"a": 1, "b": 1})
     held: set[str] = field(default_factory=set)
-    """Whose beats do not come."""
+    """Hosts whose beats do not arrive."""
     steps: int | None = None
     rate: int = 0
-    """Steps committed from one look to the next."""
+    """Steps committed between two observations."""
 
     def look(self, after: float = PAUSE) -> list[str]:
-        """Who has vanished, at the next look."""
+        """Return the hosts that have vanished at the next observation."""
         self.now += after
         for host in self.numbers.keys() - self.held:
             self.numbers[host] += 1
@@ -42,14 +42,14 @@ class Watching:
         return sorted(self.judge.vanished(self.now))
 
     def looks(self, seconds: float) -> list[str]:
-        """Who has vanished, after looking for so long."""
+        """Return the hosts that have vanished after ``seconds`` of observations."""
         found: list[str] = []
         for _ in range(round(seconds / PAUSE)):
             found = self.look()
         return found
 
     def until_vanished(self, look: float = PAUSE) -> float:
-        """How long it takes until anybody has vanished."""
+        """Return the time until the first host has vanished."""
         since = self.now
         while not self.look(look):
             assert self.now < since + 100
@@ -57,7 +57,7 @@ class Watching:
 
 
 def settled(**fields: object) -> Watching:
-    """After ten seconds of regular beats."""
+    """Return a judge after ten seconds of regular beats."""
     watching = Watching(**fields)  # type: ignore[arg-type]
     assert watching.looks(10.0) == []
     return watching
@@ -101,7 +101,7 @@ def test_a_beat_ends_the_suspicion_and_an_older_one_is_no_beat() -> None:
 
 
 def test_late_beats_raise_no_alarm_while_steps_are_committed() -> None:
-    """Its supervisor has no time, or is stopped; its trainers vote."""
+    """The supervisor is busy or stopped; its trainers vote."""
     watching = settled(steps=10, rate=1)
     watching.held = {"b"}
     assert watching.looks(60.0) == []
@@ -126,7 +126,7 @@ def test_commits_before_the_beats_were_late_are_none_either() -> None:
 
 
 def test_observer_pause_is_not_counted_as_silence() -> None:
-    """A bus that elects a leader, or an observer that was stopped; then everybody begins anew."""
+    """A bus elects a leader, or the observer was stopped; all hosts then start anew."""
     watching = settled()
     watching.looks(1.0)
     watching.held = {"a", "b"}
@@ -163,7 +163,7 @@ def test_a_host_is_judged_by_the_limit_that_it_names() -> None:
 def test_host_with_a_beat_at_every_look_has_not_vanished(
     pauses: list[float], beats: list[int]
 ) -> None:
-    """However irregular the observer is; and with at most two beats missed in a row."""
+    """This holds however irregular the observer is, and with at most two missed beats in a row."""
     watching = Watching()
     for pause in pauses:
         assert watching.look(after=pause) == []

@@ -1,8 +1,8 @@
-"""A trainer for the monitor's tests: takes steps until it is told to go on, then obeys its mode.
+"""A trainer for the monitor's tests: it takes steps until told to continue, then obeys its mode.
 
 ``trainer_child.py MODE OUT BUS_URL [SUPERVISOR]``: OUT and SUPERVISOR are descriptors, for the
-monitor's lines and for what it has to say to others. Before it hangs or ends, and when it begins a
-wait or a critical section, it prints the time.
+monitor's lines and for its messages to others. Before it hangs or ends, and when it begins a wait
+or a critical section, it prints the time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = MonitorConfig(
 )
 STEP_S = 0.02
 WAIT_S = 4.0
-"""Longer than everything that CONFIG allows a main thread that does not wait."""
+"""A time longer than every limit of CONFIG for a main thread that does not wait."""
 
 
 def step(pulse: Pulse, number: int) -> None:
@@ -48,14 +48,14 @@ def stop(pulse: Pulse) -> None:
 
 
 def keep_the_lock(pulse: Pulse) -> None:
-    """In a call that keeps the interpreter lock, deaf to SIGTERM."""
+    """Block in a call that keeps the interpreter lock, ignoring SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     now()
     ctypes.PyDLL(None).sleep(600)
 
 
 def block(pulse: Pulse) -> None:
-    """In a call that gives the lock away and never returns."""
+    """Block in a call that releases the lock and never returns."""
     now()
     threading.Event().wait(600)
 
@@ -79,7 +79,7 @@ def stop_in_a_wait(pulse: Pulse) -> None:
 
 
 def stop_between_txns(pulse: Pulse) -> None:
-    """Where a main thread may be for long: the next txn has not begun."""
+    """Stop where a main thread may stay for long, as the next txn has not begun."""
     pulse.end(committed=True)
     stop(pulse)
 
@@ -90,7 +90,8 @@ def stop_in_an_atomic_section(pulse: Pulse) -> None:
 
 
 def save_then_stop(pulse: Pulse) -> None:
-    """A critical section that keeps the lock for longer than a body may, not than the maximum."""
+    """Keep the lock in a critical section for longer than a step function may, below the
+    maximum."""
     with pulse.atomic:
         now()
         ctypes.PyDLL(None).usleep(1_800_000)
@@ -98,7 +99,7 @@ def save_then_stop(pulse: Pulse) -> None:
 
 
 def compile_then_stop(pulse: Pulse) -> None:
-    """A child that computes for longer than a body may stand still, not than the maximum."""
+    """Compute in a child for longer than a step function may stall, below the maximum."""
     now()
     code = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
     subprocess.run([sys.executable, "-S", "-c", code], check=True)
@@ -116,7 +117,7 @@ def die(pulse: Pulse) -> None:
 
 
 def die_slowly(pulse: Pulse) -> None:
-    """What a killed process of much memory is for a while: its main thread is gone, it is not."""
+    """Behave as a killed process with much memory: its main thread is gone, the process is not."""
     exit_one_thread = {"x86_64": 60, "aarch64": 93}[platform.machine()]
     threading.Thread(target=threading.Event().wait, args=(600,)).start()
     now()
@@ -143,7 +144,7 @@ def main(mode: str, out: str, url: str, supervisor: str = "") -> None:
     number = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         step(pulse, number := number + 1)
-    for _ in range(30):  # half a second in which the monitor learns how long steps are
+    for _ in range(30):  # half a second in which the monitor learns the duration of steps
         step(pulse, number := number + 1)
     pulse.begin(number + 1)
     globals()[mode](pulse)

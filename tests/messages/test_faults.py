@@ -1,4 +1,5 @@
-"""The fault plan: what is refused and how it is said; what fires, where, and how often."""
+"""Tests of the fault plan: refused plans and their messages; which faults fire, where, how
+often."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def plan_of(*faults: dict[str, Any]) -> FaultPlan:
 
 
 class Claims:
-    """A job's claims: True to the first asker of a key, whoever asks."""
+    """The claims of a job: True for the first call with a key."""
 
     def __init__(self) -> None:
         self.taken: list[str] = []
@@ -179,9 +180,9 @@ def test_an_exception_fires_at_its_step_and_phase_once_per_job() -> None:
         4,
     )
     one.at("vote")
-    one.begin(4, 1, 0)  # tried again
+    one.begin(4, 1, 0)  # retried
     one.at("vote")
-    again = injector(plan_of(RAISE), claims, on_inject=told.append)  # the process restarted
+    again = injector(plan_of(RAISE), claims, on_inject=told.append)  # the process was restarted
     again.begin(5, 1, 0)
     again.at("vote")
     assert len(told) == 1
@@ -213,7 +214,7 @@ def test_a_one_sided_fault_hits_one_rank_once() -> None:
     both = [injector(plan, claims, rank=rank, on_inject=told.append) for rank in (0, 1)]
     for one in both:
         one.begin(3, 1, 0)
-        one.at("after_allreduce")  # not how a one-sided fault comes
+        one.at("after_allreduce")  # a one-sided fault does not occur here
     assert [one.fails_after_allreduce() for one in both] == [True, False]
     for one in both:  # the replay
         one.begin(3, 1, 0)
@@ -279,7 +280,7 @@ def test_kill_and_drain_are_real_signals_announced_before(kind: str, number: int
 
 
 class Blocks(nn.Module):
-    """A stack of blocks, and which of them ran forward and backward."""
+    """A stack of blocks that records which of them ran forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
