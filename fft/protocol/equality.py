@@ -46,7 +46,10 @@ def unequal_data(votes: Iterable[Vote]) -> str:
     if "" in by_shard and len(by_shard) > 1:
         whole = _names(sorted(by_shard.pop("")))
         parts = _names(sorted(peer for held in by_shard.values() for peer in held))
-        return f"the whole data on {whole}; a shard on {parts}"
+        return (
+            f"all data (no sharded=) are read by {whole}, and a shard by {parts}; pass the same "
+            "sharded= on all ranks"
+        )
     texts = []
     for shard, held in sorted(by_shard.items()):
         by_digest: dict[str, list[Peer]] = {}

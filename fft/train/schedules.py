@@ -16,8 +16,9 @@ from torch.optim import lr_scheduler as torchs
 logger = logging.getLogger(__name__)
 
 MEND = (
-    "How many steps the data have depends on the number of groups. Follow txn.progress instead, "
-    "the fraction of the data that is consumed, or end at max_steps"
+    "The number of steps in the data depends on the number of groups. Follow txn.progress instead, "
+    "the fraction of the data that is consumed, or pass max_steps equal to the length of the "
+    "schedule"
 )
 
 
@@ -67,24 +68,23 @@ class ScheduleLengths:
             if _steps_of(scheduler) > length and number not in self._warned:
                 self._warned.add(number)
                 logger.warning(
-                    "%s has a length of %d steps, and step %d is made with it: from here on the "
-                    "learning rate is not one of the schedule (a cosine climbs back to its start). "
-                    "%s",
+                    "%s: step %d is beyond its %d steps, so the learning rate no longer follows "
+                    "the schedule (a cosine climbs back to its start). %s",
                     type(scheduler).__name__,
-                    length,
                     _steps_of(scheduler),
+                    length,
                     MEND,
                 )
 
     def data_ended(self) -> None:
-        """The data have ended: warn for each scheduler that has not come to its end."""
+        """Warn for each scheduler that has not reached its end when the data end."""
         for scheduler, length in self._lengths():
             if _steps_of(scheduler) < length:
                 logger.warning(
-                    "the data have ended after %d steps of %s, whose length is %d steps: the "
-                    "learning rate has not come to its end. %s",
-                    _steps_of(scheduler),
+                    "%s: the data ended at step %d of %d, so the learning rate has not reached its "
+                    "end. %s",
                     type(scheduler).__name__,
+                    _steps_of(scheduler),
                     length,
                     MEND,
                 )

@@ -20,7 +20,14 @@ from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource
-from fft.train.data.source import ORDER_MEND, DataSource, Identify, Inputs, named
+from fft.train.data.source import (
+    AUGMENTATION_MEND,
+    ORDER_MEND,
+    DataSource,
+    Identify,
+    Inputs,
+    named,
+)
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.left_loop import LeftLoop
@@ -199,12 +206,13 @@ class TransactionLoop:
     def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
         """The error for ranks that have drawn different data; a replay would draw the same."""
         error = UnequalData(
-            f"step {plan.step} was not committed: {cause}. Each rank was given "
-            f"{named(self._state.loader)}, and all ranks must draw the same items from it in the "
-            "same order. If each group, or each rank, passes a loader over its own share of the "
-            'data, call transactions(loader, sharded="group"), or "rank". If all pass the same '
-            "data, its order was not restored for a rank that joined, or the seeds differ. "
-            f"{ORDER_MEND}"
+            f"step {plan.step} was not committed: {cause}. All ranks must draw the same items in "
+            f"the same order, and this rank was given {named(self._state.loader)}. Causes and "
+            "fixes: (1) each group, or each rank, passes a loader over its own share of the data: "
+            'call transactions(loader, sharded="group"), or "rank". (2) The seeds or other '
+            "settings of the loaders differ: give all ranks the same. (3) The order was not "
+            f"restored for a rank that joined: {ORDER_MEND}. (4) Only random augmentation differs: "
+            f"{AUGMENTATION_MEND}"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error
@@ -402,10 +410,11 @@ class Transaction:
 
     @property
     def progress(self) -> float:
-        """Fraction of the data that is consumed once this txn commits: from 0 to 1.
+        """Fraction of the data that is consumed once this txn commits: above 0, and 1 at the end.
 
         It is the same on all ranks, also where groups leave or join, so a learning rate may follow
-        it. Raises FftError if the loader has no end, or if groups read different data.
+        it. It is 1 in the last txn already. Raises FftError if the loader has no end, if groups
+        take local steps, or if they read shards.
         """
         return self._drawn.progress
 

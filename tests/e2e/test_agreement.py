@@ -390,7 +390,7 @@ def test_data_without_passes_are_not_said_to_have_ended_one(tmp_path: Path) -> N
         for txn in member.manager.transactions([torch.arange(4)] * 4, max_steps=1):
             with txn:
                 _loss(member, txn.batch).backward()
-            with pytest.raises(FftError, match=r"give transactions\(\) an fft"):
+            with pytest.raises(FftError, match=r"no passes; pass an fft"):
                 txn.ends_pass  # noqa: B018
 
     with job(tmp_path, 1) as made:

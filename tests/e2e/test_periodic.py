@@ -253,8 +253,10 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
     for txn in member.manager.transactions(_loader(), 1):
         with txn:
             _step(member, txn)
-        with pytest.raises(FftError, match="are for groups that step together"):
+        with pytest.raises(FftError, match="not available for groups with local steps"):
             txn.ends_pass  # noqa: B018
+        with pytest.raises(FftError, match=r"txn\.progress: not available for groups with local"):
+            txn.progress  # noqa: B018
 
 
 def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:

@@ -42,6 +42,7 @@ from fft.messages.protocol import (
     Token,
     Vote,
 )
+from fft.protocol.equality import unequal_data
 from fft.protocol.guards import GUARDS
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
@@ -179,6 +180,18 @@ def test_ranks_of_one_shard_must_have_drawn_the_same_data(
     ballot = Ballot(Token(1, 1), votes)
     for name, answer in (("manifests_fit", fit), ("data_differ", not fit)):
         assert GUARDS[name](node.local, node.participant.config, ballot) is answer
+
+
+def test_unequal_data_names_the_ranks_with_and_without_sharded() -> None:
+    votes = [
+        Vote(Peer("0", rank, 1), Manifest(1, 4, "a", data="d", shard=shard))
+        for rank, shard in enumerate(("", "0"))
+    ]
+    whole, part = (str(vote.peer) for vote in votes)
+    assert unequal_data(votes) == (
+        f"all data (no sharded=) are read by {whole}, and a shard by {part}; pass the same "
+        "sharded= on all ranks"
+    )
 
 
 def test_nobody_votes_for_another_or_from_outside() -> None:

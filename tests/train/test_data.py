@@ -143,7 +143,7 @@ def test_a_stream_that_ends_says_so() -> None:
 def test_a_cursor_that_goes_back_is_refused() -> None:
     source = as_source(Stream())
     source.holds(5, 1)
-    with pytest.raises(DataError, match="item 3 is needed"):
+    with pytest.raises(DataError, match="expected item 3 of the data, but the items 5 to 6 are"):
         source.holds(3, 1)
 
 
@@ -167,7 +167,7 @@ def test_a_loader_of_a_stream_is_refused_with_another_mend() -> None:
         def __iter__(self) -> Iterator[int]:
             return numbers()
 
-    with pytest.raises(DataError, match=r"fft.StreamLoader\(open\)"):
+    with pytest.raises(DataError, match=r"fft.StreamLoader\(open_stream\)"):
         as_source(torch.utils.data.DataLoader(Endless(), batch_size=4))
 
 

@@ -330,7 +330,9 @@ def test_orders_that_differ_in_a_later_pass_give_different_digests() -> None:
 
 def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:
     loader = fft.CursorLoader(list(range(8)), 2, order=lambda n: range(8 - 2 * n))
-    with pytest.raises(DataError, match="has 6 sample indexes in pass 1, and had 8 in pass 0"):
+    with pytest.raises(
+        DataError, match=r"expected 8 sample indexes .* epoch 1, .* found 6; return"
+    ):
         loader.indices(4)
 
 
@@ -347,12 +349,12 @@ def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:
         ),
         (
             lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]),
-            "order=lambda data_epoch: [i for batch in batch_sampler for i in batch], …)",
+            "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch], …), ",
         ),
         (lambda d: zip(d, d, strict=True), "StackDataset(first, second)"),
         (lambda d: zip(fft.CursorLoader(d, 4), d, strict=False), "StackDataset(first, second)"),
         (lambda d: [fft.CursorLoader(d, 4), fft.CursorLoader(d, 4)], "a list of loaders; a roll"),
-        (lambda d: enumerate(d), "txn.step counts the steps"),
+        (lambda d: enumerate(d), "over the result. txn.step counts the steps"),
     ],
 )
 def test_refusals_show_how_to_keep_the_order(make: Callable[[Any], Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import lr_scheduler as torchs
 import fft
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
+from fft.train.data.drawn import ALONE, SHARDED
 from fft.train.data.source import Inputs, as_source
 from fft.train.schedules import length_of
 from fft.train.updates import Updates
@@ -71,7 +73,7 @@ def test_first_step_beyond_a_schedule_is_warned_about_once(
         updates.apply()
     (record,) = caplog.records
     text = record.getMessage()
-    assert f"has a length of {length} steps, and step {length + 1} is made with it" in text
+    assert f"step {length + 1} is beyond its {length} steps, so" in text
     assert "txn.progress" in text
     updates.close()
 
@@ -83,7 +85,7 @@ def test_data_that_end_before_a_schedule_are_warned_about(
     updates = Updates([own], [torchs.CosineAnnealingLR(own, 3)])
     updates.apply()
     updates.lengths.data_ended()
-    assert "ended after 1 steps of CosineAnnealingLR, whose length is 3 steps" in caplog.text
+    assert "CosineAnnealingLR: the data ended at step 1 of 3, so" in caplog.text
     updates.close()
 
 
@@ -117,6 +119,9 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
     assert endless is not None
     with pytest.raises(FftError, match=r"an fft\.CursorLoader with passes="):
         _ = endless.progress
+    for counted in (SHARDED, ALONE):
+        with pytest.raises(FftError, match=r"^txn\.progress: not available for .*(sharded|local)"):
+            _ = replace(endless, counted=counted).progress
 
 
 def test_schedule_whose_class_has_no_step_is_stepped() -> None:

@@ -7,12 +7,18 @@ from typing import Any
 
 from fft.util.errors import FftError
 
-NO_PASSES = "are for data that have passes: give transactions() an fft.CursorLoader"
-ALONE = (
-    "are for groups that step together: each of these reads a part of the data of its own, and no "
-    "step is the last of a pass; count txn.step, the synchronisations"
+NO_PASSES = "not available for this loader, which has no passes; pass an fft.CursorLoader"
+"""Reason why a txn has no passes: the loader does not count them."""
+SHARDED = (
+    "not available for sharded loaders, whose length FFT does not know; count the batches in the "
+    "loader"
 )
-"""Why there is no pass to speak of."""
+"""Reason why a txn has neither passes nor progress: each group reads a shard."""
+ALONE = (
+    "not available for groups with local steps, which read different parts of the data; use "
+    "txn.step, the number of synchronizations"
+)
+"""Reason why a txn has neither passes nor progress: the groups take local steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +57,21 @@ class Drawn:
 
     @property
     def progress(self) -> float:
-        """`consumed`. Raises FftError if there is none."""
-        if self.consumed is None:
-            raise FftError(
-                "txn.progress is for data with an end that all groups share: give transactions() a "
-                "list, an fft.CursorLoader with passes=, or an fft.StreamLoader with items="
-            )
-        return self.consumed
+        """Return `consumed`. Raises FftError if it is None."""
+        if self.consumed is not None:
+            return self.consumed
+        if self.counted in (SHARDED, ALONE):
+            raise FftError(f"txn.progress: {self.counted}")
+        raise FftError(
+            "txn.progress: not available for data without a known end; give transactions() a list, "
+            "an fft.CursorLoader with passes=, or an fft.StreamLoader with items="
+        )
 
     @property
     def passes(self) -> Passes:
-        """Raises FftError: the data have none."""
+        """Return the counts of passes. Raises FftError if the data have none."""
         if isinstance(self.counted, str):
-            raise FftError(f"txn.ends_pass and txn.passes {self.counted}")
+            raise FftError(f"txn.ends_pass, txn.passes: {self.counted}")
         return self.counted
 
     def in_words(self, step: int, peer: object) -> str:

@@ -23,7 +23,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fft.train.data.digests import digest_of
 from fft.train.data.retries import forbid_retry
-from fft.train.data.source import DataError, Due, same_data
+from fft.train.data.source import (
+    BATCHES_AS_ORDER,
+    BATCHES_OF,
+    OPEN_STREAM,
+    DataError,
+    Due,
+    named,
+    same_data,
+)
 from fft.train.data.worker import (
     Answer,
     Data,
@@ -52,11 +60,10 @@ _OPTIONS = (
     "timeout",
 )
 _REFUSED = {
-    "sampler": "a stream has no samples by index; open(first, step) decides the order",
+    "sampler": "a stream has no samples by index; open_stream(first, stride) decides the order",
     "batch_sampler": "pass batch_size= and the order of the samples: sampler=, or "
-    "order=lambda data_epoch: [i for batch in batch_sampler for i in batch], where all batches "
-    "have batch_size samples and the order depends on data_epoch alone",
-    "order": "a stream has no samples by index; open(first, step) decides the order",
+    f"{BATCHES_AS_ORDER}, where {BATCHES_OF}",
+    "order": "a stream has no samples by index; open_stream(first, stride) decides the order",
     "generator": "the order comes from seed=",
     "in_order": "items always come in order",
 }
@@ -303,18 +310,16 @@ class CursorLoader(_Loader):
     ) -> None:
         if isinstance(dataset, IterableDataset):
             raise DataError(
-                f"a CursorLoader needs samples by index; {type(dataset).__name__} has none; "
-                "use fft.StreamLoader(open), where open(first, step) gives every step-th batch"
+                "fft.CursorLoader: expected a dataset with samples by index, got "
+                f"{named(dataset)}, which has none; use {OPEN_STREAM}"
             )
         if batch_size is None or options.get("batch_sampler") is not None:
+            found = "batch_size=None" if batch_size is None else "a batch_sampler="
             raise DataError(
-                f"fft.CursorLoader takes no batch_sampler=: {_REFUSED['batch_sampler']}"
+                f"fft.CursorLoader: expected a number of samples as batch_size=, got {found}; "
+                f"{_REFUSED['batch_sampler']}"
             )
-        least = batch_size if drop_last else 1
-        if not isinstance(dataset, Sized) or batch_size < 1 or len(dataset) < least:
-            raise DataError(
-                f"a CursorLoader needs a dataset with at least batch_size={batch_size} samples"
-            )
+        _refuse_small(dataset, batch_size, drop_last)
         own = order_of(sampler, order, seed)
         made = _Order(len(dataset), batch_size, seed, shuffle, drop_last, own)
         identity: dict[str, Any] = {
@@ -360,10 +365,11 @@ class StreamLoader(_Loader):
     `CursorLoader`.
 
     Args:
-        open: ``open(first, step)`` → an iterable of batches: items ``first``, ``first + step``,
-            ``first + 2 * step``, …, of a numbering of the whole data that is the same on all
-            ranks. Item ``n`` must be the same batch whichever way the stream was opened. If the
-            iterator has ``close()``, it is called before another is opened.
+        open: A function ``open_stream(first, stride)`` that returns an iterable of batches: items
+            ``first``, ``first + stride``, ``first + 2 * stride`` and so on. All ranks number the
+            items of the whole data alike. Item ``n`` must be the same batch whichever way the
+            stream was opened. If the iterator has ``close()``, it is called before another is
+            opened.
         items: how many items there are, on all ranks together; None: the stream never ends.
         seed: for the global generators while an item is read; equal on all ranks.
         options: as `CursorLoader`'s.
@@ -382,7 +388,8 @@ class StreamLoader(_Loader):
     ) -> None:
         if not callable(open):
             raise DataError(
-                f"a StreamLoader needs a function open(first, step), not a {type(open).__name__}"
+                "fft.StreamLoader: expected a function open_stream(first, stride), got "
+                f"{named(open)}; pass a function that returns an iterable of batches"
             )
         identity = {"items": items, "seed": seed}
         super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
@@ -417,8 +424,9 @@ class _Order:
         """Items of one pass."""
         if self.batches < 1:
             raise DataError(
-                f"the order of a CursorLoader needs at least batch_size={batch_size} sample "
-                f"indexes for one pass, and has {self._length}"
+                f"fft.CursorLoader: expected at least batch_size={batch_size} sample indexes from "
+                f"sampler= or order= for one data epoch, found {self._length}; return more "
+                "indexes, reduce batch_size, or pass drop_last=False"
             )
 
     def samples(self, number: int) -> list[int]:
@@ -453,15 +461,41 @@ class _Order:
         made = self._own(which)
         if len(made) != self._length:
             raise DataError(
-                f"the order of a CursorLoader has {len(made)} sample indexes in pass {which}, and "
-                f"had {self._length} in pass 0; give all passes the same number"
+                f"fft.CursorLoader: expected {self._length} sample indexes from sampler= or order= "
+                f"in data epoch {which}, as in data epoch 0, found {len(made)}; return the same "
+                "number in each data epoch"
             )
         if int(made.min()) < 0 or int(made.max()) >= self._samples:
             raise DataError(
-                f"the order of a CursorLoader has indexes from {int(made.min())} to "
-                f"{int(made.max())} in pass {which}, and the dataset has {self._samples} samples"
+                f"fft.CursorLoader: expected sample indexes from 0 to {self._samples - 1} from "
+                f"sampler= or order=, found indexes from {int(made.min())} to {int(made.max())} in "
+                f"data epoch {which}; return indexes of the dataset only"
             )
         return made
+
+
+def _refuse_small(dataset: Any, batch_size: int, drop_last: bool) -> None:
+    """Raise DataError if ``dataset`` has no length, or too few samples for one batch."""
+    if not isinstance(dataset, Sized):
+        raise DataError(
+            f"fft.CursorLoader: expected a dataset with len(), got {named(dataset)}, which has "
+            f"none; define __len__, or use {OPEN_STREAM}"
+        )
+    if batch_size < 1:
+        raise DataError(
+            f"fft.CursorLoader: expected batch_size= of at least 1, got {batch_size}; pass the "
+            "number of samples that one rank takes in one step"
+        )
+    if len(dataset) == 0:
+        raise DataError(
+            f"fft.CursorLoader: expected a dataset with samples, got {named(dataset)} with none; "
+            "check what the dataset reads"
+        )
+    if drop_last and len(dataset) < batch_size:
+        raise DataError(
+            f"fft.CursorLoader: expected a dataset with at least batch_size={batch_size} samples, "
+            f"found {len(dataset)}; reduce batch_size, or pass drop_last=False"
+        )
 
 
 def order_of(

@@ -34,7 +34,12 @@ def forbid_retry(error: Exception) -> None:
 
 
 def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
-    """Call ``load``, and call it again after transient errors, with at most 2.6 s of pauses.
+    """Call ``load``, and call it again after errors.
+
+    An OSError is followed by up to three further attempts, after pauses of 0.1, 0.5 and 2 s. Any
+    other error, and an OSError that is likely to be permanent (``_PERMANENT``, for example
+    FileNotFoundError), is followed by one, after 0.1 s. An error that `forbid_retry` has marked is
+    followed by none. The time of the attempts themselves has no limit here.
 
     Args:
         load: Loads the item; can be called again after it has raised.

@@ -22,7 +22,7 @@ import torch
 from fft.bus.base import BusError
 from fft.messages.effects import StartTxn
 from fft.train.data.batch_copy import copied
-from fft.train.data.drawn import Drawn
+from fft.train.data.drawn import SHARDED, Drawn
 from fft.train.data.retries import retried
 from fft.train.data.source import DataError, DataSource, Due, Identify, StreamSource, named
 from fft.train.state.serial import plain
@@ -30,10 +30,6 @@ from fft.train.state.serial import plain
 logger = logging.getLogger(__name__)
 
 Sharded = Literal["group", "rank"]
-NO_PASSES = (
-    "are for data that all groups share: of a sharded loader FFT knows no length; count them in "
-    "the loader"
-)
 PUBLISH_S = 1.0
 """Time between two publications of a state."""
 LONGEST_STATE = 4 * 1024 * 1024
@@ -91,7 +87,8 @@ class ShardedSource:
         self._ranks = ranks
         self._publishes = kind == "rank" or rank == 0
         self._published_at = -PUBLISH_S
-        self._identify = identify
+        self._expected: set[str] = set()
+        """Groups whose shards are in the checkpoint that this job resumes from."""
         self._stream = StreamSource(loader, identify)
 
     @property
@@ -194,12 +191,6 @@ class ShardedSource:
         self._refuse_other(state)
         was = self._first
         self.positions = dict(state["positions"])
-        if self._group not in self.positions and self.positions and self._resumes:
-            raise DataError(
-                f"the checkpoint has the shards of the groups {', '.join(sorted(self.positions))}, "
-                f"and this is group {self._group!r}: its share would overlap with theirs. "
-                f"{_RESHARD}"
-            )
         if self._stream.is_open and was <= self._first:  # this process has drawn it
             self._skip(was)
         else:
@@ -207,20 +198,18 @@ class ShardedSource:
 
     def resume(self, state: Any, first: int) -> None:
         """As `load`, from a checkpoint: the groups must be those that wrote it."""
-        self._resumes = True
-        try:
-            self.load(state, first)
-        finally:
-            self._expected = set(self.positions)
-            self._resumes = False
-
-    _resumes = False
-    _expected: frozenset[str] | set[str] = frozenset()
-    """Groups whose shards the checkpoint has that this job resumes from."""
+        self._refuse_other(state)
+        if (groups := set(state["positions"])) and self._group not in groups:
+            raise DataError(
+                f"the checkpoint has the shards of the groups {', '.join(sorted(groups))}, and "
+                f"this is group {self._group!r}: its share would overlap with theirs. {_RESHARD}"
+            )
+        self.load(state, first)
+        self._expected = groups
 
     def _refuse_missing(self, plan: StartTxn) -> None:
-        expected, self._expected = self._expected, frozenset()
-        if missing := sorted(set(expected) - set(plan.members)):
+        expected, self._expected = self._expected, set()
+        if missing := sorted(expected - set(plan.members)):
             raise DataError(
                 f"the checkpoint has the shards of the groups {', '.join(sorted(expected))}, and "
                 f"this job begins without {', '.join(missing)}, whose data would never be trained. "
@@ -237,8 +226,9 @@ class ShardedSource:
             self._stream.load(begun["state"], begun["position"] * self._takers)
         elif self._stream.is_open:
             raise DataError(
-                f"no state of shard {self.shard} is known, and {named(self._loader)} has been read "
-                "in this process: start the group again"
+                f"shard {self.shard}: expected a published state up to slice {position}, found "
+                f"none, and {named(self._loader)} has already been read in this process; restart "
+                "the group, which then reads its shard from the beginning"
             )
         at = begun["position"] if begun is not None else 0
         self._skip(at * self._takers)
@@ -248,8 +238,9 @@ class ShardedSource:
         """Drop the items from ``first`` on that the group has consumed."""
         if not self._stream.skip(first, self._first):
             raise DataError(
-                f"shard {self.shard} ends before item {self._first}, and its group has consumed "
-                f"that many: {named(self._loader)} gives fewer items than before"
+                f"shard {self.shard}: expected at least {self._first} items, which its group has "
+                f"consumed, but {named(self._loader)} ends before; give the loader the same data "
+                "as before"
             )
 
     def _refuse_other(self, state: Any) -> None:
@@ -258,7 +249,8 @@ class ShardedSource:
         theirs = f"sharded={state['sharded']!r}" if is_sharded else "a loader that is not sharded"
         if not is_sharded or state["sharded"] != self.kind:
             raise DataError(
-                f"transactions() was given sharded={self.kind!r}, and the state comes from {theirs}"
+                f"transactions() was given sharded={self.kind!r}, and the state comes from "
+                f"{theirs}; pass the loader and the sharded= of the job that wrote the state"
             )
         if state["ranks"] != self._ranks:
             raise DataError(
@@ -307,7 +299,7 @@ class ShardedInputs:
             waited_ms,
             plan.slice,
             number,
-            NO_PASSES,
+            SHARDED,
             digest,
             source.shard,
             source.ids(batch),

@@ -31,9 +31,18 @@ logger = logging.getLogger(__name__)
 Identify = Callable[[Any], Any]
 """Batch → what identifies it, such as its sample ids."""
 ORDER_MEND = (
-    "Give transactions() a loader whose state restores the order, such as fft.CursorLoader or "
-    "fft.StreamLoader. If only random augmentation differs, pass "
-    "identify=lambda batch: <the ids in it>, which is then compared instead of the content"
+    "give transactions() a loader whose state restores the order, such as fft.CursorLoader or "
+    "fft.StreamLoader"
+)
+AUGMENTATION_MEND = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
+BATCHES_AS_ORDER = "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch]"
+BATCHES_OF = (
+    "batches_of(n) returns the batches of data epoch n, which have batch_size samples each and "
+    "depend on n alone"
+)
+OPEN_STREAM = (
+    "fft.StreamLoader(open_stream), where open_stream(first, stride) returns every stride-th batch "
+    "from batch first on"
 )
 _STATE, _NEXT = "loader_state", "next_digests"
 """Keys of what a `StreamSource` exports."""
@@ -224,15 +233,17 @@ class StreamSource:
             raise UnequalData(
                 f"{named(self._loader)} does not continue with the same items after "
                 f"load_state_dict: item {number} has digest {digest} here, and had {expected} in "
-                "the process that saved the state, so items would be trained twice or never. "
-                f"{ORDER_MEND}"
+                "the process that saved the state. Items would be trained twice or never. Causes "
+                f"and fixes: (1) the state does not restore the order: {ORDER_MEND}. (2) Only "
+                f"random augmentation differs: {AUGMENTATION_MEND}"
             )
         return digest
 
     def take(self, due: Due) -> Any:
         if not self.holds(due.first, due.number - due.first + 1):
             raise DataError(
-                f"item {due.number} is needed, but {named(self._loader)} ends before it"
+                f"{named(self._loader)}: expected item {due.number}, but the loader ends before "
+                "it; all ranks must read the same number of items"
             )
         return self._items[due.number - due.first]
 
@@ -268,7 +279,12 @@ class StreamSource:
             self._start = first
         done = first - self._start
         if not 0 <= done <= len(self._items):
-            raise DataError(f"item {first} is needed, but this loader is at {self._start}")
+            end = self._start + len(self._items)
+            raise DataError(
+                f"{named(self._loader)}: expected item {first} of the data, but the items "
+                f"{self._start} to {end} are available; pass a new loader to transactions(), and "
+                "restore its position with the manager's state or with a checkpoint"
+            )
         del self._items[:done], self._states[:done], self._digests[:done]
         self._start = first
 
@@ -299,7 +315,8 @@ def as_source(
             raise DataError(f"transactions() was given {named(loader)} of loaders; {_ONE_LOADER}")
         return ItemsSource(loader)
     if isinstance(loader, zip | enumerate | map):
-        raise DataError(f"transactions() was given {named(loader)}; {_ONE_LOADER}")
+        hint = ". txn.step counts the steps" if isinstance(loader, enumerate) else ""
+        raise DataError(f"transactions() was given {named(loader)}; {_ONE_LOADER}{hint}")
     if replay_only:
         return StreamSource(loader, identify)
     raise DataError(
@@ -313,7 +330,7 @@ def as_source(
 _ONE_LOADER = (
     "a rollback and a group that joins need one loader whose position can be restored. Put the "
     "datasets together, as torch.utils.data.StackDataset(first, second) or ConcatDataset does, and "
-    "pass one fft.CursorLoader over the result. txn.step counts the steps"
+    "pass one fft.CursorLoader over the result"
 )
 
 
@@ -328,14 +345,15 @@ def _mend(loader: Any) -> str:
     """The expression to write in the place of ``loader``."""
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
-        return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open)"
+        return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open_stream)"
     if not isinstance(dataset, Sized):
-        return "fft.StreamLoader(open), where open(first, step) gives every step-th batch"
+        return OPEN_STREAM
     size = getattr(loader, "batch_size", None) or "batch_size"
     options = [f"num_workers={getattr(loader, 'num_workers', 0)}", *_order_options(loader)]
+    where = f", and {BATCHES_OF}" if BATCHES_AS_ORDER in options else ""
     return (
         f"fft.CursorLoader(dataset, {size}, {', '.join(options)}, …), which takes the arguments of "
-        "torch's DataLoader"
+        f"torch's DataLoader{where}"
     )
 
 
@@ -345,7 +363,7 @@ def _order_options(loader: Any) -> list[str]:
     own = type(sampler).__name__
     options = [] if getattr(loader, "drop_last", True) else ["drop_last=False"]
     if getattr(loader, "batch_size", 1) is None:  # a batch sampler of the user's
-        return ["order=lambda data_epoch: [i for batch in batch_sampler for i in batch]"]
+        return [BATCHES_AS_ORDER]
     if own == "SequentialSampler":
         return ["shuffle=False", *options]
     if own == "RandomSampler":

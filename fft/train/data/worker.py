@@ -103,7 +103,7 @@ class Substreams:
         except StopIteration:
             raise EOFError(
                 f"the stream ended before item {request.number}; "
-                "say how many there are: fft.StreamLoader(open, items=…)"
+                "say how many there are: fft.StreamLoader(open_stream, items=…)"
             ) from None
         self._stream, self._at = stream, (request.number + request.step, request.step)
         return batch
