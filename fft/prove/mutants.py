@@ -1,7 +1,8 @@
-"""Planted bugs: small changes of table, core or bus, each of which the checker must catch.
+"""Planted bugs: small changes of table, core or bus, each of which the checker must detect.
 
-A mutant names the property that catches it, and the smallest bounds found to be wide enough for
-that, within which the shipped table must be clean. One that survives is a hole in the properties.
+A mutant names the property that detects it, and the smallest known bounds that suffice for that.
+The shipped table must be clean within these bounds. A mutant that survives is a gap in the
+properties.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _never(s: Local, c: Config, event: Event) -> bool:
 def _seeing(
     other: Callable[[Local], Local], *guards: str
 ) -> tuple[dict[str, Guard], dict[str, Action]]:
-    """Guards, and ``propose_epoch``, that see the state otherwise than it is."""
+    """Return guards, and ``propose_epoch``, that see the state as changed by ``other``."""
 
     def ask(name: str) -> Guard:
         return lambda s, c, event: GUARDS[name](other(s), c, event)
@@ -102,7 +103,8 @@ def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
 
 
 def _apply_at_once(raw: Raw) -> None:
-    """The vote's row applies; what follows COMMIT waits for it; those rows apply no more."""
+    """Apply in the vote's row, defer the results until COMMIT, and remove apply from the decision's
+    rows."""
     on(raw, "training", "prepared")[0]["effects"].append("apply")
     prepared = state_of(raw, "voting")
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
@@ -111,7 +113,7 @@ def _apply_at_once(raw: Raw) -> None:
 
 
 def _restored_while_applying(raw: Raw) -> None:
-    """As the other states do; the shipped one refuses a rollback then."""
+    """Allow a rollback while applying, as other states do; the shipped table refuses it."""
     on(raw, "applying", "restore")[:] = on(raw, "waiting", "restore")
 
 
@@ -321,7 +323,7 @@ def _propose_again(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 # --- the bugs -------------------------------------------------------------------------------------
 
 MUTANTS: tuple[Mutant, ...] = (
-    # who decides
+    # deciding
     Mutant(
         "local_commit",
         "Nobody communicates: whose reductions succeeded applies the step (a teaching spec).",
@@ -458,7 +460,7 @@ MUTANTS: tuple[Mutant, ...] = (
         small(skip=1),
         participant=planted({"counts_as_failure": _always}),
     ),
-    # states that differ
+    # divergent states
     Mutant(
         "digests_not_compared",
         "Votes commit though they tell that states of replicas differ.",

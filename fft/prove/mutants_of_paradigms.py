@@ -1,4 +1,4 @@
-"""Planted bugs in what single paradigms have, and in re-forming. Pure data."""
+"""Planted bugs in features of single paradigms, and in re-forming. Pure data."""
 
 from __future__ import annotations
 

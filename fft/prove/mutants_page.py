@@ -1,4 +1,4 @@
-"""The mutants as a table of the docs, written between its markers."""
+"""Write the mutants as a table into a page of the docs, between its markers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
 def row_of(mutant: Mutant) -> str:
-    """The mutant's first columns in the table: what does not change with the model."""
+    """Return the mutant's first columns in the table, which do not depend on the model."""
     kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.bounds.budget)
     shape = f"{mutant.bounds.groups} x {mutant.bounds.ranks}"
     shape += "" if mutant.bounds.formed else " from start"
@@ -22,7 +22,7 @@ def row_of(mutant: Mutant) -> str:
 
 
 Found = tuple[Mutant, int, int]
-"""A mutant, and how many states and steps its search took."""
+"""A mutant, and the number of states and steps of its search."""
 
 
 def _rows(found: Iterable[Found]) -> Iterator[str]:
@@ -33,17 +33,17 @@ def _rows(found: Iterable[Found]) -> Iterator[str]:
 
 
 def simulated_table() -> str:
-    """The bugs that simulated jobs find, as a table of the docs."""
+    """Return the bugs that simulated jobs find, as a table of the docs."""
     rows = ["| mutant | what is planted | spec | caught by | seed |", "|---|---|---|---|--:|"]
     rows += [f"| {m.name} | {m.what} | {m.spec} | {m.expected} | {m.seed} |" for m in SIMULATED]
     return "\n".join(rows)
 
 
 def write_table(path: Path, found: Iterable[Found]) -> None:
-    """Put mutants that were caught as a table between its markers in a Markdown file.
+    """Write detected mutants as a table between its markers in a Markdown file.
 
     Raises:
-        ValueError: the markers are not there, once each and in order.
+        ValueError: The markers are missing, repeated or in the wrong order.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
     head, begin, rest = text.partition(BEGIN)

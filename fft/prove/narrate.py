@@ -1,6 +1,6 @@
-"""Steps of a modelled job in words: for counterexamples and for scenario files. Pure.
+"""Describe steps of a modelled job, for counterexamples and for scenario files. Pure.
 
-Participants are called ``A/0``, later incarnations ``A/0#2``; a txn ``epoch.txn``.
+Participants are named ``A/0``, and ``A/0#2`` for a later incarnation; a txn is ``epoch.txn``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fft.prove.nodes import Node, Shared
 
 
 def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
-    """The run of a path, a line a step: who does what, and what changes."""
+    """Yield the run of a path, one line per step: the actor, the action and its effects."""
     state = model.initial()
     for number, (who, what) in enumerate(path, 1):
         step = find_step(model, state, who, what)
@@ -29,7 +29,7 @@ def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
 
 
 def find_step(model: Model, state: State, who: int, what: str) -> Step:
-    """The step of that name. Raises ``LookupError`` where it cannot be taken."""
+    """Return the step with that name. Raises ``LookupError`` if it cannot be taken."""
     for step in model.steps(state, every=True):
         if (step.who, step.what) == (who, what):
             return step
@@ -40,17 +40,17 @@ def find_step(model: Model, state: State, who: int, what: str) -> Step:
 
 
 def name(peer: Peer) -> str:
-    """``A/0``; with the incarnation unless it is the first."""
+    """Return ``A/0``; with the incarnation unless it is the first."""
     return f"{peer.group}/{peer.rank}" + (f"#{peer.inc}" if peer.inc > 1 else "")
 
 
 def txn(token: Token) -> str:
-    """``epoch.txn``."""
+    """Return ``epoch.txn``."""
     return f"{token[0]}.{token[1]}"
 
 
 def say_record(record: Record | None) -> str:
-    """A value of the head register in few words."""
+    """Describe a value of the head register briefly."""
     if record is None:
         return "empty register"
     if record.kind == "epoch":
@@ -71,7 +71,8 @@ def say_record(record: Record | None) -> str:
 
 
 def _leases(record: Record) -> str:
-    """Which slice who holds after the record, and which were given back; nothing without leases."""
+    """List the holder of each slice after the record, and the returned slices; empty without
+    leases."""
     if not record.leases or record.kind == "abort":
         return ""
     held = ", ".join(f"{lease.group} {lease.slice}" for lease in record.leases)
@@ -80,7 +81,7 @@ def _leases(record: Record) -> str:
 
 
 def say(event: Event | Any) -> str:
-    """An event in few words."""
+    """Describe an event briefly."""
     match event:
         case Decision(record=record):
             return say_record(record) + (f" by {name(record.by)}" if record else "")
@@ -99,7 +100,7 @@ def say(event: Event | Any) -> str:
 
 
 def say_effect(effect: Any) -> str:
-    """An operation on the bus, to be done."""
+    """Describe an operation on the bus that is to be done."""
     match effect:
         case Broadcast(message=message):
             return f"say {say(message)}"
@@ -116,13 +117,14 @@ def say_effect(effect: Any) -> str:
 
 
 def start_of(model: Model, step: Step) -> str:
-    """How a scenario file says that processes start, or a group is asked to leave."""
+    """Return the scenario command by which processes start, or a group is asked to leave."""
     place = model.peer(step.who, 1)
     return f"{place.group}{f'/{place.rank}' if step.what == 'is replaced' else ''} {step.what}"
 
 
 def tell(model: Model, state: State, step: Step) -> str:
-    """One line: who does what, what changes in its state, and what it will do on the bus."""
+    """Describe a step in one line: the action, the change of state, and the next operations on the
+    bus."""
     if step.who < 0:
         return step.what
     before, after = model.node(state, step.who), model.node(step.state, step.who)
@@ -167,7 +169,7 @@ def _action(model: Model, state: State, step: Step) -> str:
 
 
 def at_work(model: Model, node: Node) -> str | None:
-    """What a main thread is at that somebody waits for, in one word."""
+    """Return the main thread's work that others wait for, as one word, or None."""
     if node.stuck:
         return "blocked"
     words = {"connecting": "heal", "restoring": "restore", "applying": "apply"}
@@ -175,7 +177,7 @@ def at_work(model: Model, node: Node) -> str | None:
 
 
 def fetched(node: Node, what: str) -> bool:
-    """Whether this step of a process brings it the state of another."""
+    """Whether this step gives a process the state of another."""
     if what != "heals":
         return what == "learns"
     _, source = node.task
@@ -220,13 +222,13 @@ def _moved(model: Model, before: Node, after: Node, step: Step) -> str:
 
 
 def label(local: Local) -> str:
-    """The state (not its sub-state), and where a txn is open which one."""
+    """Return the state (not its sub-state), and the txn if one is open."""
     state = outermost(local.state)
     return f"{state} {txn(local.token)}" if local.role == "training" else state
 
 
 def ending(model: Model, before: Node, step: Step) -> str:
-    """``out``, with the error that the user sees if there is one."""
+    """Return ``out`` or ``ended``, with the error that the user sees if there is one."""
     if step.what.startswith("ends"):
         return "ended"
     found = outcome(model, before, step)
@@ -246,12 +248,12 @@ def _todo(model: Model, pending: tuple[int, ...]) -> str:
 
 
 def on_bus(model: Model, pending: tuple[int, ...]) -> list[Any]:
-    """Those of the effects that others can see."""
+    """Return the effects that others can see."""
     return [e for e in map(model.effects.__getitem__, pending) if isinstance(e, SHARED)]
 
 
 def message_of(model: Model, node: Node, what: str) -> Event | None:
-    """The message that a step of that name takes; None: it takes none."""
+    """Return the message that a step with that name takes, or None."""
     for queue, hears in QUEUES.items():
         verb = hears.removesuffix(" 0")
         if what.removeprefix("never ").startswith(verb):
@@ -261,7 +263,7 @@ def message_of(model: Model, node: Node, what: str) -> Event | None:
 
 
 def outcome(model: Model, node: Node, step: Step) -> Outcome | None:
-    """What the core made of the event that the step brings; None: the step brings none."""
+    """Return the core's outcome for the event of the step, or None if the step has no event."""
     local = thaw(model.locals[node.local])
     event = None if step.what.startswith("never") else message_of(model, node, step.what)
     match step.what.removesuffix(" early").split():

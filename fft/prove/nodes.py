@@ -1,4 +1,4 @@
-"""What a state of the model is made of: the processes, and what the bus holds. Pure data."""
+"""The parts of a state of the model: the processes and the contents of the bus. Pure data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fft.protocol.main_thread import shipped_thread
 from fft.prove.bits import Bits
 
 NEVER = 1 << 30
-"""An epoch that does not come."""
+"""An epoch that is never reached."""
 
 
 class Node(NamedTuple):
-    """One process. ``local`` < 0: it is not there."""
+    """One process, which does not live if ``local`` < 0."""
 
     inc: int
     local: int = -1
     inbox: tuple[int, ...] = ()
-    """Messages for everyone, in the order that all have in common."""
+    """Broadcast messages, in the order common to all processes."""
     mail: tuple[int, ...] = ()
-    """Messages for this process alone; those for everyone may come before or after them."""
+    """Messages to this process alone; their order relative to broadcasts is free."""
     pending: tuple[int, ...] = ()
     """Effects of the last event that are not carried out yet; the first is a shared one."""
     answers: tuple[int, ...] = ()
@@ -28,20 +28,20 @@ class Node(NamedTuple):
     thread: str = shipped_thread().spec.initial
     """State of the main thread, in its own table."""
     task: tuple[Any, ...] = ()
-    """What it has been told for what it is at: (token), (token, skip), (epoch, source), …"""
+    """Arguments of the main thread's present work: (token), (token, skip), (epoch, source), …"""
     stuck: bool = False
-    """It is in a process group that nobody aborts, and stays there."""
+    """It is in a process group that is not aborted, and stays there."""
     source: int | None = None
-    """Of a learner in its first txn: where the state is on its way from."""
+    """For a learner in its first txn: index of the node that it fetches the state from."""
     done: int = -1
-    """The main thread's word that it applied the step, not handled yet."""
+    """The main thread's unhandled report that it applied the step, or -1."""
     bits: Bits | None = None
     aged: frozenset[str] = frozenset()
-    """Timers that are armed since before a much shorter one ran out."""
+    """Timers that have been armed since before a much shorter one fired."""
 
 
 class Shared(NamedTuple):
-    """What the bus holds."""
+    """The contents of the bus."""
 
     head: Record | None = None
     ballots: tuple[tuple[Token, tuple[Vote, ...]], ...] = ()
@@ -52,7 +52,8 @@ class Shared(NamedTuple):
 
 
 def tidied(shared: Shared, epoch: int) -> Shared:
-    """Ballots of epochs that everybody has left are never added to again."""
+    """Return the shared state without ballots of epochs that all have left, which stay
+    unchanged."""
     if epoch == NEVER:
         return shared
     kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)

@@ -1,8 +1,8 @@
-"""Scopes that a searched one is bound to, as far as it can tell: data that they take. Pure.
+"""Scopes that a searched scope is bound to, reduced to what it observes: their data use. Pure.
 
-Each scope is an instance of the protocol. So all that another one can do is to commit at any time,
-within the bounds that it keeps itself, a step or a skip, which look alike from here; to lose a
-group; and to end. That it keeps its bounds is searched when it is the one that is modelled.
+Each scope is an instance of the protocol. As seen from the searched scope, another one can only do
+the following: commit at any time, within its own bounds, a step or a skip, which look alike from
+here; lose a group; and end. A search that models the other scope checks that it keeps its bounds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fft.protocol.spec import FsmSpec
 from fft.prove.bounds import Bounds
 
 _AHEAD = 1
-"""The bound that is searched: the smallest, so that a search of few commits meets it."""
+"""The bound that is searched: the smallest, so that a search of few commits reaches it."""
 _GROUPS = "ABCDEFGH"
 
 
 class OtherScopes:
-    """Those that the flow of a spec binds one stage to; none, if the bounds name no stage."""
+    """The scopes that the flow of a spec binds one stage to; none if the bounds name no stage."""
 
     def __init__(self, spec: FsmSpec, bounds: Bounds) -> None:
         bound_to: tuple[Elsewhere, ...] = ()
         if bounds.stage is not None:
             bound_to = spec.bound_to(spec.stages[bounds.stage])
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
-        """What a participant begins with."""
+        """The bounds that a participant begins with."""
         groups = tuple(_GROUPS[: bounds.groups])
         self.first = tuple(ScopeRecord(e.scope, 1, 0, groups, len(groups)) for e in self.bounds)
         self.groups, self.ends = bounds.groups, bounds.ends
@@ -36,13 +36,13 @@ class OtherScopes:
     def moves(
         self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str], inside: Set[str]
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
-        """What they can do next: in words, the record of it, and whether it is announced.
+        """Yield the possible next moves: a description, the record, and whether it is announced.
 
         Args:
-            head: of the searched scope.
-            at: their newest records.
-            asked: groups that are asked to leave.
-            inside: groups in the searched scope.
+            head: Head record of the searched scope.
+            at: Newest records of the other scopes.
+            asked: Groups that are asked to leave.
+            inside: Groups in the searched scope.
         """
         cursor = head.cursor if head is not None else 0
         for bound, record in zip(self.bounds, at, strict=True):
@@ -59,7 +59,7 @@ class OtherScopes:
         inside: Set[str],
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
         after = record.cursor + record.takers
-        # it follows this scope, or leads it by as much as it may
+        # It follows this scope, or leads it by as much as its bound allows.
         reach = cursor + _AHEAD * (len(inside) or self.groups)
         if after > cursor if bound.ahead else record.cursor >= reach:
             return
@@ -77,8 +77,9 @@ class OtherScopes:
     def _is_left(
         self, bound: Elsewhere, record: ScopeRecord
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
-        """Without a commit: by a group that is lost, or by all at once, which no record says."""
-        # how many groups it has, concerns whoever leads it
+        """Yield departures without a commit: of a lost group, or of all groups, which makes no
+        record."""
+        # The number of its groups matters only to a scope that leads it.
         for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
             stay = tuple(other for other in record.groups if other != group)
             lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))

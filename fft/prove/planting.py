@@ -1,4 +1,4 @@
-"""What bugs are planted with: small bounds, other rows, other guards and effects. Pure."""
+"""Helpers to plant bugs: small bounds, and changed rows, guards and effects. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small(
     ends: bool = False,
     **budget: int,
 ) -> Bounds:
-    """Bounds with these faults, all of which may happen in one run."""
+    """Return bounds with these faults, all of which may happen in one run."""
     faults = sum(budget.values())
     kinds = tuple(sorted(budget.items()))
     return Bounds(
@@ -53,7 +53,7 @@ def small(
 def planted(
     guards: Mapping[str, Guard] | None = None, actions: Mapping[str, Action] | None = None
 ) -> type[Participant]:
-    """The core with other guards or actions under these names."""
+    """Return the core with other guards or actions under these names."""
     new_guards, new_actions = {**GUARDS, **(guards or {})}, {**EFFECTS, **(actions or {})}
 
     class Planted(Participant):
@@ -64,33 +64,33 @@ def planted(
 
 
 def state_of(raw: Raw, role: Role) -> Raw:
-    """The first state of a role."""
+    """Return the first state of a role."""
     states: dict[str, Raw] = raw["states"]
     return next(state for state in states.values() if state["role"] == role)
 
 
 def way_to(raw: Raw, role: Role) -> str:
-    """What a row leads to that enters this state, in its first sub-state if it has some."""
+    """Return the destination of a row that enters this state: its first sub-state if it has any."""
     state = state_of(raw, role)
     name = next(name for name, other in raw["states"].items() if other is state)
     return ".".join([name, *list(state["states"])[:1]])
 
 
 def on(raw: Raw, role: Role, event: str) -> list[Raw]:
-    """Rows of an event in the state of a role."""
+    """Return the rows of an event in the state of a role."""
     rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
     return rows
 
 
 def owners(raw: Raw) -> Iterator[Raw]:
-    """Everything that has rows."""
+    """Yield every part of the spec that has rows."""
     yield raw["common"]
     for state in raw["states"].values():
         yield from (state, *state["states"].values())
 
 
 def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
-    """One row in the place of whatever the state says to the event."""
+    """Replace the state's reaction to the event by one row."""
 
     def change(raw: Raw) -> None:
         state = state_of(raw, role)
@@ -102,7 +102,7 @@ def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Chang
 
 
 def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
-    """Rows without these effects; only in rows of these events, if any are named."""
+    """Remove these effects from all rows, or only from rows of ``events`` if any are given."""
 
     def change(raw: Raw) -> None:
         for there in owners(raw):
@@ -118,7 +118,7 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
 
 
 def proposing(name: str, other: Callable[[Local, Record], Record]) -> dict[str, Action]:
-    """The action of that name, proposing another record."""
+    """Return the action with that name, proposing another record."""
 
     def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         for effect in EFFECTS[name](s, c, event):
@@ -129,7 +129,7 @@ def proposing(name: str, other: Callable[[Local, Record], Record]) -> dict[str, 
 
 
 def begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
-    """What begins a txn, with other values."""
+    """Return the actions that begin a txn, with other values."""
 
     def begin(name: str) -> Action:
         def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:

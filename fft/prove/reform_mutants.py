@@ -39,7 +39,7 @@ def _from_nobody(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _as_a_group(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Whoever's group has one rank that is behind fetches, as it would after a start together."""
+    """Let every rank of a group with a stale rank fetch, as after a common start."""
     (effect,) = EFFECTS["heal"](s, c, event)
     assert isinstance(effect, Heal)
     mine, others = my_place(s, c), range(len(members(s)))

@@ -1,38 +1,38 @@
-"""Scenario files: a run of a modelled job, written as commands, and what must come of them.
+"""Scenario files: a run of a modelled job, written as commands with their expected results.
 
 Reads and writes scenario files; pure otherwise. The job is ``fft.prove.model`` over the shipped
 core and a shipped table, with every fault allowed. A file is a header and blocks::
 
     title: what must happen, and why
-      (a line that begins with a space goes on)
-    spec: hsdp              # or the path of a YAML file, as seen from this file
+      (a line that begins with a space continues the previous one)
+    spec: hsdp              # or the path of a YAML file, relative to this file
     groups: 2
     ranks: 1
-    commits: 2              # no body begins at this committed step
-    formed: yes             # begin in the first txn; no: where the processes start
+    commits: 2              # no step function begins at this committed step
+    formed: yes             # begin in the first txn; no: at the start of the processes
     alike: yes              # all groups begin with the same weights
-    least: 1                # groups without which nothing goes on
-    digests: no             # yes: votes bring digests of the states
-    heals: no               # yes: whose state differs from most fetches it; else the job ends
+    least: 1                # minimum number of groups for progress
+    digests: no             # yes: votes contain digests of the states
+    heals: no               # yes: a divergent rank fetches the state again; else the job ends
     expect: ok              # or the property that the last command must break
 
     A/0 raises
     settle
     ----
-    what came of it
+    the output
 
-Only ``title`` is needed. Lines that begin with ``#`` are notes. A block's output ends with an empty
-line; ``pytest tests/prove/test_scenarios.py --rewrite`` writes it anew, to be read before it is
-kept. ``mutant:`` names a planted bug of ``fft.prove.mutants``; ``world:`` switches of the modelled
-bus that are off; ``only:`` the properties to evaluate, if not all.
+Only ``title`` is required. Lines that begin with ``#`` are comments. A block's output ends with an
+empty line; ``pytest tests/prove/test_scenarios.py --rewrite`` writes it anew, and the result must
+be reviewed. ``mutant:`` names a planted bug of ``fft.prove.mutants``; ``world:`` names switches of
+the modelled bus that are off; ``only:`` names the properties to evaluate, if not all.
 
-Commands, ``A/0`` being rank 0 of group A (``A/0#2``: its second incarnation; ``A``: all ranks of A
-in turn; ``all``: everyone)::
+In commands, ``A/0`` is rank 0 of group A, ``A/0#2`` its second incarnation, ``A`` stands for all
+ranks of A in turn, and ``all`` for all live participants::
 
-    A/0 hears               the next message (hears commit 1.1: and it must be this one)
-    A/0 hears second        the message after the next one, first
+    A/0 hears               handles the next broadcast (hears commit 1.1: it must be this one)
+    A/0 hears second        handles the broadcast after the next one first
     A/0 hears twice | never hears | hears all
-    A/0 is told             the next message for it alone (is told ack of B/0: this one)
+    A/0 is told             handles the next message to it alone (is told ack of B/0: this one)
     A/0 is told second | is told twice | is never told
     A/0 does                its next operation on the bus (does all: every one)
     A/0 fails               the operation is lost with the bus
@@ -43,27 +43,28 @@ in turn; ``all``: everyone)::
     A/0 applies | applies half | handles applied | restores | restores half
     A/0 heals | fails to heal
     A/0 connects | learns | fails to learn       a learner, which fetches in its first txn
-    A/0 timer NAME          fires, early if need be
-    A/0 ends (crash)        a monitor tells; ends (silent): nobody tells
-    A/0 ends (loss)         who tells says that another will take its place: A/0 is replaced
+    A/0 timer NAME          fires, early if necessary
+    A/0 ends (crash)        a monitor reports it; ends (silent): without a report
+    A/0 ends (loss)         the report adds that another takes its place: A/0 is replaced
     A comes back | A is asked to leave | A is started twice
     bus away | bus back | bus forgets
-    hears all               everyone hears and does everything, main threads stand still
-    settle                  whatever can happen happens, but for timers, in a fixed fair order
+    hears all               all handle and do everything, while main threads stand still
+    settle                  everything that can happen happens, except timers, in a fixed fair order
     time passes             the timer that is due fires
-    until CONDITION         as settle, and time passes where nothing else can happen
+    until CONDITION         as settle, and time passes when nothing else can happen
     expect CONDITION        an error unless it holds
-    state | register        where everyone stands | the records so far
+    state | register        the state of all participants | the records so far
 
 A condition is ``[who] [STATE | STATE.sub | out] [at EPOCH.TXN] [step N] [clean | torn] [fetched |
-fetched nothing]`` (everyone who lives, if nobody is named), or ``register commit 1.1`` (what the
-newest record begins with). Output of a single step tells all of it; of ``settle`` and its like only
-the changes of state, a line for each participant, after the records that were written.
+fetched nothing]`` (for all live participants, if none is named), or ``register commit 1.1`` (the
+beginning of the newest record's description). The output of a single step describes all of it. The
+output of ``settle`` and similar commands lists only the changes of state, one line per participant,
+after the records that were written.
 
-A counterexample of the checker (``save_counterexample``) says which property its last command
-breaks, and fails once the bug is mended. To keep it as a regression scenario then: set ``expect:
-ok``, drop ``mutant:``, cut the commands that can no longer happen, let it end with ``until`` and
-``expect`` lines that say what must happen instead, rewrite, read the difference.
+A counterexample of the checker (``save_counterexample``) names the property that its last command
+breaks, and fails once the bug is fixed. To keep it then as a regression scenario: set ``expect:
+ok``, drop ``mutant:``, remove the commands that can no longer happen, end it with ``until`` and
+``expect`` lines that state what must happen instead, rewrite it, and review the difference.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ if TYPE_CHECKING:
     from fft.prove.checker import Search, Violation
 
 _AMPLE = 1_000
-"""Faults of each kind that a scenario may have."""
+"""Maximum number of faults of each kind in a scenario."""
 _LIMIT = 3_000
-"""Steps that one command may take before we say that it does not end."""
+"""Maximum number of steps of one command; beyond it the command counts as endless."""
 _DASHES = "----"
 _DEFAULTS = {
     "title": "",
@@ -129,11 +130,11 @@ _DEFAULTS = {
 
 
 class ScenarioError(FftError):
-    """A scenario file that cannot be read or run as it says; the text begins with file and line."""
+    """A scenario file that cannot be read or run; the text begins with file and line."""
 
 
 class _Wrong(Exception):
-    """As ``ScenarioError``, where the line is not known yet."""
+    """A ``ScenarioError`` whose line is not known yet."""
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -150,16 +151,16 @@ class Block:
 
 @dataclass(slots=True)
 class Scenario:
-    """A scenario file, read."""
+    """A parsed scenario file."""
 
     path: Path
     header: dict[str, str]
     written: list[str]
-    """The header's lines as they stand."""
+    """The header's lines as written."""
     blocks: list[Block]
 
     def text(self) -> str:
-        """The file."""
+        """Return the text of the file."""
         parts = ["\n".join(self.written)]
         parts += ["\n".join([*b.commands, _DASHES, *b.output]) for b in self.blocks]
         return "\n\n".join(parts) + "\n"
@@ -207,11 +208,11 @@ def _blocks(path: Path, lines: list[str], at: int) -> Iterator[Block]:
 
 
 def run_scenario(path: Path) -> str:
-    """The whole file with fresh output.
+    """Return the whole file with fresh output.
 
     Raises:
-        ScenarioError: a command that is unknown or cannot happen, an expectation that does not
-            hold, a property that is broken and should not be, or should be and is not.
+        ScenarioError: A command is unknown or cannot happen, an expectation does not hold, or the
+            broken property is not the expected one.
     """
     scenario = read_scenario(path)
     try:
@@ -236,7 +237,7 @@ def run_scenario(path: Path) -> str:
 
 
 def check_scenario(path: Path) -> None:
-    """Raise ``ScenarioError`` unless the file runs and its output is what it says."""
+    """Raise ``ScenarioError`` unless the file runs and its output is as written."""
     was, fresh = path.read_text(encoding="utf-8"), run_scenario(path)
     if was != fresh:
         lines = difflib.unified_diff(
@@ -249,7 +250,7 @@ def check_scenario(path: Path) -> None:
 
 
 def rewrite_scenario(path: Path) -> bool:
-    """Write the file with fresh output; True: it has changed."""
+    """Write the file with fresh output. Returns whether it has changed."""
     was, fresh = path.read_text(encoding="utf-8"), run_scenario(path)
     path.write_text(fresh, encoding="utf-8")
     return was != fresh
@@ -300,8 +301,8 @@ def _yes(header: dict[str, str], key: str) -> bool:
 
 
 def _mutant(wanted: str) -> tuple[FsmSpec, type[Participant], World, ThreadTable | None]:
-    """Tables, core and bus with the planted bug of that name in them."""
-    mutants = importlib.import_module("fft.prove.mutants").MUTANTS  # only where one is asked for
+    """Return tables, core and bus with the planted bug of that name."""
+    mutants = importlib.import_module("fft.prove.mutants").MUTANTS  # only when one is requested
     for mutant in mutants:
         if mutant.name == wanted:
             return mutant.spec, mutant.participant, mutant.world, mutant.thread_table
@@ -326,7 +327,7 @@ _SUBJECT = re.compile(r"([A-H])(?:/(\d+))?(?:#(\d+))?$")
 
 
 def _command(model: Model, state: State, step: Step) -> str:
-    """How a scenario file says this step, taken in a state."""
+    """Return the command for a step that is taken in a state."""
     if step.who < 0:
         return step.what
     peer = model.peer(step.who, model.node(state, step.who).inc)
@@ -354,7 +355,7 @@ class _Log:
     records: list[str] = field(default_factory=list)
 
     def lines(self, names: Callable[[int], str]) -> Iterator[str]:
-        """The log, register first."""
+        """Yield the lines of the log, register first."""
         if self.records:
             yield f"register: {'; '.join(self.records)}"
         for who in sorted(self.moves):
@@ -362,7 +363,7 @@ class _Log:
 
 
 class Run:
-    """One run of a scenario's commands. ``folder``: where paths of specs begin."""
+    """One run of a scenario's commands. ``folder``: base of relative spec paths."""
 
     def __init__(self, header: dict[str, str], folder: Path) -> None:
         self.model = _model(header, folder)
@@ -376,7 +377,7 @@ class Run:
         self._fired: dict[tuple[int, str], int] = {}
 
     def command(self, text: str) -> list[str]:
-        """Carry out one command; its output. Raises ``_Wrong``."""
+        """Carry out one command and return its output. Raises ``_Wrong``."""
         words = text.split()
         if not words:
             return []
@@ -406,7 +407,7 @@ class Run:
         raise _Wrong(f"unknown command {text!r}; the docstring of fft/prove/scenario.py lists them")
 
     def end(self, expected: str) -> None:
-        """Compare what is broken now with what should be. Raises ``_Wrong``."""
+        """Compare the broken property with the expected one. Raises ``_Wrong``."""
         if expected == "eventually" and self.broken is None:
             if not is_stuck(self.model, self.state):
                 raise _Wrong("eventually: from here on everything can still settle")
@@ -433,7 +434,7 @@ class Run:
         return lines
 
     def _checked(self, who: int, action: str) -> str:
-        """The action without the words that say which message is to be heard."""
+        """Return the action without the text that names the expected message."""
         match = re.match(r"(?:never )?hears |is (?:never )?told ", action)
         if match is None or action in _ACTIONS:
             return action
@@ -459,7 +460,7 @@ class Run:
         return ", ".join(dict.fromkeys(said))
 
     def _who(self, subject: str) -> list[int]:
-        """Places of those whom a command speaks of: who lives, in order."""
+        """Return the places of the live participants that a command names, in order."""
         live = [i for i in range(self.model.size) if self._node(i).local >= 0]
         if subject == "all":
             return live
@@ -544,9 +545,10 @@ class Run:
     def _next(
         self, timers: bool, only: tuple[str, ...] = (), who: int | None = None
     ) -> Step | None:
-        """The free step whose turn it is: everyone in turn, timers when nothing else can happen."""
+        """Return the next free step: participants take turns, and timers fire if nothing else can
+        happen."""
         steps = [s for s in self.model.steps(self.state, faults=False) if s.who >= 0]
-        if who is not None or only:  # one of the others may hide theirs (see Model._quiet)
+        if who is not None or only:  # another participant may hide their steps (see Model._quiet)
             steps = [
                 step
                 for step in self.model.steps(self.state, every=True)
@@ -558,7 +560,8 @@ class Run:
         size = self.model.size
         if moves:
             turn = self._turn
-            # Whoever never listened while it can compute would be no fair company.
+            # Prefer receiving over computing, or a participant that can compute would never
+            # receive.
             moves.sort(
                 key=lambda s: (
                     (s.who - turn) % size,
@@ -681,7 +684,7 @@ class Run:
 
 
 def _named(who: int, action: str) -> Callable[[Step], bool]:
-    """Whether a step is this action, said in a scenario's words or in the model's own."""
+    """Return a test for this action, in the vocabulary of scenarios or of the model."""
     action = _ACTIONS.get(action, action)
 
     def wanted(step: Step) -> bool:
@@ -706,9 +709,9 @@ def is_stuck(model: Model, state: State, limit: int = 100_000) -> bool:
     """Whether no free steps lead from ``state`` to a settled one.
 
     Raises:
-        ScenarioError: more than ``limit`` states would have to be looked at.
+        ScenarioError: More than ``limit`` states would have to be explored.
     """
-    from fft.prove.checker import Search  # which imports us
+    from fft.prove.checker import Search  # imported here because it imports this module
 
     judge, seen, front = Search(model), {state}, [state]
     while front:
@@ -731,15 +734,18 @@ def save_counterexample(
     spec: str | None = None,
     mutant: str | None = None,
 ) -> None:
-    """Write what a search found as a scenario file, and run it.
+    """Write the counterexample of a search as a scenario file, and run it.
 
     Args:
-        spec: name or path of the table that was searched, as ``path`` shall name it; by default
-            the name that the table gives itself.
-        mutant: name of the planted bug in table, core or bus, if there was one.
+        search: The search.
+        violation: The violation that it found.
+        path: The scenario file.
+        spec: Name or path of the table that was searched, as it is written to the file; by default
+            the table's own name.
+        mutant: Name of the planted bug in table, core or bus, if there was one.
 
     Raises:
-        ScenarioError: the file does not show the violation (it is left for inspection).
+        ScenarioError: The file does not show the violation (it is left for inspection).
     """
     model, bounds = search.model, search.model.bounds
     header = {
@@ -773,7 +779,8 @@ def _commands(model: Model, violation: Violation) -> Iterator[str]:
         steps = list(model.steps(state, every=True))
         found = next((s for s in steps if (s.who, s.what) == (who, what)), None)
         if ends and (found is None or found.broken is None):
-            # The search names groups as in the state that it keeps for all that are alike.
+            # The search may name groups differently, because it keeps one state for all equivalent
+            # ones.
             found = next(s for s in steps if s.broken and s.broken[0] == violation.name)
         if found is None:
             raise ScenarioError(f"step {number + 1} of the counterexample cannot be taken again")

@@ -1,7 +1,7 @@
-"""``fft check`` and ``fft mutants``: searches within bounds, told in a form that people can read.
+"""``fft check`` and ``fft mutants``: run searches within bounds and print readable results.
 
-Writes to a console, and counterexamples to a folder; what is searched is pure. Each search runs in
-a process of its own, so that several do at once and none keeps the memory of another.
+Writes to a console, and counterexamples to a directory; the searches themselves are pure. Each
+search runs in its own process, so that several run at once and none keeps the memory of another.
 """
 
 from __future__ import annotations
@@ -34,50 +34,53 @@ from fft.prove.workers import Tell, in_order, processes, spread
 from fft.util.errors import FftError
 
 _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
-"""Memory of a process that searches the largest of the sets of bounds, and some more."""
+"""Memory of a process that searches the largest of the sets of bounds, with a margin."""
 
 
 class CheckError(FftError):
-    """Arguments of ``fft check`` that cannot be used; the message names the mend."""
+    """Arguments of ``fft check`` that cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``fft check`` is asked for."""
+    """The options of ``fft check``."""
 
     deep: bool = False
     bounds: tuple[str, ...] = ()
-    """Names of sets of bounds; empty: all. Rows of the table that no run took count against it only
-    then."""
+    """Names of sets of bounds; empty: all sets. Only then do table rows that no run took count as a
+    violation."""
     properties: tuple[str, ...] = ()
-    """Invariants; empty: all."""
+    """Names of invariants; empty: all invariants."""
     limit: int | None = None
-    """States for each set of bounds."""
+    """Maximum number of states for each set of bounds."""
     save: Path = Path("runs/check")
-    """Folder for counterexamples, as scenario files."""
+    """Directory for counterexamples, as scenario files."""
     jobs: int | None = None
-    """Processes at once; one per core, as far as memory goes, if absent."""
+    """Number of simultaneous processes; None: one per core, as far as memory allows."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one search found, and what there is to say of it."""
+    """The result of one search, and the text to print about it."""
 
     result: Result
     told: list[str]
     mib: int
-    """The most memory that its process had."""
+    """Peak memory of its process."""
 
 
 Show = Callable[[int, tuple[int, int, int] | None], None]
-"""Shows how far a search is; None: it has ended."""
+"""Callback for the progress of a search; None means that it has ended."""
 
 
 def check(spec_name: str, choice: Choice, console: Console) -> bool:
-    """Search within every set of bounds and tell what was found; whether all properties hold.
+    """Search within every set of bounds and print the results.
+
+    Returns:
+        Whether all properties hold.
 
     Raises:
-        SpecError, CheckError: the spec or a name cannot be used.
+        SpecError, CheckError: The spec or a name cannot be used.
     """
     spec = load_spec(spec_name)
     sets = _chosen(sets_for(spec, choice.deep), choice.bounds)
@@ -132,7 +135,7 @@ def _search_all(
     jobs: int,
     console: Console,
 ) -> list[Report]:
-    """The reports in the order of the sets; each is told when those before it have been."""
+    """Return the reports in the order of the sets; each is printed after those before it."""
     order = longest_first(sets)
     tasks = [(f"the search within {sets[i].name!r}", sets[i]) for i in order]
     with _progress(console, [bounds.name for _, bounds in tasks]) as show:
@@ -173,7 +176,7 @@ def _progress(console: Console, names: Sequence[str]) -> Iterator[Show]:
 
 
 def _search(spec: FsmSpec, spec_name: str, choice: Choice, bounds: Bounds, tell: Tell) -> Report:
-    """One search, in a process of its own."""
+    """Run one search, in its own process."""
     search = Search(Model(spec, bounds, only=choice.properties), choice.limit)
     result = search.run(lambda *at: tell(at))
     told = [] if result.violation is None else list(_tell(search, result, spec_name, choice.save))
@@ -230,13 +233,14 @@ def _missed(spec: FsmSpec, results: list[Result]) -> dict[str, Part]:
 
 
 def _hsdps(missed: dict[str, Part]) -> set[str]:
-    """Places at which hsdp has the same row, but for those that have a reason of their own."""
+    """Return places at which hsdp has the same row, except rows with their own reason."""
     rows = dict(all_rows(load_spec("hsdp")))
     return {at for at, row in missed.items() if not row.elsewhere and rows.get(at) == row}
 
 
 def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
-    """Run every planted bug and tell which property caught it; whether all were caught."""
+    """Run every planted bug and print the property that detected it. Returns whether all were
+    detected."""
     tasks = [(f"the search for mutant {mutant.name}", n) for n, mutant in enumerate(MUTANTS)]
     found: list[Planted] = []
     for _, one in in_order(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))):
@@ -252,7 +256,7 @@ def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class Planted:
-    """What came of a planted bug; no states: it survived."""
+    """Result for a planted bug; without states it survived."""
 
     line: str
     states: int = 0

@@ -1,7 +1,7 @@
 """The bounds that ``fft check`` searches: chosen so that together they take every row of the table.
 
-Data only. Costs grow by a factor of ten to thirty with each fault, each participant and each
-process start, so that no single set of bounds can have everything; each of these has some of it.
+Data only. The cost grows by a factor of ten to thirty with each fault, each participant and each
+process start, so no single set of bounds can contain everything; each contains a part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fft.prove.bounds import Bounds
 
 
 def budget(*kinds: str, **more: int) -> tuple[tuple[str, int], ...]:
-    """One fault of each kind, or as many as said."""
+    """Return one fault of each kind in ``kinds``, and the given numbers of those in ``more``."""
     return (*((kind, 1) for kind in kinds), *more.items())
 
 
@@ -130,7 +130,7 @@ DEFAULT = (
     Bounds("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
     Bounds("twin", commits=1, faults=1, budget=budget("twin")),
 )
-"""Takes some five minutes on one core."""
+"""These take about five minutes on one core."""
 
 
 FLOW = (
@@ -193,15 +193,15 @@ FLOW = (
     ),
     Bounds("hang", commits=1, faults=1, budget=budget("hang")),
 )
-"""Of each stage of a spec whose stages have scopes of their own.
+"""Bounds for each stage of a spec whose stages have scopes of their own.
 
-Each stage is a rank of its group, so that nobody has mates in its scope. Where no other scope holds
-anybody, its machine is hsdp's: the sets above are not searched again.
+Each stage is a rank of its group, so that no rank has mates in its scope. If no other scope holds a
+group back, its state machine is hsdp's, so the sets above are not searched again.
 """
 
 
 def flow(stages: int) -> tuple[Bounds, ...]:
-    """The same for so many stages."""
+    """Return the sets in ``FLOW`` for each of the stages."""
     return tuple(
         replace(bounds, name=f"stage {stage}, {bounds.name}", stage=stage)
         for stage in range(stages)
@@ -257,8 +257,8 @@ ASYNC = (
     Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
     Bounds("twin", commits=1, faults=1, budget=budget("twin")),
 )
-"""Of a spec whose scope is bounded: between two synchronisations any number of groups ask to be in
-the next one, in any order, so that each fault costs more than in ``DEFAULT``."""
+"""Bounds for a spec whose scope is bounded. Between two synchronizations any number of groups ask
+to be in the next one, in any order, so that each fault costs more than in ``DEFAULT``."""
 
 DEEP = (
     *DEFAULT,
@@ -348,13 +348,14 @@ _LONGEST = (
 
 
 def longest_first(sets: Sequence[Bounds]) -> list[int]:
-    """Their places in the order to begin them, so that those that run at once end at once."""
+    """Return the indexes of the sets in the order to start them, so that parallel runs end
+    together."""
     at = {name: i for i, name in enumerate(_LONGEST)}
     return sorted(range(len(sets)), key=lambda i: (at.get(sets[i].name, len(at)), i))
 
 
 def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
-    """What ``fft check`` searches of a spec."""
+    """Return the bounds that ``fft check`` searches for a spec."""
     if spec.bound:
         return ASYNC
     if spec.stages:

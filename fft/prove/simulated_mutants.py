@@ -1,7 +1,7 @@
 """Planted bugs that simulated jobs find, in asynchronous jobs and in leases on the data. Pure data.
 
-Each breaks one rule of a guard or an effect. ``seed`` names a life that shows it, so that a test
-lives one seed for each.
+Each breaks one rule of a guard or an effect. ``seed`` names a run that shows it, so that a test
+needs one seed for each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fft.protocol.state import Config, Local
 from fft.prove.planting import planted, proposing
 
 SEEDS = 200
-"""Lives within which each bug falls."""
+"""Number of seeds within which each bug is found."""
 _FORMING = ("epoch_possible", "all_are_ready", "i_am_first", "awaits_groups", "awaits_others")
-"""Guards of who forms the next epoch of an asynchronous job."""
+"""Guards that decide which participants form the next epoch of an asynchronous job."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SimulatedMutant:
     """One planted bug that the simulator finds.
 
     ``expected`` names the invariant, or the simulator's own property, that it breaks; ``seed`` is a
-    life in which it does.
+    run in which it does.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SimulatedMutant:
 def _view(
     other: Callable[[Local], Local], guards: Iterable[str], actions: Iterable[str]
 ) -> type[Participant]:
-    """The core in which these guards and actions see another state than there is."""
+    """Return the core with these guards and actions seeing the state as changed by ``other``."""
 
     def ask(name: str) -> Guard:
         return lambda s, c, event: GUARDS[name](other(s), c, event)
@@ -63,7 +63,7 @@ def _view(
 
 
 def _as_they_stand(s: Local, record: Record) -> Record:
-    """Groups outside of the proposal keep the standing that they had."""
+    """Restore the previous standing of groups outside of the proposal."""
     had = {each.entry: each.since for each in apart.standing(s)}
     kept = (
         each if each.since == record.n else each._replace(since=had.get(each.entry, each.since))
@@ -73,7 +73,7 @@ def _as_they_stand(s: Local, record: Record) -> Record:
 
 
 def _since_the_start(s: Local) -> Local:
-    """Each group's newest message counts, however old it is."""
+    """Count each group's newest message, regardless of its age."""
     if s.head is None:
         return s
     standing = tuple(each._replace(since=0) for each in s.head.standing)
@@ -81,7 +81,7 @@ def _since_the_start(s: Local) -> Local:
 
 
 def _keeping(name: str, field: str) -> dict[str, Action]:
-    """The action of that name, which leaves one field of the state as it was."""
+    """Return the action with that name, except that it leaves one field of the state unchanged."""
 
     def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         was = getattr(s, field)
@@ -101,12 +101,12 @@ def _ask_without_lease(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _lost_for_good(s: Local, record: Record) -> Record:
-    """The slices of lost groups are given back to no group."""
+    """Return the slices of lost groups to no group."""
     return replace(record, returned=s.head.returned if s.head is not None else ())
 
 
 def _next_slice(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A group computes the first txn of an epoch on what its own state had leased."""
+    """Compute the first txn of an epoch on the slice that the group's own state had leased."""
     for effect in EFFECTS["start_first_txn"](s, c, event):
         assert isinstance(effect, StartTxn)
         mine = (x.slice for x in s.leases if x.group == c.me.group)
@@ -114,7 +114,8 @@ def _next_slice(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _skip_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A skipped synchronisation consumes nothing: contributors keep their leases."""
+    """Let contributors keep their leases in a skipped synchronization, which then consumes
+    nothing."""
     for effect in EFFECTS["propose_commit"](s, c, event):
         assert isinstance(effect, Decide) and isinstance(event, Ballot)
         record = effect.proposal
@@ -124,7 +125,7 @@ def _skip_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _leases_swapped(s: Local, record: Record) -> Record:
-    """The first two leases change hands with a commit."""
+    """Exchange the first two leases with a commit."""
     if len(record.leases) < 2:
         return record
     first, second, *rest = record.leases

@@ -1,4 +1,4 @@
-"""States of the model under other names of the groups. Pure."""
+"""States of the model with other names for the groups. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS = "ABCDEFGH"
 
 
 class Turned:
-    """States under other names of the groups; every part is renamed once and kept."""
+    """A renaming of the groups in states; every part is renamed once and cached."""
 
     def __init__(self, model: Model, names: dict[str, str]) -> None:
         self._model, self._rename = model, Renamer(names)
@@ -33,7 +33,7 @@ class Turned:
         self._locals: dict[int, int] = {}
 
     def state(self, state: State) -> State:
-        """The state under the other names."""
+        """Return the state with the other names."""
         size, after = self._model.size, list(state)
         nodes = self._nodes
         for who, to in enumerate(self._to):

@@ -1,7 +1,8 @@
-"""Tasks in processes of their own: what `fft check`, `fft mutants` and `fft simulate` run in.
+"""Run tasks in separate processes: used by ``fft check``, ``fft mutants`` and ``fft simulate``.
 
-A process that ends before its task is an error that names the task. Whichever way the caller goes
-on, no process is left: each ends with the caller, or at its next word if that was killed.
+A process that ends before its task raises an error that names the task. However the caller
+continues, no process is left behind: each ends with the caller, or at its next message if the
+caller was killed.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ Task = TypeVar("Task")
 Done = TypeVar("Done")
 Tell = Callable[[Any], None]
 Work = Callable[[Task, Tell], Done]
-"""What a process does for a task; it may tell how far it is."""
+"""Work of a process on a task; it may report its progress."""
 _END_S = 5.0
-"""How long a process may take to end when it is told to."""
+"""Time that a process may take to end on request."""
 _SHORT = "memory may have run out: give fewer --jobs, or have more memory free"
 _SPAWN = multiprocessing.get_context("spawn")  # the caller may have threads
 
 
 class WorkerError(FftError):
-    """A process ended before its task did, or a number of them cannot be used."""
+    """A process ended before its task did, or the requested number of processes is invalid."""
 
 
 @dataclass
@@ -47,18 +48,18 @@ class _Worker(Generic[Task]):
 
 
 def processes(jobs: int | None, each_mib: int) -> int:
-    """How many are asked for; by default one per core, as far as the memory that is free goes."""
+    """Return the number of processes; by default one per core, as far as free memory allows."""
     if jobs is not None and jobs < 1:
         raise WorkerError(f"--jobs {jobs}: give the number of processes, 1 or more")
     return jobs or max(1, min(len(os.sched_getaffinity(0)), _free_mib() // each_mib))
 
 
 def _free_mib() -> int:
-    """Of the machine, or of the control group that this process is in, if that has less."""
+    """Return the free memory of the machine, or of this process's control group if that is less."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) >> 10
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # there is none, or it says "max"
+    with suppress(OSError, ValueError):  # there is no such file, or it contains "max"
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
         free = min(free, (limit - used) >> 20)
@@ -73,17 +74,17 @@ def spread(
     *,
     fresh: bool = False,
 ) -> Generator[tuple[int, Done], None, None]:
-    """(number of a task, what came of it), as they end. Tasks begin in the order given.
+    """Yield (number of a task, its result) as the tasks end. Tasks begin in the given order.
 
     Args:
-        work: a function that a new process can import; or a partial of one.
-        tasks: each with a name for errors.
-        jobs: processes at once. They are ended when the iterator is closed.
-        told: gets what a task tells, with its number.
-        fresh: a new process for each task, so that none keeps the memory of another.
+        work: A function that a new process can import, or a partial of one.
+        tasks: The tasks, each with a name for errors.
+        jobs: Number of simultaneous processes. They are ended when the iterator is closed.
+        told: Called with a task's number and each of its progress reports.
+        fresh: Start a new process for each task, so that none keeps the memory of another.
 
     Raises:
-        WorkerError: a process ended before its task, as when memory runs out.
+        WorkerError: A process ended before its task, for example because memory ran out.
     """
     left = iter(range(len(tasks)))
     workers: list[_Worker[Task]] = []
@@ -121,7 +122,7 @@ def spread(
 
 
 def in_order(found: Generator[tuple[int, Done], None, None]) -> Iterator[tuple[int, Done]]:
-    """What came of tasks in the order of their numbers; each waits for those before it."""
+    """Yield the results of tasks in the order of their numbers; each waits for those before it."""
     waiting: dict[int, Done] = {}
     following = 0
     with closing(found):
@@ -135,14 +136,16 @@ def in_order(found: Generator[tuple[int, Done], None, None]) -> Iterator[tuple[i
 def _start(work: Work[Task, Done], number: int, tasks: Sequence[tuple[str, Task]]) -> _Worker[Task]:
     near, far = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_serve, args=(far, work), daemon=True)
-    # Ctrl-C is for the caller, which ends this process: it never hears it, not even as it starts.
-    resource_tracker.ensure_running()  # its start, within that of the first process, unblocks it
+    # Ctrl-C is for the caller, which ends this process, so it is blocked here even during the
+    # start.
+    # starting it inside the first process's start would unblock SIGINT
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        far.close()  # so that its end is seen
+        far.close()  # so that the other side sees its end
     worker: _Worker[Task] = _Worker(process, near)
     _give(worker, number, tasks)
     return worker
@@ -150,7 +153,7 @@ def _start(work: Work[Task, Done], number: int, tasks: Sequence[tuple[str, Task]
 
 def _give(worker: _Worker[Task], number: int, tasks: Sequence[tuple[str, Task]]) -> None:
     worker.at = number
-    with suppress(OSError):  # it has ended, which is seen when it is listened to
+    with suppress(OSError):  # it has ended, which the next receive detects
         worker.link.send(tasks[number][1])
 
 
@@ -171,13 +174,13 @@ def _died(worker: _Worker[Task], name: str) -> WorkerError:
 
 
 def _serve(link: Connection, work: Work[Any, Any]) -> None:
-    """The process: one task after another, until the caller closes the link or is gone."""
+    """Run one task after another in the process, until the caller closes the link or is gone."""
 
     def say(what: str, value: Any) -> None:
         try:
             link.send((what, value))
-        except OSError:  # nobody is left to tell
-            os._exit(1)  # to take a large search apart would take long
+        except OSError:  # the caller is gone
+            os._exit(1)  # deallocating a large search would take long
 
     while True:
         try:

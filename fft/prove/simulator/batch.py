@@ -1,7 +1,7 @@
-"""Many seeds in parallel processes, what they add up to, and how a seed that failed is replayed.
+"""Run many seeds in parallel processes, sum up the results, and replay failed seeds.
 
-Uses processes, the wall clock (for seeds per second) and rich; the simulated jobs know of none of
-it. A seed lives the same life wherever and whenever it is run.
+Uses processes, the wall clock (for seeds per second) and rich; the simulated jobs use none of
+these. A seed produces the same run wherever and whenever it is run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fft.prove.workers import Tell, processes, spread
 from fft.util.errors import FftError
 
 _CHUNK = 25
-"""Seeds that a worker runs before it tells."""
+"""Number of seeds that a worker runs between reports."""
 _EACH_MIB = 256
-"""Memory of a worker, and some more."""
+"""Memory of a worker, with a margin."""
 _KEPT = 5
-"""Failures that are kept whole, and whose traces are written."""
+"""Number of failures that are kept complete, and whose traces are written."""
 
 
 class SimulateError(FftError):
-    """Arguments of ``fft simulate`` that cannot be used; the message names the mend."""
+    """Arguments of ``fft simulate`` that cannot be used; the message names the remedy."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What seeds add up to. ``seconds``: virtual; ``wall``: real."""
+    """Totals over seeds. ``seconds`` is virtual time; ``wall`` is real time."""
 
     seeds: int = 0
     events: int = 0
@@ -52,9 +52,9 @@ class Batch:
     seconds: float = 0.0
     wall: float = 0.0
     stateless: int = 0
-    """Jobs that stopped because nobody alive held the state any more, as they must."""
+    """Number of jobs that stopped because no live process had the state any more, as they must."""
     slowest: float = 0.0
-    """Longest time from calm until a job was well."""
+    """Longest time from the end of the faults until a job was well."""
     faults: Counter[str] = field(default_factory=Counter)
     rows: set[str] = field(default_factory=set)
     failed: int = 0
@@ -81,7 +81,7 @@ class Batch:
             self.slowest = max(self.slowest, result.settled_in)
 
     def merge(self, other: Batch) -> None:
-        """Count what another batch has counted."""
+        """Add the totals of another batch."""
         for name in ("seeds", "events", "commits", "aborts", "epochs", "checks", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.stateless += other.stateless
@@ -106,9 +106,16 @@ def run_batch(
     jobs: int = 1,
     told: Callable[[Batch], None] = lambda _: None,
 ) -> Batch:
-    """Run the seeds from ``first`` on; ``told`` gets the sums so far, now and then.
+    """Run the seeds from ``first`` on.
 
-    ``jobs`` processes are started, and ended when this returns or raises; 1: none is.
+    Args:
+        first: First seed.
+        count: Number of seeds.
+        spec: The table.
+        weather: Faults and their rates.
+        jobs: Number of processes to start; they have ended when this returns or raises. With 1, no
+            process is started.
+        told: Called from time to time with the totals so far.
     """
     total, began = Batch(), time.monotonic()
     chunks = [
@@ -137,7 +144,8 @@ def _work(spec: FsmSpec, weather: Weather | None, seeds: tuple[int, int], _: Tel
 
 def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather | None) -> Batch:
     batch = Batch()
-    # A life makes cycles, but few; looking for them at every allocation costs a tenth of the time.
+    # A run makes few reference cycles; searching for them at every allocation costs a tenth of the
+    # time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -162,10 +170,11 @@ def simulate(
     trace_dir: Path | None,
     console: Console,
 ) -> bool:
-    """``fft simulate``: run, report to ``console``, and say whether nothing was found.
+    """Run ``fft simulate`` and print the results to ``console``. Returns whether no violation was
+    found.
 
     Raises:
-        SimulateError, SpecError: the arguments or the spec cannot be used.
+        SimulateError, SpecError: The arguments or the spec cannot be used.
     """
     _check(seeds, first, seed)
     spec = load_spec(spec_name)
@@ -201,7 +210,7 @@ def replay(seed: int, spec: FsmSpec, trace_dir: Path | None) -> Result:
 
 
 def replay_command(seed: int, spec_name: str, trace_dir: Path) -> str:
-    """The one command that lives a seed again and leaves its traces."""
+    """Return the command that runs a seed again and writes its traces."""
     name = "" if spec_name == "hsdp" else f"{shlex.quote(spec_name)} "
     return f"fft simulate {name}--seed {seed} --trace-dir {shlex.quote(str(trace_dir))}"
 
@@ -225,11 +234,11 @@ def _with_progress(first: int, count: int, spec: FsmSpec, jobs: int, console: Co
         return run_batch(first, count, spec, jobs=jobs, told=show)
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def table_of(batch: Batch, title: str) -> Table:
-    """The sums of a batch as a table."""
+    """Return the totals of a batch as a table."""
     table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -255,7 +264,7 @@ def table_of(batch: Batch, title: str) -> Table:
 
 
 def _tell_rows(spec: FsmSpec, batch: Batch, console: Console) -> None:
-    """Print how many rows the seeds took, and warn of those that they never took."""
+    """Print how many rows the seeds took, and warn about rows that they never took."""
     uses = row_uses(spec, batch.rows)
     taken = sum(use.taken_in > 0 for use in uses)
     places, of_places = sum(use.taken_in for use in uses), sum(use.states for use in uses)

@@ -1,9 +1,9 @@
-"""The bus of a simulated job: ordered broadcast, head register, ballots, and ways to lose them.
+"""The bus of a simulated job: ordered broadcast, head register, ballots, and their failures.
 
-Keeps the contract of the real bus: every listener hears all messages in one order, each after a
-delay of its own; the register is linearizable; a vote cast twice stands twice in its ballot, and
-ballots live in a few reused slots, as the engine has it. An operation arrives some time after it
-was begun and is answered some time after that; in between anything can happen to either side.
+Keeps the contract of the real bus: every listener receives all messages in one order, each after
+its own delay; the register is linearizable; a vote cast twice is in its ballot twice; and ballots
+use a few reused slots, as in the engine. An operation arrives some time after it was begun and is
+answered some time after that. In between, either side may fail.
 """
 
 from __future__ import annotations
@@ -40,55 +40,56 @@ if TYPE_CHECKING:
 
 Operation = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBallot
 SLOTS = 8
-"""Ballot slots, as the engine reuses them."""
+"""Number of ballot slots, as in the engine."""
 _LONGEST_TROUBLE_S = 20.0
-"""Less than the spec's ``bus_limit``: that participants end after it is their duty, no fault."""
+"""Maximum duration of a trouble. It is less than the spec's ``bus_limit``, after which participants
+must end."""
 _LONGEST_GAP_S = 10.0
-"""That a listener misses messages of."""
+"""Maximum time for which a listener misses messages."""
 _RECOVERY_S = 5.0
-"""A link that was up for so long has had its chance; what comes then is a new trouble."""
+"""After a link was up for this long, the next cut is a new trouble."""
 
 
 @dataclass(slots=True)
 class Link:
-    """One process's way to the bus."""
+    """The connection of one process to the bus."""
 
     until: float = 0.0
-    """Cut until then, in virtual seconds."""
+    """End of the present cut, in virtual seconds."""
     since: float = 0.0
-    """When the trouble began that this cut belongs to."""
+    """Begin of the trouble that this cut belongs to."""
     fails: bool = False
-    """While it is cut, operations fail, and their outcome is unknown; else they wait."""
+    """Operations during the cut fail, and their outcome is unknown; otherwise they wait."""
     lag: float = 0.0
-    """The most that a message is late beyond the usual, in seconds."""
+    """Maximum extra delay of a message, in seconds."""
     last: float = 0.0
-    """When the newest message arrives; none overtakes another."""
+    """Arrival time of the newest broadcast; no broadcast overtakes another."""
     last_alone: float = 0.0
-    """The same of messages for this process alone."""
+    """Arrival time of the newest message to this process alone."""
     held: deque[tuple[BusMessage | ScopeRecord, bool]] = field(default_factory=deque)
-    """Messages that wait for the link; whether they are for this process alone."""
+    """Messages that wait for the link, and whether they are for this process alone."""
     waiting: list[Operation] = field(default_factory=list)
     """The operation that waits for the link."""
     deaf: bool = False
     behind: bool = False
-    """What is said for all is missed."""
+    """The process misses broadcasts."""
 
 
 class SimBus:
-    """One for the whole job."""
+    """The bus of the whole job."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._clock = world.clock
         self.head: Record | None = None
         self.history: list[Record] = []
-        """Every value the register ever had."""
+        """Every value that the register ever had."""
         self.slots: dict[int, list[tuple[Token, Vote]]] = {}
 
     # --- operations, begun by a process ---
 
     def begin(self, caller: Process, operation: Operation) -> None:
-        """Start an operation; ``caller.answered`` follows, if the caller lives to hear it."""
+        """Start an operation; ``caller.answered`` follows if the caller is still alive."""
         self._clock.after(
             self._world.latency.operation(caller.slow), None, self._arrive, caller, operation
         )
@@ -101,7 +102,7 @@ class SimBus:
             if not link.fails:
                 link.waiting.append(operation)
                 return
-            if world.rng.random() < 0.3:  # it got there, its answer does not
+            if world.rng.random() < 0.3:  # the operation arrives, but its answer does not
                 self._carry_out(operation)
             self._clock.after(world.latency.hop(), caller, self._fail, caller, operation)
             return
@@ -150,7 +151,7 @@ class SimBus:
         return None
 
     def scope_record(self) -> ScopeRecord | None:
-        """What other scopes are told of this one; None: nothing yet."""
+        """Return this scope's record for other scopes, or None if it has no record yet."""
         if self.head is None:
             return None
         epoch = next(record for record in reversed(self.history) if record.kind == "epoch")
@@ -161,14 +162,16 @@ class SimBus:
     # --- messages ---
 
     def publish(self, message: BusMessage | ScopeRecord) -> None:
-        """The message has its place in the order: every listener gets it, sooner or later."""
+        """Broadcast a message: it gets its place in the order, and every listener receives it
+        eventually."""
         world = self._world
         for listener in world.live():
             if not (listener.link.deaf or listener.link.behind):
                 self._give(listener, message)
 
     def _post(self, to: Peer, message: BusMessage) -> None:
-        """The message is for one participant alone. Nobody can fall behind in its own mail."""
+        """Send a message to one participant. A participant cannot fall behind with these
+        messages."""
         process = self._world.processes.get(to)
         if process is not None and process.alive:
             self._give(process, message, alone=True)
@@ -196,7 +199,7 @@ class SimBus:
             return
         world = self._world
         due = self._clock.now + world.latency.hop() + link.lag * world.rng.random()
-        if alone:  # the two ways have no order in common
+        if alone:  # the two kinds of messages have no common order
             link.last_alone = due = max(due, link.last_alone)
         else:
             link.last = due = max(due, link.last)
@@ -215,7 +218,7 @@ class SimBus:
         )
 
     def _overrun(self, listener: Process) -> None:
-        """It misses everything for some seconds, then hears again, and is told."""
+        """Let a listener miss all broadcasts for some seconds, then resume and be notified."""
         listener.link.behind = True
         seconds = _LONGEST_GAP_S * self._world.rng.random() ** 2
         self._clock.after(seconds, listener, self._hears_again, listener)
@@ -227,9 +230,9 @@ class SimBus:
     # --- links ---
 
     def cut(self, process: Process, seconds: float, fails: bool) -> None:
-        """The process cannot reach the bus for so long; what it hears waits.
+        """Disconnect the process from the bus for some time; messages to it wait.
 
-        Cuts in a row are one trouble, which ends before anybody gives the bus up.
+        Consecutive cuts form one trouble, which ends before any participant gives the bus up.
         """
         link, now = process.link, self._clock.now
         if now - link.until > _RECOVERY_S:
@@ -243,7 +246,8 @@ class SimBus:
         self._clock.after(until - now, None, self.mend, process)
 
     def mend(self, process: Process) -> None:
-        """Let the link's time be over, if it is: what waited goes on."""
+        """End the cut of the link if its time is over, and resume waiting messages and
+        operations."""
         link = process.link
         if link.until > self._clock.now:
             return

@@ -1,4 +1,4 @@
-"""The faults that come by the clock, and the fates of bodies. Touches only the simulated world."""
+"""Faults that occur at random times, and faults of step functions, in the simulated world only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BODY = (
     *("user_skips", "user_skips_early"),
 )
 _BURST = 5.0
-"""How many times more often faults come in a burst."""
+"""Factor by which faults are more frequent in a burst."""
 _MOST_GROUPS = 5
 
 
 class Chaos:
-    """One run's weather at work."""
+    """The fault generator of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,7 +32,7 @@ class Chaos:
         self._fates = [(kind, chances[kind]) for kind in _BODY if chances.get(kind)]
 
     def begin(self) -> None:
-        """From now on faults come by the clock."""
+        """Schedule the next fault at a random time."""
         if not self._kinds:
             return
         world = self._world
@@ -50,7 +50,7 @@ class Chaos:
         self.begin()
 
     def end(self) -> None:
-        """Calm: nothing new comes, and what goes on stops. (What was killed stays dead.)"""
+        """Stop all faults and end their effects. (Killed processes stay dead.)"""
         world = self._world
         for process in world.live():
             process.slow, process.doom = 1.0, None
@@ -62,7 +62,7 @@ class Chaos:
         world.outage_until = 0.0
 
     def body_fault(self) -> str | None:
-        """The fault that will strike a body that begins now."""
+        """Return the fault for a step function that begins now, or None."""
         world = self._world
         if world.burst_until > world.clock.now and world.rng.random() < 0.5:
             return world.rng.choice(["exception", "one_sided"])
@@ -80,7 +80,7 @@ class Chaos:
         return self._world.rng.choice(live) if live else None
 
     def _spared(self, group: Group) -> bool:
-        """The last group that holds the state is mostly let be: without it the job just ends."""
+        """Whether to spare the last group with the state; without it the job just ends."""
         return not self._world.holds_state(without=group) and self._world.rng.random() < 0.95
 
     def _live_group(self) -> Group | None:
@@ -88,7 +88,8 @@ class Chaos:
         return self._world.rng.choice(groups) if groups else None
 
     def _group_in_an_epoch(self) -> Group | None:
-        """One that synchronizes now, which groups of an asynchronous job do for a short time."""
+        """Return a group that is synchronizing, which asynchronous groups do only for a short
+        time."""
         inside = [
             group
             for group in self._world.groups.values()
@@ -96,7 +97,7 @@ class Chaos:
         ]
         return self._world.rng.choice(inside) if inside else None
 
-    # --- kinds, by name; each says whether it found somebody to strike ---
+    # --- kinds, by name; each returns whether it found a victim ---
 
     def _kill_rank(self) -> bool:
         process = self._some()
@@ -151,7 +152,8 @@ class Chaos:
         world, process = self._world, self._some()
         if process is None or process.stopped:
             return False
-        if world.rng.random() < 0.5:  # the interpreter lock held, or SIGSTOP: its engine is deaf
+        # the interpreter lock held, or SIGSTOP: its engine does not run
+        if world.rng.random() < 0.5:
             self._hold(process, world.rng.uniform(0.1, 5.0))
         config, me = process.participant.config, process.peer
         said = Suspect(me.group, me.rank, config.pid, config.host, by="monitor", cause="simulated")
@@ -166,10 +168,10 @@ class Chaos:
         group = self._live_group()
         if self._world.spec.bound and self._world.rng.random() < 0.5:
             group = self._group_in_an_epoch() or group
-        # A rank that is still coming up would not hear of it, and be left behind alone.
+        # A rank that is still starting would miss the request and be left behind alone.
         if group is None or not group.whole:
             return False
-        # A group of an asynchronous job stays by itself as long as others need its state.
+        # A group of an asynchronous job stays until others no longer need its state.
         if not self._world.spec.bound and self._spared(group):
             return False
         by_signal = self._world.rng.random() < 0.5
