@@ -651,7 +651,7 @@ def test_a_drain_before_the_first_step_ends_at_once(two: Job) -> None:
     member.manager.drain()
     member.start(lambda m: m.train(5))
     member.end()
-    assert member.error is None and member.manager.current_step() == 0
+    assert isinstance(member.error, Drained) and member.manager.current_step() == 0
 
 
 def test_spares_train_along_without_a_share_of_the_data(tmp_path: Path) -> None:
