@@ -121,5 +121,5 @@ def about_no_state(step: int | None) -> str:
         )
     return (
         f"all processes that had the state of step {step}, the last that was committed, are gone; "
-        "start the job again, and go on from a checkpoint; its name can stay"
+        "start the job again, and go on from a checkpoint; the same job name may be used again"
     )

@@ -43,12 +43,14 @@ class BodyFailures:
         self._alike = self._alike + 1 if this is not None and this == self._last else 1
         self._all, self._last = self._all + 1, this
         if this is not None and self._alike >= self._same:
-            return f"the body failed {self._alike} times in a row by the same error at {where}"
+            times = f"{self._alike} times in a row"
+            return f"the step function failed {times} by the same error at {where}"
         if self._all >= self._any:
-            return f"the body failed {self._all} times in a row at {where}"
+            return f"the step function failed {self._all} times in a row at {where}"
         return None
 
 
 def hopeless(why: str, error: Exception) -> BodyKeepsFailing:
-    """What is raised from ``error``, which came again so often, as ``why`` says."""
-    return BodyKeepsFailing(f"{text_of(error)}; {why}. Its traceback is that of the cause")
+    """Return the error to raise from ``error``, which a replay cannot avoid for the reason
+    ``why``."""
+    return BodyKeepsFailing(f"{text_of(error)}; {why}. The traceback of the cause is attached")

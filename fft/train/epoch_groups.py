@@ -178,7 +178,6 @@ class EpochGroups:
             if place not in self._warned_of:
                 self._warned_of.add(place)
                 logger.warning("%s; keep that timeout short", text)
-            return
 
     @property
     def can_meet(self) -> bool:

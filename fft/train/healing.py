@@ -230,8 +230,11 @@ class Healer:
         return bool(self._unreached) and self._unreached == before
 
     def _to_compare(self, command: Heal) -> dict[str, str] | None:
-        """Digests of ``extra`` and buffers, until they were compared twice: at the start of the job
-        and after the first fault. Not in every epoch, since that reads all of it."""
+        """Return digests of ``extra`` and buffers, or None where they are not compared.
+
+        They are compared in the first epoch and in the next one at a later step: not in every
+        epoch, because a comparison reads all of them.
+        """
         step, compared = self._state.step, self._compared
         is_due = not compared or (len(compared) == 1 and command.record.step > compared[0])
         steps_together = self._state.synchronizer is None
@@ -249,9 +252,9 @@ class Healer:
         self._compared.append(command.record.step)
         for name, group in sorted(unlike.items()):
             logger.warning(
-                "%s of group %s and of group %s differ at step %d, and a group that joins takes "
-                "them over from another one: change them by what all groups have in common, such "
-                "as the result of manager.allreduce(), or keep them out of the registered state",
+                "%s of group %s and of group %s differ at step %d, and a group that joins copies "
+                "them from another one: change them only by values that are equal on all groups, "
+                "such as the result of manager.allreduce(), or do not register them",
                 name,
                 self._job.peer.group,
                 group,
@@ -269,8 +272,8 @@ class Healer:
             if this is None or not again:
                 raise
             raise Unexportable(
-                f"the state of this rank cannot be sent to a group that joins; twice in a row: "
-                f"{text_of(error)}. Keep tensors, containers and plain values in what is registered"
+                f"the state of this rank could not be exported in two epochs in a row: "
+                f"{text_of(error)}. Register only tensors, containers and plain values"
             ) from error
         self._export_error = None
 

@@ -225,7 +225,7 @@ class Reducer:
         if lazy := [name for name, p in named if is_lazy(p)]:
             raise FftError(
                 f"sync_gradients(model): parameter {lazy[0]!r} has no shape yet, because its lazy "
-                "module has not seen an input: run the model once before this call"
+                "module has not seen an input: run model(batch) once before this call"
             )
         known = {name for name, _ in self._frozen_at_first}
         frozen = {name for name, p in named if name in known or not p.requires_grad}

@@ -308,16 +308,16 @@ class TransactionLoop:
             raise hopeless(why, error) from error
 
     def refuse_undone(self, plan: StartTxn, drawn: Drawn | None, mistake: FftError) -> NoReturn:
-        """Raise BodyKeepsFailing for a step function that ended without an exception too early.
+        """Raise BodyKeepsFailing for a step function that returned before its ``backward()``.
 
-        A replay of the same batch ends the same way. And no error can be raised later where the
-        script has left its loop: Python ignores what an iterator raises when it is dropped.
+        It is raised at once, because a replay of the same batch would end the same way, and because
+        Python ignores the errors of an iterator that a script drops by leaving its loop.
         """
         mistake = mistake.with_traceback(traceback_of_caller())
         if drawn is not None and (batch := drawn.in_words(plan.step, self.job.peer)):
             mistake.add_note(batch)
         self.job.note_error(mistake)
-        raise hopeless(f"no replay of step {plan.step} can end otherwise", mistake) from mistake
+        raise hopeless(f"a replay of step {plan.step} would end the same way", mistake) from mistake
 
     def look_for_output(self, txn: Transaction) -> None:
         """See that the next stage, where there is one, has something of the committed ``txn``."""

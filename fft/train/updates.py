@@ -323,7 +323,8 @@ def _refuse_unfit(each: Any) -> None:
     own = getattr(each, "step", None)
     if not callable(own):
         raise FftError(
-            f"register(): expected optimizers and schedulers with step(), got {type(each).__name__}"
+            f"register(): expected an optimizer or lr_scheduler with step(), got a "
+            f"{type(each).__name__}; pass it as extra= if it only has a state"
         )
     try:
         if of_class is not None:

@@ -191,13 +191,13 @@ class Worker:
             raise TimeoutError(f"{limit}: {text}") from None
 
     def _stop(self, command: Finish) -> None:
-        """End, because the engine has ended.
+        """Leave the loop after the engine has finished.
 
         Raises:
-            Exception: the error of an update that failed here, if no peer has given the state back.
-            FftError: the error that the engine names.
-            Drained: the job goes on without this rank, so that its script must not go on as after
-                the last step.
+            Exception: The error of an update that failed here, if no peer provided the state.
+            FftError: The error that the engine names.
+            Drained: The job continues without this rank, so the code after the loop, which is meant
+                for the end of the training, must not run.
         """
         self._finish = command
         self._leave_txn(command.error)
@@ -211,16 +211,15 @@ class Worker:
         if command.error is not None:
             raise error_of(command) from failed
         if lost is not None:
-            raise NoState(f"{lost}; this rank has left before it had the state of a peer")
+            raise NoState(f"{lost}; the rank left before it could fetch the state of a peer")
         if local is not None and (local.epoch is None or self._job.peer in local.dead):
-            began = "" if self.has_begun else ": the loop has made no step"
+            began = "" if self.has_begun else " and made no step"
             logger.warning(
-                "%s leaves the job, which it was not in at the end%s. The process ends here; the "
-                "script does not go on behind its loop",
+                "%s was no member of the job when it left%s: the code after the loop does not run",
                 self._job.peer,
                 began,
             )
-            raise Drained("this replica group was left out of the job")
+            raise Drained("this replica group was excluded from the job")
 
     def _leave_txn(self, error: str | None = None) -> None:
         """Out: what the main thread does from now on is no step of the job's."""

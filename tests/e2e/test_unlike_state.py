@@ -127,4 +127,4 @@ def test_extra_that_does_not_take_over_what_came_is_named(
     state = StepState([], [], extra={"a": Value(5.0, forgets=True), "b": Value(5.0)})
     with caplog.at_level(logging.WARNING):
         state.load(sent.export())
-    assert "extra['a'] is not what came" in caplog.text and "extra['b']" not in caplog.text
+    assert "extra['a']: its state_dict() after" in caplog.text and "extra['b']" not in caplog.text

@@ -437,7 +437,7 @@ def test_apply_that_fails_everywhere_ends_the_job_at_once(ranks: int) -> None:
     for node in job.nodes.values():
         error, reason = error_of(node)
         assert error == "NoState" and "the state of the job at step 1" in reason
-        assert "from a checkpoint if it has one; its name can stay" in reason
+        assert "from a checkpoint if it has one; the same job name may be used again" in reason
 
 
 def test_apply_that_fails_on_different_ranks_of_the_groups_heals_both() -> None:

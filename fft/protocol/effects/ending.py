@@ -100,8 +100,8 @@ def _steps_held(s: Local, groups: list[list[Hello]]) -> str:
         return ""
     steps = ", ".join(f"{h.peer} step {h.step}" for h in ranks)
     return (
-        f". The ranks have begun with different steps ({steps}): files of one step must be loaded "
-        "on all ranks of a group"
+        f". The ranks have begun with different steps ({steps}): load the files of one step on all "
+        "ranks"
     )
 
 
@@ -112,8 +112,8 @@ def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     step = base_of(s, groups).step
     yield Finish(
         f"no live replica group holds the state of the job at step {step}, and none came within "
-        f"{c.timeouts['quorum']:g} s; start the job again, from a checkpoint if it has one; its "
-        f"name can stay{_steps_held(s, groups)}",
+        f"{c.timeouts['quorum']:g} s; start the job again, from a checkpoint if it has one; the "
+        f"same job name may be used again{_steps_held(s, groups)}",
         error="NoState",
     )
 
@@ -125,7 +125,7 @@ def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield Finish(
         f"no process holds the state of the job at step {s.head.step} any more: each one that had "
         "it has ended, or its update failed; start the job again, from a checkpoint if it has one; "
-        "its name can stay",
+        "the same job name may be used again",
         error="NoState",
     )
 
@@ -138,7 +138,8 @@ def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         f"{s.head.cause}. Equal replicas must stay equal: look for parameters that are changed "
         "outside of the optimizer step, gradients that are used before their reduction is over or "
         "that take no part in one, values that differ between groups (seeds, data, environment), "
-        "and faulty memory. Then start the job again from a checkpoint; its name can stay",
+        "and faulty memory. Then start the job again from a checkpoint; the same job name may be "
+        "used again",
         error="Diverged",
     )
 

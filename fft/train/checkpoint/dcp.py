@@ -55,11 +55,13 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
     whole, own = unsharded(trees), trees[0]["own"]
     models: dict[str, Any] = {**whole["state"]["parameters"], **own.get("buffers", {})}
     if strays := [name for name in models if not name.startswith("model")]:
-        raise CheckpointError(f"{strays[0]} is in no registered model, so it has no name to go by")
+        raise CheckpointError(
+            f"{strays[0]} belongs to no registered model: register the model that contains it"
+        )
     if marked := [name for name, value in models.items() if is_marked(value)]:
         raise CheckpointError(
-            f"{marked[0]} is of a tensor subclass, {models[marked[0]][CLASS]}, which torch's "
-            "format takes apart in its own way: export from a script that has the model"
+            f"{marked[0]}: expected a plain tensor, got {models[marked[0]][CLASS]}, a subclass "
+            "that torch.distributed.checkpoint flattens; save model.state_dict() in your script"
         )
     aliases = {alias: name for alias, name in trees[0].get("aliases", {}).items() if name in models}
     models |= {alias: models[name] for alias, name in aliases.items()}

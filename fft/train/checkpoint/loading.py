@@ -277,8 +277,8 @@ def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tens
     """Raise StateMismatch unless two names of one tensor that is here came with the same values."""
     if value.shape != other.shape or value.dtype != other.dtype or not same_bits(value, other):
         raise StateMismatch(
-            f"{alias} and {name} are one tensor here, and two with different values came: tie them "
-            "in the checkpoint, or untie them in the model"
+            f"{alias} and {name} are tied in this model, but the checkpoint has different values "
+            "for them: tie them in the checkpoint, or untie them in the model"
         )
 
 

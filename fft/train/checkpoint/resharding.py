@@ -141,10 +141,10 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
 
 
 def _refuse_marked(name: str, value: Mapping[str, Any]) -> None:
-    kind = f"of class {value[CLASS]}" if CLASS in value else "in another layout than the parameter"
+    kind = f"of class {value[CLASS]}" if CLASS in value else "with a layout of its own"
     raise UnfitCheckpoint(
-        f"{name} has a tensor {kind}, and the parts of such tensors are not put together: resume "
-        "with as many ranks"
+        f"{name}: a tensor {kind} cannot be resharded; resume with as many ranks per group as the "
+        "checkpoint has"
     )
 
 

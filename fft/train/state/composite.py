@@ -51,7 +51,10 @@ def exported(tensor: torch.Tensor, place: str) -> Any:
     names, metadata = part.__tensor_flatten__()
     inside = {name: getattr(part, name) for name in names}
     if strays := [n for n, t in inside.items() if isinstance(t, DTensor)]:
-        raise TypeError(f"{place} is a {name_of(part)} around a DTensor ({strays[0]}): wrap it")
+        raise TypeError(
+            f"{place} is a {name_of(part)} around a DTensor ({strays[0]}): put the DTensor outside "
+            f"and the {type(part).__name__} inside"
+        )
     return {
         CLASS: name_of(part),
         "meta": _described(metadata, f"the metadata of {place}, a {name_of(part)},"),
@@ -179,10 +182,13 @@ def refuse_misfit(place: str, got: Any, mine: torch.Tensor) -> None:
     if refuse_other_class(place, got, mine):
         own = exported(mine, place)
         if own["meta"] != got["meta"]:
-            raise StateMismatch(f"{place}: metadata {got['meta']} came, {own['meta']} is here")
+            raise StateMismatch(f"{place}: expected metadata {own['meta']}, got {got['meta']}")
         part: Any = part_of(mine)
         if got["tensors"].keys() != own["tensors"].keys():
-            raise StateMismatch(f"{place}: {sorted(got['tensors'])} came inside of its tensor")
+            raise StateMismatch(
+                f"{place}: expected the inner tensors {sorted(own['tensors'])}, got "
+                f"{sorted(got['tensors'])}"
+            )
         for name, inner in got["tensors"].items():
             refuse_misfit(f"{place}.{name}", inner, getattr(part, name))
         return
@@ -190,7 +196,7 @@ def refuse_misfit(place: str, got: Any, mine: torch.Tensor) -> None:
     for what in ("shape", "dtype"):
         theirs, ours = getattr(got, what), getattr(local, what)
         if theirs != ours:
-            raise StateMismatch(f"{place}: {what} {theirs} came, {ours} is here")
+            raise StateMismatch(f"{place}: expected {what} {ours}, got {theirs}")
 
 
 def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
@@ -199,10 +205,10 @@ def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
     came = got[CLASS] if isinstance(got, Mapping) and CLASS in got else type(got).__name__
     if is_composite(part):
         if came != name_of(part):
-            raise StateMismatch(f"{place}: {came} came, a {name_of(part)} is here")
+            raise StateMismatch(f"{place}: expected a {name_of(part)}, got {came}")
         return True
     if not isinstance(got, torch.Tensor):
-        raise StateMismatch(f"{place}: {came} came, a tensor is here")
+        raise StateMismatch(f"{place}: expected a tensor, got {came}")
     return False
 
 
@@ -213,7 +219,7 @@ def check_beside(place: str, got: Any, mine: Any, parameter: torch.Tensor) -> No
         ours = layout[LAYOUT] if isinstance(layout, Mapping) and LAYOUT in layout else "parameter's"
         theirs = got[LAYOUT] if isinstance(got, Mapping) and LAYOUT in got else "parameter's"
         if ours != theirs:
-            raise StateMismatch(f"{place}: the layout {theirs} came, {ours} is here")
+            raise StateMismatch(f"{place}: expected the layout {ours}, got {theirs}")
         inner = got["local"] if isinstance(got, Mapping) and LAYOUT in got else got
         if not refuse_other_class(place, inner, mine):
             refuse_misfit(place, inner, mine)
@@ -283,7 +289,7 @@ def rebuilt(got: Any, device: torch.device | str, place: str) -> torch.Tensor:
     except Exception as error:
         raise StateMismatch(f"{place}: {got[CLASS]} could not be rebuilt: {error!r}") from error
     if type(made) is not kind or made.shape != size:
-        raise StateMismatch(f"{place}: a {name_of(made)} was rebuilt, expected {got[CLASS]}")
+        raise StateMismatch(f"{place}: expected to rebuild a {got[CLASS]}, got a {name_of(made)}")
     return made  # type: ignore[no-any-return]
 
 
@@ -291,7 +297,7 @@ def _spread(
     local: torch.Tensor, got: Mapping[str, Any], parameter: torch.Tensor, place: str
 ) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or len(got[LAYOUT]) != parameter.device_mesh.ndim:
-        raise StateMismatch(f"{place}: a DTensor came, and its parameter is on another mesh here")
+        raise StateMismatch(f"{place}: got a DTensor whose mesh differs from its parameter's")
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -313,8 +319,8 @@ def _class_named(name: str, place: str) -> Any:
     if len(found) == 1 and hasattr(found[0], "__tensor_unflatten__"):
         return found[0]
     raise StateMismatch(
-        f"{place}: a {name} came, and this process has {len(found)} tensor subclasses of that "
-        "name: import the one that wrote the state before transactions()"
+        f"{place}: expected one tensor subclass named {name} in this process, found {len(found)}; "
+        "before transactions(), import the module that defines it"
     )
 
 
@@ -333,7 +339,7 @@ def _metadata(value: Any, device: torch.device | str) -> Any:
         case [("$tuple", items)]:
             return tuple(_metadata(each, device) for each in items)
         case [("$repr", text)]:
-            raise ValueError(f"its metadata has {text[:80]}")
+            raise ValueError(f"its metadata {text[:80]} cannot be rebuilt")
         case items:
             return {key: _metadata(each, device) for key, each in items}
 

@@ -318,13 +318,13 @@ class StepState:
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def _warn_of_partial_loads(self, came: Mapping[str, Any]) -> None:
-        """Warn of ``extra`` that has not become what came, so that it differs from the sender's."""
+        """Warn of ``extra`` whose state after loading differs from the loaded state."""
         for name, values in came.items():
             now = plain(self._extra[name].state_dict(), f"extra[{name}]")
             if _digest_of(now) != _digest_of(values):
                 logger.warning(
-                    "extra[%r] is not what came: its state_dict() gives something else after "
-                    "load_state_dict() than before it was sent; this group differs from the others",
+                    "extra[%r]: its state_dict() after load_state_dict() differs from the state "
+                    "that was loaded, so this group differs from the others; load every entry",
                     name,
                 )
 
