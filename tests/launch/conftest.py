@@ -16,7 +16,7 @@ from fft.messages.fault_plans import FaultPlan
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    # a directory of its own: the path of a Unix socket may have 107 bytes only
+    # its own directory, because the path of a Unix socket is limited to 107 bytes
     with tempfile.TemporaryDirectory() as directory:
         made = Stage(Path(directory))
         monkeypatch.setenv("STAGE", str(made.path))

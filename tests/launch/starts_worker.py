@@ -1,10 +1,10 @@
-"""One rank of a group of its own, in torchft's loop, for test_job_after_job.py.
+"""One rank of its own group, in torchft's loop, for test_job_after_job.py.
 
     starts_worker.py GROUP STEPS [--stay]
 
-Says its place on the job's bus, then each step that it has committed; ``--stay``: when it has
-committed all of them it waits in its next step until it is ended. Exits with 3 if it is told that
-its job has ended. Under `fft run` the group is the one that the environment says.
+It prints its place on the job's bus, then each step that it has committed. With ``--stay`` it waits
+in its next step after the last one until it is ended. It exits with 3 if it learns that its job has
+ended. Under `fft run` the group is the one in the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fft.util.errors import JobEnded
 
 
 def place() -> tuple[dict[str, object], object]:
-    """Arguments that say who this is, where no launcher does; and the store, to keep it."""
+    """Return the arguments that name this rank if no launcher does, and the store to keep alive."""
     if "RANK" in os.environ:
         return {}, None
     store, port = host_store()
@@ -33,7 +33,7 @@ def place() -> tuple[dict[str, object], object]:
 
 
 def main() -> int:
-    """Train; the exit status."""
+    """Train, and return the exit status."""
     torch.manual_seed(7)
     steps, stays = int(sys.argv[2]), "--stay" in sys.argv
     model = nn.Linear(4, 1)
@@ -60,7 +60,7 @@ def main() -> int:
             if manager.current_step() > before:
                 print("step", manager.current_step(), flush=True)
             if manager.current_step() >= steps:
-                time.sleep(0.01)  # no busy loop beside the next job
+                time.sleep(0.01)  # leave the processor to the next job
     except JobEnded as error:
         print("ended", error, flush=True)
         return 3

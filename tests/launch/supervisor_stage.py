@@ -1,7 +1,7 @@
-"""Children for the supervisor's tests: light scripts that do what the test tells them.
+"""Children for the supervisor's tests: light scripts that carry out the test's orders.
 
-Each child connects to the test's socket, says who it is, and obeys. Its end shows as the end
-of the connection, which the kernel closes whatever ended the process: no polling, no sleeps.
+Each child connects to the test's socket, sends its identity, and obeys. Its end shows as the end of
+the connection, which the kernel closes whatever ended the process, so the tests need no polling.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Actor:
         return json.loads(self._file.readline())
 
     def gone(self) -> None:
-        """Return when the process has ended; fail if it says anything or takes too long."""
+        """Return when the process has ended; fail if it sends a message or takes too long."""
         try:
             rest = self._file.readline()
         except ConnectionResetError:
@@ -102,7 +102,7 @@ class Actor:
 
 
 class Stage:
-    """Where the children of one test appear."""
+    """The server at which the children of one test appear."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "stage"
@@ -114,14 +114,14 @@ class Stage:
         self._actors: list[Actor] = []
 
     def enter(self, count: int, within: float = WAIT_S) -> dict[tuple[str, str], Actor]:
-        """The next ``count`` children, by (group, rank)."""
+        """Return the next ``count`` children, by (group, rank)."""
         self._listener.settimeout(within)
         new = [Actor(self._listener.accept()[0]) for _ in range(count)]
         self._actors += new
         return {actor.place: actor for actor in new}
 
     def nobody(self) -> bool:
-        """Whether no child is waiting to be let in."""
+        """Whether no child is waiting to be accepted."""
         self._listener.settimeout(0)
         try:
             self._actors.append(Actor(self._listener.accept()[0]))
@@ -136,7 +136,7 @@ class Stage:
 
 
 class Job:
-    """A supervisor at work in a thread, and what is heard on its bus."""
+    """A supervisor that runs in a thread, and the messages on its bus."""
 
     def __init__(self, supervisor: Supervisor, bus_url: str, config: RunConfig) -> None:
         self.supervisor = supervisor
@@ -156,7 +156,7 @@ class Job:
         self._verdicts.put(self.supervisor.run())
 
     def message(self) -> dict[str, Any]:
-        """The next message on the bus."""
+        """Return the next message on the bus."""
         return self.heard.get(timeout=WAIT_S)[1]
 
     def verdict(self) -> JobOutcome:
@@ -172,7 +172,7 @@ class Job:
 
 @contextmanager
 def running(stage: Stage, trace_dir: Path, plan: FaultPlan, **settings: Any) -> Iterator[Job]:
-    """A job of actors under supervision, ended at the latest when the block is left."""
+    """Run a job of actors under supervision; it ends at the latest when the block is left."""
     script = [str(stage.script), *settings.pop("arguments", [])]
     config = RunConfig(script=script, trace_dir=trace_dir, **settings)
     services = start_services()

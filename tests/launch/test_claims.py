@@ -1,4 +1,4 @@
-"""Two supervisors that want the same group of one job: one has it, and both say so."""
+"""Tests of two supervisors that want the same group of one job: one gets it, and both log that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def services() -> Iterator[Services]:
 
 @contextmanager
 def other(stage: Stage, bus: str, folder: Path, first: int = 1, **how: Any) -> Iterator[Job]:
-    """A supervisor in this process that joins with one group."""
+    """Run a supervisor in this process that joins with one group."""
     config = RunConfig(
         [str(stage.script)], 1, 1, folder, first_group=first, all_groups=first + 1, **how
     )
@@ -40,7 +40,7 @@ def other(stage: Stage, bus: str, folder: Path, first: int = 1, **how: Any) -> I
 
 @contextmanager
 def joins(stage: Stage, bus: str, folder: Path, *options: str) -> Iterator[FftRun]:
-    """``fft run --join --first-group 1`` in a process of its own."""
+    """Run ``fft run --join --first-group 1`` in its own process."""
     folder.mkdir()
     command = ["run", "--join", "--first-group", "1", "--no-progress", *options]
     command += ["--trace-dir", str(folder / "traces"), str(stage.script)]
@@ -72,7 +72,7 @@ def test_the_second_is_refused_while_the_first_lives(
         assert actor.says() == {"printed": "still here"}
         actor.order("exit 0")
         assert first.verdict().ok
-    with other(stage, services.bus_url, tmp_path / "third") as third:  # it was let go of
+    with other(stage, services.bus_url, tmp_path / "third") as third:  # the lease was released
         only(stage.enter(1)).order("exit 0")
         assert third.verdict().ok
 
@@ -109,14 +109,14 @@ def test_a_supervisor_that_was_killed_stands_in_nobodys_way(
 def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_SILENCE_S", 1.0)  # of the one in this process
+    monkeypatch.setattr(claims, "_SILENCE_S", 1.0)  # applies to the supervisor in this process
     with joins(stage, services.bus_url, tmp_path / "first") as first:
         old = only(stage.enter(1))
         first.signal(signal.SIGSTOP)
         with other(stage, services.bus_url, tmp_path / "second") as second:
             new = only(stage.enter(1))
             first.signal(signal.SIGCONT)
-            old.gone()  # by SIGKILL: to ask it to leave would make the new one leave
+            old.gone()  # by SIGKILL, as a request to leave would also reach the new one
             assert first.wait(WAIT_S) == 0, first.tail()
             assert "group 1 was taken over" in first.stderr_text
             new.order("print still here")
@@ -164,7 +164,7 @@ def test_group_is_adopted_only_from_a_silent_supervisor(
 def test_supervisor_does_not_restart_a_group_adopted_by_another(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was cut off from the bus for a while, and its listener has ended by that."""
+    """It was cut off from the bus for a while, which has ended its listener."""
     monkeypatch.setattr(claims, "_SILENCE_S", 1.0)
     with closing(open_bus(services.bus_url)) as bus, closing(Claims(bus, lambda: None)) as here:
         with other(stage, services.bus_url, tmp_path / "deaf") as deaf:

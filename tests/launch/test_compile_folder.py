@@ -1,4 +1,4 @@
-"""The folder for what is compiled: whose it is, where, and that it ends with the job."""
+"""Tests of the folder for compiled code: its owner, its place, and its removal with the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The robust mutex between a trainer and its supervisor, with real processes."""
+"""Tests of the robust mutex between a trainer and its supervisor, with real processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ elif word in ("fork", "fork and exit"):
 
 
 class Held:
-    """A child that holds its mutex, and who is told of its death."""
+    """A child that holds its mutex, and the observer that is notified of its death."""
 
     def __init__(self) -> None:
         self.line, self.died = DeathMutex(), threading.Event()
@@ -146,7 +146,7 @@ def test_invalid_mutex_is_not_held(setting: str | None) -> None:
 
 
 def test_a_child_that_is_reaped_keeps_no_descriptor(tmp_path: Path) -> None:
-    """Who started it may still speak of it: of a rank that was replaced the group does."""
+    """The supervisor may keep a reference to it, as a group does to a rank that was replaced."""
     script = tmp_path / "script.py"
     script.write_text(CHILD.replace("word = sys.stdin.readline().strip()", "word = 'leave'"))
     children: list[Child] = []

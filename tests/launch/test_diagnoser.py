@@ -1,4 +1,7 @@
-"""When the supervisor looks for a culprit, and what it does about one. No processes here."""
+"""Tests of when the supervisor looks for a culprit, and of its reaction.
+
+They start no processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ RUN = [rollback(n, 3, "1/0#1", "1/0#1: ValueError: bad") for n in range(6)]
 
 
 def diagnoser(directory: Path, after: int) -> Diagnoser:
-    """Its diagnoses end at once: there is no job on this bus."""
+    """Return a diagnoser whose diagnoses end at once, because this bus has no job."""
     return Diagnoser(f"memory://culprit-{uuid.uuid4().hex}", None, directory, after)
 
 

@@ -1,4 +1,4 @@
-"""What is an end: of a group, whose ranks end one by one, and of the job, by what its bus says."""
+"""Tests of ends: of a group, whose ranks end one by one, and of the job, as recorded on its bus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
 def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
     run_job: StartJob, stage: Stage, asked: str
 ) -> None:
-    """Unless it was asked to. Groups that end with the last step end one after the other, too."""
+    """The supervisor reports it unless the group was asked to leave.
+
+    Groups that end with the last step also end one after the other.
+    """
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         if asked == "a drain":
@@ -72,13 +75,14 @@ def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
 
 
 def report(job: Job, word: CheckpointReport | TraceReport) -> None:
-    """As the child itself would say it on the bus."""
+    """Send a message on the bus as the child itself would."""
     with open_bus(job.bus_url) as bus:
         bus.broadcast(encode_report(word), "progress")
 
 
 def in_epoch(job: Job, epoch: int, step: int, *peers: Peer) -> None:
-    """The registers have these in the newest epoch, which has committed ``step``."""
+    """Write registers in which these groups are in the newest epoch, which has committed
+    ``step``."""
     members = tuple(
         GroupEntry(p.group, "h:1", (RankEntry(p.rank, p.inc, True, "http://h:1/", 7, "h"),))
         for p in peers
@@ -90,7 +94,7 @@ def in_epoch(job: Job, epoch: int, step: int, *peers: Peer) -> None:
 
 
 def test_a_state_that_is_lost_without_a_trace_is_noticed(run_job: StartJob, stage: Stage) -> None:
-    """No trace can be written; what the groups were is in the registers."""
+    """Traces cannot be written; the registers hold the previous states of the groups."""
     with run_job(groups=2, ranks=1, checkpoint=Checkpointing("checkpoints", 2)) as job:
         actors = stage.enter(2)
         in_epoch(job, 1, 8, Peer("0", 0, 1), Peer("1", 0, 1))
@@ -105,8 +109,8 @@ def test_a_state_that_is_lost_without_a_trace_is_noticed(run_job: StartJob, stag
 def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
     run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is the job said to be over: the one that was started again has the state, though its
-    trace does not tell."""
+    """Nor is the job reported as over: the restarted group has the state, though its trace does not
+    show it."""
     with run_job(groups=2, ranks=1, checkpoint=Checkpointing("checkpoints", 2)) as job:
         actors = two_at_work(job, stage, 5)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
@@ -136,7 +140,7 @@ def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
 def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
     run_job: StartJob, stage: Stage
 ) -> None:
-    """The mate waits for it in vain; what it says then is not what was wrong."""
+    """The mate waits for it in vain, and its error message then is not the cause."""
     with run_job(groups=2, ranks=2, max_restarts=0) as job:
         actors = stage.enter(4)
         for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -161,7 +165,7 @@ def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
 def test_departed_group_still_writing_a_checkpoint_is_awaited(
     run_job: StartJob, stage: Stage
 ) -> None:
-    """Though the job is over, and its last epoch was one without it."""
+    """The job is over, and its last epoch was one without this group."""
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         at_its_end = {"from": "DRAIN_COMMIT", "to": "EXIT", "roles": ["last_commit", "terminal"]}
@@ -194,7 +198,10 @@ def left(epoch: int, *leavers: str) -> Record:
 
 
 def show(bus: ErrorBus, listed: Record, head: Record) -> None:
-    """``listed``: the newest epoch that its winner has written down; that may be late."""
+    """Write the registers.
+
+    ``listed`` is the newest epoch with a list of members, which may be late.
+    """
     wire = Wire()
     bus.write(list_name(listed), encode_members(listed))
     bus.write(EPOCH, wire.encode_record(listed))
@@ -209,7 +216,7 @@ def test_a_job_is_over_when_the_last_commit_has_all_groups_leave(bus: ErrorBus) 
 def test_group_resuming_after_the_end_does_not_change_the_outcome(
     run_job: StartJob, stage: Stage
 ) -> None:
-    """A group that was stopped, and left out, wakes up after the last step of the others."""
+    """A group that was stopped and excluded resumes after the last step of the others."""
     with run_job(groups=2, ranks=1) as job, open_bus(job.bus_url) as bus:
         actors = two_at_work(job, stage, 7)
         show(bus, formed(2, "0"), left(2, "0"))
@@ -228,7 +235,7 @@ def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
 
 @contextmanager
 def staged(run_job: StartJob) -> Iterator[tuple[Job, ErrorBus, ErrorBus]]:
-    """A job of two stages that step by themselves, and the buses of their scopes."""
+    """Return a job of two stages with their own scopes, and the buses of the scopes."""
     with (
         run_job(groups=2, ranks=1) as job,
         open_bus(job.bus_url) as bus,
@@ -241,7 +248,7 @@ def staged(run_job: StartJob) -> Iterator[tuple[Job, ErrorBus, ErrorBus]]:
 def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
     run_job: StartJob, stage: Stage
 ) -> None:
-    """A group that dies when the first stage has ended is started again, and nobody is ended."""
+    """A group that dies after the end of the first stage is restarted, and no group is ended."""
     with staged(run_job) as (job, bus, later):
         actors = two_at_work(job, stage, 7)
         show(bus, formed(2, "0", "1"), left(2, "0", "1"))
@@ -259,7 +266,8 @@ def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
 def test_group_is_not_restarted_after_its_later_stage_ended(
     run_job: StartJob, stage: Stage
 ) -> None:
-    """Nobody gives the state of that stage any more; the other groups go on, and end well."""
+    """No group can provide the state of that stage any more; the other groups continue and end
+    well."""
     with staged(run_job) as (job, bus, later):
         actors = two_at_work(job, stage, 7)
         show(bus, formed(2, "0", "1"), left(2, "1"))
@@ -287,7 +295,7 @@ def test_a_stage_that_its_groups_have_left_without_a_commit_is_over(bus: ErrorBu
 
 
 def test_members_of_an_older_epoch_need_not_leave(bus: ErrorBus) -> None:
-    """Group 1 has come since, and trains on; only the list of the epoch with it is late."""
+    """Group 1 has joined since and trains on; only the member list of the epoch with it is late."""
     show(bus, formed(1, "0"), left(2, "0"))
     assert last_epoch(bus) is None
 
@@ -296,7 +304,7 @@ def test_members_of_an_older_epoch_need_not_leave(bus: ErrorBus) -> None:
 def test_exit_0_in_the_middle_of_the_job_is_a_loss(
     run_job: StartJob, stage: Stage, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that shuts down is lost only if the others go on, and in FFT's own loop."""
+    """A group that shuts down is lost only if the others continue, and only in FFT's own loop."""
     with run_job(groups=2, ranks=2) as job:
         actors = stage.enter(4)
         loop = "torchft" if how == "the loop is torchft's" else "transactions"
@@ -363,7 +371,7 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
             os.kill(actors[str(group), "0"].pid, signal.SIGKILL)
             actors[str(group), "0"].gone()
         for group in "01":
-            with suppress(OSError):  # it was killed
+            with suppress(OSError):  # the process was killed
                 actors[group, "0"].order("exit 0")
         status = job.verdict().exit_status
     assert (
@@ -410,7 +418,7 @@ def test_deaths_at_one_step_end_the_job_in_the_third_round(run_job: StartJob, st
 
 
 def test_processes_that_die_together_are_one_round(run_job: StartJob, stage: Stage) -> None:
-    """As with their host, or by the kernel where memory is short."""
+    """This happens when their host fails, or when the kernel runs out of memory."""
     with run_job(groups=4, ranks=1) as job:
         actors = stage.enter(4)
         for group in range(4):
@@ -444,7 +452,7 @@ def test_mismatched_collectives_end_the_job_with_the_line_that_tells(
 
 
 def test_lost_shard_without_a_holder_is_resumed_at_once(run_job: StartJob, stage: Stage) -> None:
-    """No successor is started for it: no group could give it the state."""
+    """No successor is started for it, because no group could provide the state."""
     with run_job(groups=2, ranks=2, checkpoint=Checkpointing("checkpoints", 2)) as job:
         actors = stage.enter(4)
         header = record(kind="header", reforms=True)

@@ -1,4 +1,4 @@
-"""What forked_run.py starts in the place of a rank sees what a rank sees, and ends as one."""
+"""Tests that the forks of forked_run.py see and end as the ranks that they replace."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ raise ValueError("no data")
 
 
 def seen(folder: Path, script: Path, new_ranks: bool) -> tuple[dict[str, Any], list[str], str]:
-    """What a rank saw, what else is in its log, and what the supervisor said."""
+    """Return what a rank saw, the rest of its log, and the supervisor's output."""
     traces = folder / "traces"
     command = ["run", "--max-restarts", "0", "--no-progress", "--trace-dir", str(traces)]
     done = fft(
@@ -63,11 +63,11 @@ def seen(folder: Path, script: Path, new_ranks: bool) -> tuple[dict[str, Any], l
     (log,) = (traces / "logs").iterdir()
     found, *rest = log.read_text().splitlines()
     read = json.loads(found.replace(str(traces), "TRACES"))
-    assert read["env"].pop("TORCHINDUCTOR_CACHE_DIR")  # each job has one of its own
+    assert read["env"].pop("TORCHINDUCTOR_CACHE_DIR")  # each job has its own folder
     return read, rest, done.stderr
 
 
-@pytest.mark.long  # of the tests' own tools
+@pytest.mark.long  # checks the tests' own tools
 def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text(SHOWS)

@@ -1,4 +1,5 @@
-"""SIGTERM to `fft run` while it starts, and while its ranks do: nothing is lost, and it says so."""
+"""Tests of SIGTERM to `fft run` while it or its ranks start: nothing is lost, and it is
+reported."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.multiprocess
 def test_before_anything_is_started(tmp_path: Path, script: Path) -> None:
-    """While it loads torch for its services; the folder of the run is what it makes first."""
+    """The signal comes while the command loads torch for its services, after it has made the folder
+    of the run."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fft.cli", "run", "--no-progress", str(script)],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Jobs one after another under one `fft serve`, by one and the same command."""
+"""Tests of jobs that run one after another under one `fft serve`, by the same command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """What `fft serve` announces, for the processes of a job."""
+    """Return the environment that `fft serve` announces for the processes of a job."""
     with running("serve", "--no-lighthouse", folder=tmp_path) as server:
         wait_until(lambda: "\n" in server.stdout_text, "where it serves", LIMIT_S)
         announced = dict(word.split("=", 1) for word in server.stdout_text.split())
@@ -31,7 +31,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 class Plain:
-    """A rank that no launcher of ours has started."""
+    """A rank that was not started by an FFT launcher."""
 
     def __init__(self, stack: ExitStack, env: dict[str, str], group: int, *more: str) -> None:
         command = str(WORKER), str(group), str(STEPS), *more
@@ -39,7 +39,7 @@ class Plain:
         stack.callback(self.process.close)
 
     def until(self, word: str) -> str:
-        """What it says after ``word``, as the first line that begins so."""
+        """Return the rest of its first line that begins with ``word``."""
         for line in self.process.stdout:
             if f"{line.strip()} ".startswith(f"{word} "):
                 return line.removeprefix(word).strip()
@@ -48,7 +48,7 @@ class Plain:
         )
 
     def ended(self) -> tuple[int, list[str]]:
-        """Its exit status, and the lines it has said since."""
+        """Wait for its end; return its exit status and its remaining lines."""
         lines = self.process.stdout.read().splitlines()
         return self.process.wait(LIMIT_S), lines
 
@@ -58,7 +58,7 @@ def pair(stack: ExitStack, env: dict[str, str], *more: str) -> list[Plain]:
 
 
 def whole_job(env: dict[str, str]) -> str:
-    """Run one to its end; its name on the bus."""
+    """Run a job to its end; return its name on the bus."""
     with ExitStack() as stack:
         ranks = pair(stack, env)
         names = {rank.until("at") for rank in ranks}
@@ -71,7 +71,7 @@ def whole_job(env: dict[str, str]) -> str:
 
 
 def killed_job(env: dict[str, str]) -> str:
-    """Kill all of one in the middle of it; its name on the bus."""
+    """Kill all processes of a job in the middle; return its name on the bus."""
     with ExitStack() as stack:
         ranks = pair(stack, env, "--stay")
         names = {rank.until("at") for rank in ranks}
@@ -96,7 +96,7 @@ def test_plain_scripts_that_end_or_are_killed(env: dict[str, str], tmp_path: Pat
 def test_a_process_that_still_lives_gets_into_no_other_job(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """It is stopped while the next job begins, and goes on in the middle of it."""
+    """The process is stopped while the next job begins, and resumes in the middle of it."""
     with ExitStack() as stack:
         killed, stopped = pair(stack, env, "--stay")
         for rank in (killed, stopped):
@@ -110,7 +110,7 @@ def test_a_process_that_still_lives_gets_into_no_other_job(
         stopped.process.signal(signal.SIGCONT)
         status, lines = stopped.ended()
         assert status == 3, lines
-        for rank in others:  # three groups would be in it by now
+        for rank in others:  # three groups would be members by now
             rank.until("step")
             rank.until("step")
             rank.process.signal(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""A mistake in the script is told from a fault of a machine: the rule, and real processes."""
+"""Tests that tell a mistake in the script from a fault of a machine: the rule, and real
+processes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_failure_of_all_groups_before_the_first_commit_is_a_mistake() -> None:
 
 
 def test_failure_at_one_of_several_supervisors_is_no_mistake_yet() -> None:
-    """It may be this machine; the groups of the others have not failed."""
+    """The cause may be this machine, as the groups of the other supervisors have not failed."""
     mistakes = Mistakes(["0", "1"], 4)
     assert mistakes.ended("0", place(), False) is None
     assert mistakes.ended("1", place(), False) is None
@@ -96,8 +97,8 @@ def test_unloadable_script_is_not_started_twice() -> None:
 
 @pytest.mark.parametrize("kind", [UnfitCheckpoint, StateMismatch])
 def test_a_checkpoint_of_another_script_needs_no_second_start(kind: type[BaseException]) -> None:
-    """But a checkpoint that could not be read may be read the next time; and who does not fit the
-    state of a job that goes on may be of another host."""
+    """But a checkpoint that could not be read may be readable the next time; and a rank that does
+    not fit the state of a running job may be a fault of its host."""
     found = Mistakes(["0", "1"], 4).ended("0", place(kind), False)
     assert found is not None and found.ends == "job"
     assert Mistakes(["0", "1"], 4).ended("0", place(CheckpointError), False) is None
@@ -145,7 +146,7 @@ def raised(make: Callable[[], object]) -> Exception:
 
 def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> None:
     def same() -> Exception:
-        return raised(lambda: object().missing)  # its words have an address in them
+        return raised(lambda: object().missing)  # its message contains an address
 
     failures = BodyFailures(None)
     assert failures.failed(3, "01", same()) is None
@@ -250,14 +251,14 @@ def test_a_script_under_the_runner_ends_as_under_python(tmp_path: Path, end: str
         command = [sys.executable, *before, str(script), "a", "--b"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
         ends.append((done.returncode, done.stdout))
-        if end != "raise KeyboardInterrupt":  # whose traceback has the runner in it
+        if end != "raise KeyboardInterrupt":  # its traceback contains the runner
             ends[-1] += (done.stderr,)
     assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_into_a_file_is_as_under_python(tmp_path: Path, unbuffered: str) -> None:
-    """Also where something else has taken the place of stdout before the script."""
+    """This also holds if another object has replaced stdout before the script starts."""
     script, found = tmp_path / "script.py", []
     script.write_text(
         "import sys\n"
@@ -298,7 +299,10 @@ sys.stderr.write("and last\\n")
 
 
 def test_a_script_does_not_end_because_its_log_finds_no_room(tmp_path: Path) -> None:
-    """What is dropped is counted. A limit on the sizes of files refuses a write as a full disk."""
+    """Dropped output is counted.
+
+    A limit on the sizes of files fails the write as a full disk does.
+    """
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(FILLS_ITS_LOG)
     with log.open("ab") as output:
@@ -329,7 +333,7 @@ def test_a_mistake_at_the_start_ends_the_job_with_its_traceback_once(
 
 
 def test_script_exit_with_a_code_shows_its_output(run_job: StartJob, stage: Stage) -> None:
-    """As after a wrong argument: where in argparse it came from helps nobody."""
+    """After a wrong argument, for example, the place in argparse that raised it is of no help."""
     with run_job(groups=2, ranks=1) as job:
         for actor in stage.enter(2).values():
             actor.order("print script.py: error: unrecognized arguments: --workers")
@@ -411,7 +415,7 @@ def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_
         again.order("raise bug")
         innocent = actors["0", "0"]
         assert innocent.says() == {"heard": "sigterm"}
-        innocent.order("raise other")  # what its last operation was cut with
+        innocent.order("raise other")  # the error with which its last operation was aborted
         verdict = job.verdict()
     assert not verdict.ok
     assert "group 1 was given up" in verdict.lines[0]
@@ -420,7 +424,7 @@ def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_
 
 
 def test_an_error_is_told_by_its_first_line_with_words() -> None:
-    """Pipelines of torch begin theirs with an empty one."""
+    """Errors of torch's pipelines begin with an empty line."""
     error = RuntimeError("\n        Failed to run stage backward:\n  …")
     assert text_of(error) == "RuntimeError: Failed to run stage backward:"
     assert place_of(error).message == "Failed to run stage backward:"

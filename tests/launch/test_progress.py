@@ -1,4 +1,7 @@
-"""Tailing traces, and telling from them when a fault plan is through. No processes here."""
+"""Tests of reading traces as they grow, and of detecting from them that a fault plan is finished.
+
+They start no processes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def moved(to: str, before: str = "NORMAL", **fields: Any) -> bytes:
 
 
 def test_registers_describe_a_resumed_job() -> None:
-    """It has committed when it is further than that; an older process tells nothing of a newer."""
+    """The job has committed when it is past that step; an older process is no evidence for a newer
+    one."""
     view = JobView(begun=10)
     view.see_member(Peer("0", 0, 2), 10, has_committed=True)
     assert not view.committed
@@ -82,7 +86,7 @@ def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
 def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
     seed: int, tmp_path: Path
 ) -> None:
-    """Line by line, as the ranks of a simulated job wrote them."""
+    """The input is line by line what the ranks of a simulated job wrote."""
     (tmp_path / "told").mkdir()
     run_seed(seed, load_spec("async"), trace_dir=tmp_path)
     waited = 0
@@ -118,7 +122,7 @@ def test_requested_fault_is_remembered_until_it_fires(tmp_path: Path) -> None:
         + word("c", "exception", "not allowed", **place)
         + word("d", "lighthouse_restart")
         + word("e", "lighthouse_restart")
-        + word("e", "lighthouse_restart", by="supervisor")  # it happens now
+        + word("e", "lighthouse_restart", by="supervisor")  # happens now
         + word("f", "nonsense")
     )
     tail = TraceTail(tmp_path)
@@ -155,7 +159,7 @@ def test_the_files_of_processes_that_were_started_again_are_closed(tmp_path: Pat
     for inc in range(1, 6):
         (tmp_path / f"g0r0i{inc}.jsonl").write_bytes(moved("COMMIT", step=inc, epoch=inc))
         tail.poll()
-        if inc == 3:  # its last line comes when the next one has begun
+        if inc == 3:  # its last line comes when the next incarnation has begun
             with (tmp_path / "g0r0i2.jsonl").open("ab") as file:
                 file.write(fault)
     view = tail.poll()
@@ -189,7 +193,7 @@ def snapshot(elapsed: float, step: int = 27, **more: Any) -> Snapshot:
 
 
 def lines_of(snapshots: Iterable[Snapshot]) -> list[str]:
-    """What is printed where there is no terminal."""
+    """Return the output for a standard output that is not a terminal."""
     out = io.StringIO()
     display = open_display(Console(file=out, width=40))
     assert isinstance(display, PlainDisplay)
@@ -266,12 +270,12 @@ def test_a_plan_is_through_only_after_the_recovery() -> None:
     at = watch(KILL)
     fired = Injected("k", "kill", "1", step=4, epoch=2)
     assert not at.due(view_at(9)) and at.unfired(view_at(9)) == ["k"]
-    assert not at.due(view_at(5, (2, 2), fired))  # the survivors have not noticed yet
-    assert not at.due(view_at(5, (3, 2), fired))  # nor is the group back
+    assert not at.due(view_at(5, (2, 2), fired))  # the survivors have not noticed it yet
+    assert not at.due(view_at(5, (3, 2), fired))  # nor has the group come back
     assert not at.due(view_at(5, (4, 4), fired, state="HEALING"))
     assert not at.due(view_at(4, (4, 4), fired))  # nor has a step been committed
     assert at.due(view_at(5, (4, 4), fired))
-    assert not at.due(view_at(6, (4, 4), fired))  # said once
+    assert not at.due(view_at(6, (4, 4), fired))  # reported once only
     assert at.unfinished(view_at(6)) is None
 
 
@@ -302,7 +306,7 @@ def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
         record = {"n": n, "kind": kind, "step": 4, "by": ["1", 0, 1], "cause": cause}
         return line(kind="transition", event={"type": "decision", "record": record})
 
-    for name in ("g0r0i1", "g1r0i1"):  # both hear of everything
+    for name in ("g0r0i1", "g1r0i1"):  # both receive every message
         (tmp_path / f"{name}.jsonl").write_bytes(
             decided(1, "abort", "1/0#1: ValueError: old")
             + decided(2, "commit")

@@ -1,7 +1,8 @@
-"""One start after another: when it is given up, and which faults are left for the next one.
+"""Tests of consecutive starts of a job: when the job gives up, and which faults remain for the
+next.
 
-With real checkpoints on disk; what a start comes to is told by the test. `test_durable.py` has
-whole jobs.
+They use real checkpoints on disk; the test dictates the result of each start. `test_durable.py`
+runs whole jobs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PLAN = FaultPlan.model_validate(
 
 
 class Job:
-    """The starts of a job, and what was said of them."""
+    """The starts of a job, and the messages about them."""
 
     def __init__(self, root: Path, start: Callable[[Job], JobOutcome]) -> None:
         self.root, self._start = root, start
@@ -89,7 +90,7 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
 
 
 def test_starts_that_come_further_go_on_however_many_they_are(tmp_path: Path) -> None:
-    """Though each other one takes no checkpoint."""
+    """Every second start takes no checkpoint."""
 
     def every_other(job: Job) -> JobOutcome:
         if len(job.began) == 7:
@@ -124,8 +125,8 @@ def test_a_fault_that_has_fired_does_not_fire_again_in_the_next_start(tmp_path: 
 def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the first of a new job, and one that goes on by itself; a host that joins removes
-    nothing."""
+    """This includes the first start of a new job, and one that resumes by itself; a host that joins
+    removes nothing."""
     job = Job(tmp_path, lambda job: JobOutcome(True))
     store = open_store(str(tmp_path / "checkpoints"))
     attempt = written(store, 3)
@@ -148,7 +149,7 @@ def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
 
 
 def test_unfinished_attempts_are_removed_first_on_a_full_disk(tmp_path: Path) -> None:
-    """The kernel refuses to write as a full disk does, for one process: there is no room then."""
+    """The kernel fails the writes of one process as a full disk does."""
     store = open_store(str(tmp_path / "checkpoints"))
     attempt = written(store, 3)
     published(store, 2)

@@ -1,4 +1,5 @@
-"""Signals to `fft run` and to the processes of its job: which ones drain, kill, or do nothing."""
+"""Tests of signals to `fft run` and to the processes of its job: which drain, kill, or do
+nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ print("left after step", manager.current_step(), flush=True)
 
 
 def told(numbers: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, gap_s: float) -> int:
-    """How often the supervisor is told: once to drain, a second time to kill."""
+    """Return the number of calls to the supervisor: one to drain, a second one to kill."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     calls: list[None] = []
@@ -109,7 +110,7 @@ def test_lost_terminal_sends_output_to_a_file(tmp_path: Path) -> None:
 
 
 def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) -> None:
-    """The processes are ranks, their monitors, workers of their data, and helpers of `fft run`."""
+    """The processes are ranks, their monitors, data-loader workers, and helpers of `fft run`."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     traces = tmp_path / "traces"
@@ -125,7 +126,7 @@ def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) 
         for number in (signal.SIGUSR1, signal.SIGTERM):
             job.signal(number)
             for process in tree:
-                with suppress(psutil.NoSuchProcess):  # it has left by the first signal
+                with suppress(psutil.NoSuchProcess):  # it has left after the first signal
                     process.send_signal(number)
         code = job.wait(LIMIT_S)
     assert code == 75, job.tail()
@@ -148,7 +149,7 @@ def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     server = psutil.Process(int(parent.stdout.readline()))
-    token = Path(parent.stdout.readline().rpartition("=")[2].strip())  # it serves
+    token = Path(parent.stdout.readline().rpartition("=")[2].strip())  # the bus is served now
     assert token.exists()
     parent.kill()
     parent.wait()

@@ -1,4 +1,4 @@
-"""Spares: what they load before they have a place, and what becomes of those that have died."""
+"""Tests of spares: what they load before they get a place, and the handling of those that died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def start_spare(script: Path, number: int, fd: int) -> Child:
-    """As the supervisor does; its log is beside the script."""
+    """Start a spare as the supervisor does; its log is next to the script."""
     env = {**os.environ, "FFT_ROLE_FD": str(fd)}
     log = script.with_name(f"spare-{number}.log")
     return Child("spare", number, 1, [str(script)], env, log, (fd,))
@@ -52,7 +52,7 @@ def start_spare(script: Path, number: int, fd: int) -> Child:
 def test_a_spare_loads_installed_packages_that_come_first_and_nothing_of_the_users(
     script: Path,
 ) -> None:
-    """That might depend on its place, or on what the script does before."""
+    """A user's module may depend on the rank's place, or on what the script does before."""
     code = f"""
 import sys
 sys.path.insert(0, {str(script.parent)!r})
@@ -91,7 +91,8 @@ def test_released_spare_ends(script: Path) -> None:
 
 
 def test_a_spare_that_is_never_ready_is_late(script: Path, tmp_path: Path) -> None:
-    """It has not got what it would say so by; to the supervisor that is a hang like any other."""
+    """It lacks the means to report its readiness, which the supervisor treats like any other
+    hang."""
     script.write_text("import threading\nthreading.Event().wait()\n")
 
     def start(number: int, fd: int) -> Child:
@@ -184,7 +185,7 @@ def test_spares_that_have_ended_in_vain_count_only_in_a_row(
 def test_next_spare_is_called_for_a_successor_that_took_no_part(
     run_job: Any, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its group is started again as a whole."""
+    """The spare is used before its group is restarted as a whole."""
     monkeypatch.setattr(spares_module, "_REFILL_S", 600.0)
     with run_job(groups=2, ranks=2, spares=2) as job:
         actors = stage.enter(4)
@@ -201,7 +202,7 @@ def test_next_spare_is_called_for_a_successor_that_took_no_part(
             lost.gone()
             (lost,) = stage.enter(1).values()
             assert lost.place == ("1", "1")
-        os.kill(lost.pid, signal.SIGKILL)  # no spare is left: the group is started again
+        os.kill(lost.pid, signal.SIGKILL)  # no spare is left, so the group is restarted
         actors["1", "0"].gone()
         for actor in (*stage.enter(2).values(), actors["0", "0"], actors["0", "1"]):
             actor.order("exit 0")

@@ -1,4 +1,5 @@
-"""The supervisor with real processes: deaths, restarts, drains, and that nothing is left."""
+"""Tests of the supervisor with real processes: deaths, restarts, drains, and no remaining
+processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ StartJob = Callable[..., AbstractContextManager[Job]]
 
 
 def supervised_children() -> list[psutil.Process]:
-    """Children of this process that stand for a rank; other tests may have left theirs."""
+    """Return the children of this process that represent ranks; other tests may have left some."""
     return [
         c
         for c in psutil.Process().children()
@@ -62,7 +63,7 @@ def at_work(step: int, epoch: int, members: list[str]) -> str:
 
 
 def two_at_work(job: Job, stage: Stage, step: int) -> dict[tuple[str, str], Actor]:
-    """Two groups of one rank that have committed ``step`` together."""
+    """Return two groups of one rank that have committed ``step`` together."""
     actors = stage.enter(2)
     for group in (0, 1):
         trace(job, group, 0, 1, at_work(step, 1, ["0", "1"]))
@@ -295,7 +296,7 @@ def test_a_planned_drain_comes_back_and_the_plan_ends_the_job(
         trace(job, 0, 0, 1, at_work(10, 3, ["0"]))  # 5 steps after its last
         (back,) = stage.enter(1).values()
         assert back.place == ("1", "0")
-        for step in range(11, 100):  # the job trains on until it is told to stop
+        for step in range(11, 100):  # the job trains on until it is asked to stop
             trace(job, 1, 0, 3, at_work(step, 4, both))
             trace(job, 0, 0, 1, at_work(step, 4, both))
             with suppress(queue.Empty):
@@ -304,7 +305,7 @@ def test_a_planned_drain_comes_back_and_the_plan_ends_the_job(
         assert 20 <= step < 99
         back.order("exit 0")
         actors["0", "0"].order("exit 0")
-        actors["0", "0"].gone()  # it was told by the bus alone, without a signal
+        actors["0", "0"].gone()  # the bus alone asked it to leave, without a signal
         verdict = job.verdict()
     assert verdict.ok, verdict.lines
 
@@ -325,7 +326,8 @@ def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: S
 def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
     run_job: StartJob, stage: Stage, tmp_path: Path
 ) -> None:
-    """Planned ones, commanded ones, and ones of the services; what fired is not named."""
+    """The list has planned and commanded faults and those of services; faults that fired are not
+    named."""
     faults = [
         {"name": "done", "kind": "exception", "step": 1, "group": 1, "rank": 0, "phase": "vote"},
         {"name": "late", "kind": "kill", "step": 99, "group": 1, "rank": 0, "phase": "forward"},
@@ -387,7 +389,7 @@ def test_lost_state_ends_waiting_groups_without_restarts(run_job: StartJob, stag
 
 
 def test_group_restarted_after_the_end_is_not_awaited(run_job: StartJob, stage: Stage) -> None:
-    """In torchft's loop nobody says which commit is the last."""
+    """In torchft's loop, no rank reports which commit is the last."""
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 7)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
@@ -407,7 +409,7 @@ def test_group_joining_after_the_end_gets_an_error(run_job: StartJob, stage: Sta
 
 
 def test_steps_of_departed_groups_count(tmp_path: Path) -> None:
-    """Else a job all of whose processes have started again would have committed nothing."""
+    """Otherwise a job whose processes have all been restarted would have committed nothing."""
     (tmp_path / "g0r0i1.jsonl").write_text(at_work(7, 1, ["0"]))
     (tmp_path / "g0r0i2.jsonl").write_text(record(kind="transition", step=0, epoch=0, members=[]))
     tail = TraceTail(tmp_path)
@@ -494,7 +496,7 @@ def test_a_job_that_makes_no_sense_is_refused(
 
 
 def evict(job: Job, place: str, **how: Any) -> tuple[list[str], str]:
-    """Evict as an operator does: what was accepted, and the last word."""
+    """Evict as an operator does; return the accepted message and the final answer."""
     accepted: list[str] = []
     with JobClient(job.bus_url) as desk:
         settings = {"restart": False, "grace": 30.0, **how}
@@ -571,7 +573,7 @@ def test_two_supervisors_at_one_job_keep_to_their_own(
 
 
 def know_each_other(*jobs: Job) -> None:
-    """Wait until each supervisor has found another one's heartbeat."""
+    """Wait until each supervisor has received another one's heartbeat."""
     deadline = time.monotonic() + WAIT_S
     for job in jobs:
         while job.supervisor._links.alone:
@@ -618,7 +620,7 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
             plan = injecting.single(state, "lighthouse_restart", None, {})
             (said,) = injecting.send(desk, state, plan)
             assert heard.get(timeout=WAIT_S)["by"] == desk.me
-            if injectable:  # it says when it happens, for the traces of those who hear it
+            if injectable:  # announces the fault for the traces of the receivers
                 word = heard.get(timeout=WAIT_S)
                 assert (word["by"], word["fault"]) == ("supervisor", plan.faults[0].model_dump())
         assert said.ok is injectable

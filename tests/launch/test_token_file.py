@@ -1,4 +1,4 @@
-"""The file with the job's token goes away with the process that has made it, however that ends."""
+"""Tests that the file with the job's token is removed with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 
 def announced(process: FftRun) -> Path:
-    """Where `fft run` or `fft serve` says that the token is."""
+    """Return the path of the token that `fft run` or `fft serve` prints."""
     said = (process.stdout_text + process.stderr_text).split()
     paths = [word.partition("=")[2] for word in said if word.startswith("FFT_TOKEN_FILE=")]
     return Path(paths[0]) if paths else Path("/nowhere")

@@ -1,4 +1,4 @@
-"""Scripts that begin torch's own process group from the environment, as for torchrun."""
+"""Tests of scripts that begin torch's own process group from the environment, as for torchrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ dist.destroy_process_group()
 
 @pytest.mark.multiprocess
 def test_each_group_is_a_world_of_its_ranks(tmp_path: Path) -> None:
-    """The store at MASTER_PORT is the supervisor's; rank 0 must not serve another one there."""
+    """The store at MASTER_PORT is the supervisor's; rank 0 must not serve a second one there."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["run", "--groups", "2", "--ranks", "2", "--no-progress", "--max-restarts", "0"]

@@ -1,4 +1,5 @@
-"""The directory of traces: held by one job, shared by its hosts, with a folder for each start."""
+"""Tests of the trace directory: held by one job, shared by its hosts, with a folder for each
+start."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def _hold(root: Path, job: str | None, line: Connection) -> None:
 
 
 def holder(root: Path, job: str | None) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """A process that holds ``root`` until it is told to end, or killed."""
+    """Start a process that holds ``root`` until it is asked to end, or killed."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_hold, args=(root, job, theirs), daemon=True)
@@ -157,7 +158,7 @@ def test_run_refuses_the_directory_of_a_job_that_runs_and_takes_it_when_that_is_
 
 
 def commands_of_guide() -> list[list[str]]:
-    """The `fft run --join` commands of the guide, in their order."""
+    """Return the `fft run --join` commands of the guide, in their order."""
     lines = re.findall(r"^fft (run --join .*) script\.py ARGS…$", GUIDE.read_text(), re.MULTILINE)
     return [line.split() for line in lines]
 

@@ -1,9 +1,9 @@
-"""Ranks for the tests of diagnoses: they answer checks, and misbehave as their file MODE tells.
+"""Ranks for the tests of diagnoses: they answer checks, and misbehave as their file MODE requests.
 
-``peer.py URL MODE...``: one process for each, forked so that torch is loaded once; they end with
-the standard input. Modes: sound, flip (changes a byte that it sends), slow (sends late), mute
-(sends nothing), wrong (computes wrong), silent (never answers), shy (answers only what it can do
-alone).
+``peer.py URL MODE...``: one process for each rank, forked so that torch is loaded once; they end
+with the standard input. Modes: sound, flip (changes a byte that it sends), slow (sends late), mute
+(sends nothing), wrong (computes wrong), silent (never answers), shy (answers only checks that need
+no partner).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MUTE_S = 60.0
 
 
 def answer(url: str, group: str, mode_file: Path, end: int) -> None:
-    """Be one rank, until the pipe ``end`` is closed."""
+    """Act as one rank until the pipe ``end`` is closed."""
     right, send = checks.ON_PROCESSOR, checks._send
 
     def mode() -> str:
@@ -37,7 +37,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
         if mode() == "mute":
             threading.Event().wait(min(MUTE_S, deadline - time.monotonic()))
         if len(data) == checks.BULK_BLOCK and mode() == "slow":
-            time.sleep(LATE_S)  # this is the fault
+            time.sleep(LATE_S)  # the injected fault
         if len(data) == checks.BULK_BLOCK and mode() == "flip":
             data = data[:1000] + bytes([data[1000] ^ 1]) + data[1001:]
         send(partner, data, deadline)
@@ -56,7 +56,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
             station.take(word)
 
     bus.subscribe(hear, lambda error: None, "commands")
-    os.write(sys.stdout.fileno(), b"ready\n")  # in one piece: the ranks share the pipe
+    os.write(sys.stdout.fileno(), b"ready\n")  # one write, because the ranks share the pipe
     os.read(end, 1)
     station.close()
     bus.close()

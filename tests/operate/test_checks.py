@@ -1,4 +1,5 @@
-"""What one rank checks, in this process: right where all is right, and failed where it is not."""
+"""Tests of the checks that one rank runs, in this process: they pass on sound parts and fail on
+others."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_the_digests_are_those_of_exact_arithmetic(chain: checks.Chain) -> None:
     for _ in range(chain.products):
         value = np.mod(factor @ value, 17) - 8
     assert checks._digest(value.astype(np.int8).tobytes()) == chain.digest
-    if chain is checks.ON_PROCESSOR:  # the other would keep a busy machine for long
+    if chain is checks.ON_PROCESSOR:  # the other chain would keep a busy machine busy for long
         assert checks._product(torch, "cpu", chain) == chain.digest
 
 
@@ -41,7 +42,7 @@ def test_a_sound_rank_passes() -> None:
 
 
 class Leaky:
-    """Memory in which one bit of one word does not hold."""
+    """Memory in which one bit of one word does not hold its value."""
 
     def __init__(self, words: int) -> None:
         self._words = torch.empty(words, dtype=torch.int64)
@@ -58,7 +59,7 @@ class Leaky:
 
 
 def test_one_bit_that_does_not_hold_is_found() -> None:
-    """By one of the two patterns, whatever its value is."""
+    """One of the two patterns finds it, whatever its value is."""
     places = torch.arange(checks._PART)
     found = [checks._changed(Leaky(4 * checks._PART), places, p) for p in checks._MEMORY_PATTERNS]
     assert sorted(found) == [0, 1]
@@ -72,7 +73,7 @@ def listening() -> Iterator[Listening]:
 
 
 def meeting(listening: Listening, other: Any, within: float = LIMIT_S) -> Outcome:
-    """What the listening side says of a meeting with what ``other`` does in a thread."""
+    """Return the listening side's result of a meeting with ``other``, which runs in a thread."""
     thread = threading.Thread(target=other)
     thread.start()
     outcome = listening.meet(time.monotonic() + within)

@@ -1,5 +1,5 @@
-"""One job after another under one name on a bus: who starts comes into the job that lives, or a new
-one."""
+"""Tests of one job after another under one name on a bus: a new process enters the live job, or a
+new one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def url(
 ) -> Iterator[str]:
     monkeypatch.delenv("FFT_GROUP", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(entering, "_SILENCE_S", 1.5)  # nobody here needs as long to answer
+    # No participant here needs that long to answer
+    monkeypatch.setattr(entering, "_SILENCE_S", 1.5)
     if request.param == "tcp":
         yield stack.enter_context(serve_tcp()).url
         return
@@ -53,7 +54,7 @@ def url(
         yield servers.url
         return
     url = f"memory://entering-{uuid.uuid4().hex}"
-    with open_job_bus(url, TOKEN):  # kept while the test lasts, as a server would
+    with open_job_bus(url, TOKEN):  # kept open during the test, as a server would
         yield url
 
 
@@ -62,7 +63,7 @@ def job_at(start: JobStart, stack: ExitStack, groups: int = 2, ranks: int = 1) -
 
 
 def head_at(url: str) -> tuple[int, int]:
-    """Number and step of the newest record."""
+    """Return the number and step of the newest record."""
     with open_job_bus(url, TOKEN) as bus:
         record = decode_packed(bus.read(HEAD) or b"").record
         return record.n, record.step
@@ -87,7 +88,7 @@ def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack
         assert [member.committed for member in job.members] == [[], []]
         job.train(3)
         assert {member.committed[0].step for member in job.members} == {1}
-        with JobClient(url, token=TOKEN) as operator:  # sees the newest one by the job's own name
+        with JobClient(url, token=TOKEN) as operator:  # finds the newest job by the common name
             assert operator.bus.url == start.url
             assert operator.job().epoch is not None
         for member in job.members:
@@ -97,7 +98,7 @@ def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack
 def test_survivor_of_an_earlier_job_joins_no_other(url: str, stack: ExitStack) -> None:
     old = job_at(enter(url, TOKEN), stack)
     old.train(2)
-    for member in old.members:  # alive, and not heard for as long as it takes
+    for member in old.members:  # alive, but silent for the time that is waited
         member.engine._answer_roll = lambda call: None  # type: ignore[method-assign]
     start = enter(url, TOKEN)
     assert start.number == 2
@@ -143,7 +144,7 @@ def test_a_child_of_fft_run_is_in_the_start_that_it_was_told(url: str, stack: Ex
 def test_after_the_last_step_only_a_new_process_begins_a_job(
     url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torchelastic starts again then is late for a job that has all its steps."""
+    """A process that torchelastic restarts then is too late for a job that has all its steps."""
     monkeypatch.setattr(Rank, "says", staticmethod(lambda start: {"last": True}))
     job = job_at(enter(url, TOKEN), stack)
     job.train(1)
@@ -154,7 +155,7 @@ def test_after_the_last_step_only_a_new_process_begins_a_job(
 def test_a_process_that_is_started_again_begins_a_job_in_the_place_of_one_that_broke_off(
     url: str, stack: ExitStack
 ) -> None:
-    """Only after the last step it is late: of this one, steps are missing."""
+    """A restarted process is too late only after the last step; this job lacks steps."""
     job = job_at(enter(url, TOKEN), stack)
     job.train(1)
     for member in job.members:
@@ -166,7 +167,7 @@ def test_late_answer_keeps_the_job(
     url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entering, "_AGAIN_S", 0.1)
-    monkeypatch.setattr(entering, "_SILENCE_S", 20.0)  # until it answers, that is
+    monkeypatch.setattr(entering, "_SILENCE_S", 20.0)  # so long it waits for an answer
     job = job_at(enter(url, TOKEN), stack)
     job.train(2)
     calls = []
@@ -185,7 +186,7 @@ def test_late_answer_keeps_the_job(
 
 
 def _of(*ranks: tuple[str, int]) -> JobState:
-    """A job with a group for each (host, process id)."""
+    """Return a job with a group for each (host, process id)."""
     members = tuple(
         GroupEntry(str(g), "a:1", (RankEntry(0, 1, True, "", pid, host),))
         for g, (host, pid) in enumerate(ranks)
@@ -195,7 +196,7 @@ def _of(*ranks: tuple[str, int]) -> JobState:
 
 
 def test_the_processes_are_gone_only_if_all_were_here_and_none_is_there() -> None:
-    """Who may live elsewhere, or here, is asked for longer."""
+    """A participant that may live on another host, or on this one, is asked for longer."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
     here, gone, there = socket.gethostname(), ended.pid, os.getppid()

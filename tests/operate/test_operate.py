@@ -1,4 +1,5 @@
-"""Operators at a job's bus: what they see, what they may say, and how a group leaves."""
+"""Tests of operators on a job's bus: their view, their permitted messages, and how a group
+leaves."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -
 
 
 def about(kind: str, **what: Any) -> bytes:
-    """A message with all that is needed, as it is given to `fft say`."""
+    """Return the arguments of `fft say` for a message of this kind with all required fields."""
     seen = {"group": "1", "rank": 0, "pid": 1000, "host": "host-1", "by": "me"}
     return json.dumps(
         {"type": kind, **(seen if kind in ("death", "suspect") else {}), **what}
@@ -192,7 +193,7 @@ def test_message_about_an_unknown_peer_is_not_sent(
         checked, topic = say.checked(payload, "here"), say.topic_of(payload)
 
         def hear(word: bytes) -> None:
-            if word == checked:  # the ranks have words of their own
+            if word == checked:  # the ranks have their own messages
                 heard.put(word)
 
         desk.bus.subscribe(hear, lambda error: None, topic)
@@ -216,7 +217,10 @@ def test_a_death_of_another_process_at_that_place_is_remarked(
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
 def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: bool) -> None:
-    """Nobody would obey. ``begun``: there is a head record; else only who beats has come."""
+    """The job would not obey.
+
+    With ``begun`` there is a head record; otherwise only heartbeats have come.
+    """
     url, token = stack.enter_context(serve_tcp()).url, JobToken.fresh()
     if begun:
         EngineJob(stack, url, 2, 1, lambda url: open_job_bus(url, token)).start().train(1)
@@ -269,17 +273,17 @@ def test_a_group_that_is_not_there_is_answered_with_those_that_are(
 
 def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
     job = EngineJob(stack, memory, 2, 1).start()
-    job.train(2)  # and then nobody trains on
+    job.train(2)  # no rank trains afterwards
     with JobClient(memory) as desk, pytest.raises(OperatorError) as caught:
         drain.drain(desk, ["1"], wait=0.3)
     assert "group 1 has not left within 0.3 s: nothing was committed" in str(caught.value)
-    job.train(3)  # the drain stands
+    job.train(3)  # the drain is still in force
     wait_until(lambda: job.members[1].ended is not None, "it has left")
 
 
 @contextmanager
 def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evict]]:
-    """Somebody who answers every eviction in these words."""
+    """Run a supervisor that answers every eviction with these words."""
     heard: queue.Queue[Evict] = queue.Queue()
 
     def hear(payload: bytes) -> None:
@@ -318,7 +322,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
         ),
         "an epoch without it",
     )
-    # a command is traced by its host, and never meets the core
+    # a command is traced by its host, and never reaches the core
     wait_until(lambda: all(len(m.host.commands) == 1 for m in job.members), "all were handed it")
     with open_bus(url) as bus:
         bus.send(answer_inbox(command.id), b"x")
@@ -357,7 +361,7 @@ def test_an_answer_is_read_strictly() -> None:
 
 
 class Lines:
-    """A view that keeps what it is shown."""
+    """A view that records its snapshots."""
 
     def __init__(self) -> None:
         self.events: queue.Queue[dict[str, object]] = queue.Queue()
@@ -412,7 +416,8 @@ def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, u
                 b'"cause":"XID 79","v":1}'
             )
             assert lines.until("death")["cause"] == "XID 79"
-        # it lives, and asks to come in again; a process that was said dead is not let in
+        # the process lives and asks to join again, but a process that was reported dead is not
+        # admitted
         wait_until(lambda: states(watch)["1"] == JOINING, "it asks")
         job.start_group("1", inc=2)[0].train(10_000)
         wait_until(lambda: states(watch)["1"] == IN_EPOCH, "the next process is in")

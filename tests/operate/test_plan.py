@@ -1,4 +1,7 @@
-"""Whom the rounds of checks name: every set of bad ranks, and nobody else. No processes here."""
+"""Tests that the rounds of checks name every set of bad ranks and no other rank.
+
+They start no processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def places(count: int) -> list[Place]:
 
 
 def played(ranks: list[Place], meet: Meet, findings: Findings | None = None) -> Findings:
-    """All rounds; ``meet`` says what comes of a meeting: (good, seconds)."""
+    """Play all rounds; ``meet`` returns the result of a meeting as (good, seconds)."""
     findings = findings or Findings()
     for rank in ranks:
         findings.alone.setdefault(rank, {"compute": Outcome(True, 0.1)})
@@ -57,7 +60,8 @@ def named(verdict: Diagnosis) -> set[Place]:
 
 @pytest.mark.parametrize("count", range(2, 8))
 def test_the_bad_are_named_and_nobody_else(count: int) -> None:
-    """For every set of bad ranks that leaves three sound ones to tell; with fewer, nobody sound."""
+    """This covers every set of bad ranks that leaves three sound ones; with fewer, no sound rank is
+    named."""
     ranks = places(count)
     for size in range(count + 1):
         for bad in map(set, combinations(ranks, size)):
@@ -205,7 +209,7 @@ def record(n: int, kind: str, step: int, cause: str = "") -> dict[str, object]:
 
 @given(st.permutations(range(8)), st.lists(st.integers(0, 7), max_size=8))
 def test_records_count_once_in_any_order(order: list[int], again: list[int]) -> None:
-    """A commit ends a run, also one that is heard after what follows it."""
+    """A commit ends a run, even if it is received after its successors."""
     kinds = ["epoch", "abort", "commit", "abort", "epoch", "abort", "epoch", "abort"]
     history = History()
     for n in [*order, *again]:

@@ -1,4 +1,5 @@
-"""Diagnoses of real processes on loopback, of which some misbehave; one job for all tests."""
+"""Tests of diagnoses with real processes on loopback, some of which misbehave; all share one
+job."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ PEER = Path(__file__).with_name("peer.py")
 END_S = 60.0
 LIMIT_S = 30.0
 LONGER_S = 15.0
-"""For tests in which somebody is waited for in vain; enough for all else on a busy machine."""
+"""A limit for tests that wait for a silent rank; long enough for everything else on a busy
+machine."""
 SHORT_S = 4.0
-"""Likewise, where nothing else is checked."""
+"""A limit for tests with a silent rank that check nothing else."""
 GROUPS = 5
 
 
@@ -38,7 +40,7 @@ def epoch_record(groups: int) -> Record:
 
 
 def begin_job(url: str, groups: int) -> None:
-    """The registers of a job that has formed its first epoch."""
+    """Write the registers of a job that has formed its first epoch."""
     record, wire = epoch_record(groups), Wire()
     with open_bus(url) as bus:
         bus.write(list_name(record), encode_members(record))
@@ -47,7 +49,7 @@ def begin_job(url: str, groups: int) -> None:
 
 
 class Job:
-    """Processes that answer, and the way to make them misbehave."""
+    """Processes that answer checks and can be made to misbehave."""
 
     def __init__(self, stack: ExitStack, directory: Path) -> None:
         self.url = stack.enter_context(serve_tcp()).url
@@ -81,7 +83,7 @@ def found(report: Report) -> dict[str, tuple[str, str]]:
 
 
 def grave(report: Report) -> dict[str, tuple[str, str]]:
-    """Without who was slow: this machine may be."""
+    """Return the report without slow ranks, because this machine may be slow."""
     return {group: what for group, what in found(report).items() if what[0] != "slow"}
 
 
@@ -99,7 +101,7 @@ def test_nobody_is_named_where_all_is_well(job: Job) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1, 4])
 def test_rank_that_alters_its_data_is_named(job: Job, bad: int) -> None:
-    """Whether it listens, connects, or is the odd one out in the first round."""
+    """This holds whether the rank listens, connects, or has no partner in the first round."""
     report = job.diagnose({bad: "flip"})
     assert list(grave(report)) == [str(bad)], report.lines()
     how, evidence = found(report)[str(bad)]
@@ -143,7 +145,7 @@ def test_unanswering_rank_is_named_by_the_command(job: Job) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1])
 def test_rank_waiting_for_a_silent_partner_is_not_blamed(job: Job, bad: int) -> None:
-    """Neither while it listens for it, nor in the rounds after that."""
+    """It is blamed neither while it listens for the partner nor in the rounds after that."""
     report = job.diagnose({bad: "shy"}, limit=LONGER_S)
     hows = {group: how for group, (how, _) in grave(report).items()}
     assert hows == {str(bad): "silent"}, report.lines()
@@ -152,7 +154,7 @@ def test_rank_waiting_for_a_silent_partner_is_not_blamed(job: Job, bad: int) -> 
 
 @pytest.mark.multiprocess
 def test_one_check_at_a_time(job: Job) -> None:
-    """A second operator is told so, and the first gets his answer."""
+    """A second operator gets an error, and the first one gets the answer."""
     job.set({0: "mute"})
     task = CheckTask("0", 0, "listen", key="0" * 32)
     check = Check(fresh_id(), (task,), "me", limit=SHORT_S)

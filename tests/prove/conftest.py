@@ -1,4 +1,4 @@
-"""The flag that writes the output of scenario files anew."""
+"""The option that rewrites the output of scenario files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker: what it says, and that its reductions lose nothing."""
+"""Tests of the checker: its output, and that its reductions lose no state."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def fft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Unreduced(Model):
-    """Every order of steps."""
+    """A model that explores every order of steps."""
 
     def steps(self, state: State, faults: bool = True, every: bool = False) -> Iterator[Step]:
         return super().steps(state, faults, every=True)
 
 
 class Unfolded(Unreduced):
-    """Every state by itself, whatever its groups are called."""
+    """A model that keeps states apart that differ only in the names of groups."""
 
     def canonical(self, state: State) -> State:
         return state
 
 
 def states(model: Model) -> tuple[set[State], set[State]]:
-    """(all states, settled states) that a complete and clean search finds, folded."""
+    """Return (all states, settled states) of a complete search without violations, folded."""
     made = Search(model)
     result = made.run()
     assert result.complete and result.violation is None
@@ -68,7 +68,7 @@ def test_hearing_quietly_first_reaches_the_same_ends(kinds: tuple[str, ...]) -> 
 
 
 def test_the_counts_within_bounds_are_what_they_were() -> None:
-    """Pinned: a change of core, table or model that changes them is one to look at."""
+    """These numbers are pinned: review every change of core, table or model that changes them."""
     counts = {}
     for name in ("twin", "storm"):
         bounds = next(s for s in DEFAULT if s.name == name)

@@ -1,4 +1,4 @@
-"""Planted bugs are caught by the property they break; the teaching specs split as they say."""
+"""Tests that planted bugs are caught by the property they break, and that teaching specs split."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_bug_that_another_property_catches_is_refused() -> None:
 
 
 def few(**budget: int) -> Bounds:
-    """Two groups, two commits, these faults."""
+    """Return bounds of two groups and two commits, with these faults."""
     return small(commits=2, **budget)
 
 
@@ -102,7 +102,7 @@ def test_plain_votes_split_when_a_decision_is_lost() -> None:
 
 
 def test_local_commit_looks_right_while_nothing_fails() -> None:
-    # That nobody votes breaks these two by itself; everything else holds.
+    # The lack of votes breaks these two by itself; everything else holds.
     others = (INVARIANTS.keys() | OTHER_PROPERTIES) - {"validity", "exactly_once"}
     result = search(load_spec("local_commit"), few(), only=others)[1]
     assert result.violation is None and result.complete

@@ -1,4 +1,5 @@
-"""How the protocol grows with the job: the model over the shipped core, and its closed forms."""
+"""Tests of how the protocol scales with the job: the model over the shipped core, and closed
+forms."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def job(
 
 
 def phases(design: Design, groups: int, ranks: int = 2, seed: int = 1) -> dict[str, Phase]:
-    """One of each, the step being one that comes after others."""
+    """Return the cost of one phase of each kind; the step is one that follows other steps."""
     made = job(design, groups, ranks, seed)
     made.step()
     step, rollback, _, kill = made.step(), made.rollback(), made.step(), made.kill()
@@ -45,13 +46,13 @@ def test_requests_are_what_the_closed_form_says(design: Design, groups: int, ran
 
 def test_every_message_that_was_sent_is_heard_by_all() -> None:
     found = phases(AFTER, 4, 2)
-    assert found["step"].heard == 8  # the commit, by everyone
-    assert found["rollback"].heard == 3 * 8 + 2 * 7  # abort, epoch, begin; and 7 tell one, twice
+    assert found["step"].heard == 8  # the commit, received by every rank
+    assert found["rollback"].heard == 3 * 8 + 2 * 7  # abort, epoch, begin; and 7 send to one, twice
     found = phases(NEXT, 4, 2)
     assert found["step"].heard == 4  # one rank of each group, at the job's store
     assert found["step"].group_operations == 4 * (
         2 * 2 + 1 + 3 + 1 + 1
-    )  # votes, an old slot; passed on, heard
+    )  # votes, an old slot; forwarded, received
 
 
 @pytest.mark.parametrize("design", [BEFORE, AFTER], ids=lambda d: d.name)
@@ -74,7 +75,7 @@ def test_requests_of_one_participant_do_not_grow_with_the_job() -> None:
     for name in ("step", "rollback"):
         few, many = (p[name].total() / p[name].participants for p in (small, large))
         assert many <= few, f"{name}: {few} requests for each of 16, {many} for each of 64"
-    # A death is heard by all, and each of them proposes ABORT: more of each, but no more with n.
+    # All ranks receive a death, and each of them proposes ABORT: more of each, independent of n.
     few, many = (p["kill"].total() / p["kill"].participants for p in (small, large))
     assert many <= few * 1.1
 
@@ -87,7 +88,7 @@ def test_bytes_of_one_participant_grow_with_the_job_only_where_lists_are_read() 
     assert each(BEFORE, "rollback") > 2.0
     assert each(AFTER, "rollback") < 1.2
     assert each(AFTER, "step") < 1.2
-    assert each(AFTER, "kill", 32) > 1.05  # each reads a list of all, compressed
+    assert each(AFTER, "kill", 32) > 1.05  # each reads a compressed list of all
     assert each(NEXT, "kill") < 1.0
 
 
@@ -131,7 +132,7 @@ def test_the_store_is_one_server_that_is_waited_for() -> None:
 def test_a_phase_that_cannot_end_says_where_the_job_stands() -> None:
     made = job(AFTER, 2, 1)
     lost = made.nodes[1]
-    lost.alive = False  # and nobody says so: its vote is waited for, and no timer fires here
+    lost.alive = False  # without a death notice its vote is waited for, and no timer fires here
     with pytest.raises(Stalled, match=r"step of 2 participants ended with some in .*PREPARED"):
         made.step()
 

@@ -1,6 +1,6 @@
-"""Scenario files: each runs as it says; the format refuses what it cannot mean; counterexamples.
+"""Tests of scenario files: each runs as specified, invalid files are refused, and counterexamples.
 
-``pytest tests/prove/test_scenarios.py --rewrite`` writes the output of ``tests/scenarios`` anew.
+``pytest tests/prove/test_scenarios.py --rewrite`` rewrites the output of ``tests/scenarios``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) ->
 
 
 def test_every_row_of_the_fault_table_has_its_scenario() -> None:
-    """What docs/explanation/faults.md says, and the files that show it."""
+    """The table of docs/explanation/faults.md and the scenario files must match."""
     shown = {
         "exception in the step function": "exception_in_the_body",
         "collective fails on one side": "collective_fails_on_one_side",
@@ -315,7 +315,7 @@ def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
 
 
 def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
-    """Nobody asks the register: who never hears of the decision stays in doubt."""
+    """No participant asks the register, so one that misses the decision stays in doubt."""
     before, prepared, after = TEXT.partition("  PREPARED:\n")
     asks = "timer.vote_window:\n      - {effects: [propose_abort, rearm]}"
     assert asks in after.partition("  COMMIT:\n")[0]
@@ -337,7 +337,7 @@ def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
 
 
 def test_a_counterexample_names_its_mutant(tmp_path: Path) -> None:
-    """A bug in the core is no file: the scenario names it among the planted ones."""
+    """A bug in the core is not a file; the scenario names it among the planted ones."""
     mutant = next(
         m
         for m in MUTANTS

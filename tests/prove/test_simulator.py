@@ -1,4 +1,5 @@
-"""The simulator: one seed, one life; a fresh batch breaks nothing; planted bugs are found."""
+"""Tests of the simulator: a seed determines a life, fresh seeds break nothing, planted bugs are
+found."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ BUGS = {
         "    - {effects: [hear_drain]}",
     ),
 }
-"""Invariant that breaks: what is planted into the table."""
+"""Mutations of the table by the invariant that they break."""
 
 
 def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -131,7 +132,7 @@ def test_listeners_hear_in_one_order_and_the_register_is_a_chain() -> None:
         live([job], job.clock)
         place = {id(message): number for number, message in enumerate(said)}
         for messages in heard.values():
-            # What was told to one participant alone has no place in the order.
+            # Messages to one participant only have no place in the order.
             places = [place[id(m)] for m in messages if id(m) in place]
             assert places == sorted(set(places))
             heard_in_all += len(places)
@@ -162,11 +163,12 @@ OF_THEN = Weather(
     {kind: rate for kind, rate in DEFAULT.rates.items() if kind not in SINCE},
     {kind: chance for kind, chance in DEFAULT.chances.items() if kind not in SINCE},
 )
-"""The default mix when these seeds were found: with another kind of fault they live other lives."""
+"""The default mix of faults when these seeds were found; another kind of fault changes their
+lives."""
 BEFORE_REFORMING = Weather(
     DEFAULT.rates, {kind: chance for kind, chance in DEFAULT.chances.items() if kind != "reformed"}
 )
-"""The same of later ones."""
+"""The default mix of later seeds."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -176,7 +178,8 @@ def test_seeds_that_once_failed_do_not_any_more(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [97, 10051, 2611600526, 2611600658, 2611700893])
 def test_states_that_differ_end_a_job_in_good_order_at_any_time(seed: int) -> None:
-    """Left behind in doubt; fetched again and again; noticed when it is calm, while all leave."""
+    """Cases: a rank left behind in doubt; repeated fetches; a difference noticed in calm while all
+    leave."""
     assert not run_seed(seed, HSDP, BEFORE_REFORMING).violations
 
 
@@ -192,20 +195,20 @@ def test_stages_of_one_group_are_there_and_give_to_each_other(seed: int, tmp_pat
 
 
 def test_participant_without_a_missed_decision_keeps_the_last_state() -> None:
-    """A process that was ended had proposed an epoch of its own, which came to the register as the
-    other one was to commit."""
+    """A process that was ended had proposed its own epoch, which reached the register when the
+    other epoch was about to commit."""
     result = run_seed(1124462, load_spec("pipeline_ahead"))
     assert not result.violations and result.settled_in is not None
 
 
 def test_late_proposal_rightly_excludes_a_leaver() -> None:
-    """Its writer applies the commit when the others are nine records further, and hears of them in
-    the same move: a member that left with that commit was taken for one that was forgotten."""
+    """Its writer applies the commit when the others are nine records ahead, and learns of them in
+    the same move: a member that left with that commit was taken for a forgotten one."""
     assert not run_seed(50119, HSDP).violations
 
 
 def test_rank_stops_asking_after_its_mate_left_unheard() -> None:
-    """Members answered each of its words, and so put off its limit."""
+    """Members answered each of its messages, which kept resetting its limit."""
     assert not run_seed(2992434285, HSDP).violations
 
 
@@ -214,22 +217,24 @@ def test_overrun_participant_receives_the_next_drain_message() -> None:
 
 
 def test_healed_participant_may_have_to_fetch_again() -> None:
-    """It was outside when it spoke, and came in and healed in an epoch that nobody else was in."""
+    """It was outside when it sent its message, and joined and healed in an epoch without other
+    members."""
     assert not run_seed(2992435479, HSDP).violations
 
 
 def test_replaced_participant_is_refused_when_it_joins() -> None:
-    """Its words were dropped as those of an older process, and records put off its limit."""
+    """Its messages were dropped as those of an older process, and records kept resetting its
+    limit."""
     assert not run_seed(2992463999, HSDP).violations
 
 
 def test_a_drain_ends_the_other_stages_of_a_group_that_has_lost_the_bus() -> None:
-    """Nobody comes in its place any more, and its launcher ends a group as a whole."""
+    """No process replaces it any more, and its launcher ends a group as a whole."""
     assert not run_seed(2611240212, load_spec("pipeline_ahead")).violations
 
 
 def test_a_batch_breaks_nothing() -> None:
-    """Fresh seeds each time; what fails is told with the command that replays it."""
+    """The seeds are new each time; a failure prints the command that replays it."""
     first = int(time.time()) // 60 * 100
     batch = run_batch(first, 100, HSDP, jobs=2)
     assert failures(batch) == []
@@ -239,7 +244,7 @@ def test_a_batch_breaks_nothing() -> None:
 
 @pytest.mark.parametrize("spec", ["async", "diloco"])
 def test_a_batch_of_groups_that_step_alone_breaks_nothing(spec: str) -> None:
-    """Fresh seeds each time."""
+    """The seeds are new each time."""
     first = int(time.time()) // 60 * 100
     batch = run_batch(first, 20, load_spec(spec), jobs=2)
     assert failures(batch) == []
@@ -258,7 +263,7 @@ def test_a_planted_bug_of_groups_that_step_alone_falls_to_its_seed(
 
 @cache
 def sound_violations(seed: int, spec: str) -> tuple[Violation, ...]:
-    """What is found in a life of the shipped protocol; several bugs share seeds."""
+    """Return the violations in a life of the shipped protocol; several bugs share seeds."""
     return run_seed(seed, load_spec(spec)).violations
 
 
@@ -337,7 +342,7 @@ def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Pat
     report = audit_dir(tmp_path)
     assert result.violations == ()
     assert [f.violation for f in report.findings if f.violation] == []
-    # A register value that nobody was told of (the last epoch of a drain) is in no trace.
+    # A register value that was never announced (the last epoch of a drain) is in no trace.
     assert report.commits == result.commits
 
 

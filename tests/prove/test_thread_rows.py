@@ -1,4 +1,4 @@
-"""Checker and simulator run the main thread's table: a row that is missing or wrong is caught."""
+"""Tests that checker and simulator run the main thread's table and catch missing or wrong rows."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ BOUNDS = {
     ("BODY.learning", "healed", 0): JOIN,
     ("BODY.learning", "heal_failed", 0): small(crash=1, restart=1, heal=1),
 }
-"""Where the loss of a row shows, if not in ``START``."""
+"""Bounds in which the loss of a row shows, if not in ``START``."""
 UNSEEN = {
     ("IDLE.ready", "start_txn", 0),
     ("IDLE.learning", "start_txn", 0),
     ("RESTORING.mid_fetch", "heal_failed", 0),
 }
-"""Not caught: a state that the main thread itself finds to be lost (``tests/e2e/test_updates.py``);
-and a fetch that has written something when a rollback ends it, without which less goes wrong."""
+"""Rows whose loss is not caught: one for a state that the main thread itself finds to be lost
+(``tests/e2e/test_updates.py``), and one for a rollback that ends a fetch after its first write,
+whose absence only reduces what can go wrong."""
 
 
 def owners(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, …) of everything that has rows."""
+    """Return (name, …) of everything that has rows."""
     yield "common", raw["common"]
     for name, state in raw["states"].items():
         yield name, state
@@ -57,7 +58,7 @@ def places() -> list[Place]:
 
 
 def without(place: Place) -> ThreadTable | None:
-    """The table without a row; None: its own checks refuse it."""
+    """Return the table without a row, or None if its own checks refuse it."""
     name, event, i = place
     raw = load_thread().model_dump()
     on = dict(owners(raw))[name]["on"]

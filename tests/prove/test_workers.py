@@ -1,4 +1,5 @@
-"""Processes that searches run in: what comes back, who is named when one dies, and none is left."""
+"""Tests of the search processes: their results, the report when one dies, and no remaining
+process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from fft.prove.workers import Tell, WorkerError, processes, spread
 FFT = [sys.executable, "-m", "fft.cli"]
 LIMIT_S = 200.0
 SEARCHING_MIB = 75
-"""More than a process has that has found no states yet."""
+"""More memory than a process has before it has found states."""
 
 
 def tasks(*values: Any) -> list[tuple[str, Any]]:
@@ -93,7 +94,7 @@ def test_abandoned_search_leaves_no_process() -> None:
     pids: list[int] = []
     with closing(spread(dies, tasks("stays", "well"), 2, lambda _, pid: pids.append(pid))) as found:
         assert next(found) == (1, "well")
-        # that one was done first, or the other has said who it is
+        # the other process was done first, or this one has reported its identity
     assert not any(map(is_there, pids))
 
 
@@ -154,13 +155,15 @@ def _resident_mib(pid: int) -> int:
 
 
 def _hear_ctrl_c() -> None:
-    """A shell lets what it starts in the background ignore it, and so this test."""
+    """Make this process handle Ctrl-C, which a shell makes its background processes ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str, str]:
-    """Of ``fft check`` within two long sets: exit code, output and errors; ``then`` gets its pid
-    and those of its processes."""
+    """Run ``fft check`` within two long sets; return exit code, output and errors.
+
+    ``then`` gets its pid and those of its processes.
+    """
     command = [*FFT, "check", "hsdp", "--jobs", "2", "--bounds", "shards", "--bounds", "processes"]
     searching = subprocess.Popen(
         command,

@@ -1,4 +1,5 @@
-"""The audit: real traces pass; whatever was done to a trace is named with its place."""
+"""Tests of the audit: real traces pass, and every manipulation of a trace is reported with its
+place."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ from fft.trace.writer import TraceWriter, trace_path
 
 @pytest.fixture(autouse=True, params=[8, 1024])
 def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Records side by side: with few, facts of these short runs are forgotten on the way."""
+    """The number of records kept at once; with few, facts of these short runs are forgotten
+    early."""
     monkeypatch.setattr(audit, "_WINDOW", request.param)
     return request.param
 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    """Two groups; a fault, a kill, a rejoin, a drain; 9 commits and more."""
+    """Traces of two groups with a fault, a kill, a rejoin, a drain, and at least 9 commits."""
     job = TracedJob(tmp_path)
     for _ in range(3):
         job.step()
@@ -55,7 +57,7 @@ def traces(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("digest", ["equal", None])
 def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: str | None) -> None:
-    """Without digests nobody knows whether bits are equal, whatever the lineages say."""
+    """Without digests the equality of bits is unknown, whatever the lineages are."""
     job = TracedJob(tmp_path)
     job.digest = digest
     for _ in range(3):
@@ -76,7 +78,7 @@ def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: 
 def test_audit_compares_the_states_of_an_epoch_apart_from_those_of_updates(
     tmp_path: Path, diverges: str
 ) -> None:
-    """Between the two a script may change the state, which has another digest then."""
+    """Between the two a script may change the state, whose digest then differs."""
 
     class Diverging(TracedJob):
         def post(self, node: Node, event: Event) -> None:
@@ -117,7 +119,7 @@ def test_digests_owed_by_the_header_are_missed_by_group(
 
 
 def test_audit_misses_no_digests_in_traces_without_owes(tmp_path: Path) -> None:
-    """As in traces of older versions."""
+    """Traces of older versions have no owed digests."""
     job = TracedJob(tmp_path, silent=("1",))
     job.digest = "equal"
     job.step()
@@ -156,7 +158,7 @@ def test_verdict_tells_whether_a_trace_has_a_final_record(tmp_path: Path, ends: 
 
 
 def _apart(directory: Path, groups: int, **config: Any) -> None:
-    """A job of which one group has another digest than the others, in the votes of step 2."""
+    """Write a job in which one group's digest differs from the others' in the votes of step 2."""
 
     class Apart(TracedJob):
         def post(self, node: Node, event: Event) -> None:
@@ -172,7 +174,8 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
 
 @pytest.mark.parametrize("incarnation", [1, 2])
 def test_truncated_trace_causes_no_violation_in_others(traces: Path, incarnation: int) -> None:
-    """Wherever the gap begins: votes, barriers and records that only the lost lines tell of."""
+    """The gap may begin anywhere: the lost lines may be the only record of votes, barriers and
+    records."""
     path = traces / f"g1r0i{incarnation}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     header = json.loads(lines[0])
@@ -352,7 +355,7 @@ def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
 def test_a_trace_that_lacks_its_end_is_named_and_no_guarantee_is_blamed(
     traces: Path, window: int
 ) -> None:
-    """Wherever it is cut off between two lines: as by a copy that was not finished."""
+    """The trace may be cut between any two lines, as by an incomplete copy."""
     path = traces / "g1r0i1.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     named = []
@@ -385,7 +388,7 @@ def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: in
 
 
 def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: int) -> None:
-    """A long run has one for each process that was started again."""
+    """A long run has a trace for each process that was restarted."""
     if window > 8:
         pytest.skip("the runs are short against it")
     peaks, lives = [], (4, 24)
@@ -405,7 +408,7 @@ def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: 
 def test_the_audit_of_many_epochs_takes_no_more_memory(
     tmp_path: Path, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each synchronisation of an asynchronous job ends one."""
+    """Each synchronization of an asynchronous job ends an epoch."""
     if window > 8:
         pytest.skip("the runs are short against it")
     for page in (ends, flow):
@@ -434,7 +437,7 @@ def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
 
 
 def test_a_last_event_of_which_a_row_is_missing_is_accepted_and_reported(traces: Path) -> None:
-    """SIGKILL between two lines of one event: none of its effects was carried out."""
+    """A SIGKILL came between two lines of one event, none of whose effects was carried out."""
     path = first(traces)
     lines = lines_of(path)
     numbers = [n for n, line in enumerate(lines) if _is_later_row(json.loads(line))]
@@ -451,7 +454,8 @@ def _is_later_row(record: dict[str, object]) -> bool:
 
 
 def _forge(path: Path, change: Callable[[dict[str, object]], bool]) -> int:
-    """Change the first record that ``change`` takes, and link the file anew; its line number."""
+    """Change the first record that ``change`` accepts, and relink the file; return its line
+    number."""
     place = 0
 
     def first_taken(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""A long history's barriers, judged in parts: the verdict is that of the whole, the memory is not.
+"""Tests that judging the barriers of a long history in parts gives the same verdict in less memory.
 
-The order in which moves are fed is that of `fft audit`: side by side, by the register record that
-each participant stands at.
+The moves are fed in the order of `fft audit`: interleaved by the register record that each
+participant has reached.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fft.trace.barriers import Barriers, judge_live_sets
 
 
 class Counting(Barriers):
-    """Also counts parts, and the turns that it keeps."""
+    """A judge that also counts parts and the turns that it keeps."""
 
     parts = 0
     most = 0
 
     def __init__(self, traced: Iterable[Peer], lives: int) -> None:
-        """``lives``: as many as `SOME`."""
+        """Create a judge; ``lives`` is as in `SOME`."""
         self.SOME = lives
         super().__init__(list(traced))
 
@@ -42,7 +42,7 @@ class Counting(Barriers):
 
 
 def in_parts(history: History, lives: int) -> Counting:
-    """What the whole history leaves."""
+    """Return the result of the whole history."""
     barriers = Counting(history.moves, lives)
     moves = {peer: iter(found) for peer, found in history.moves.items()}
     ahead = {peer: next(found, None) for peer, found in moves.items()}
@@ -68,13 +68,14 @@ def in_parts(history: History, lives: int) -> Counting:
 
 
 def without_one(history: History, rng: random.Random) -> History:
-    """One has left no trace."""
+    """Remove one participant's trace."""
     gone = rng.choice([peer for peer, found in history.moves.items() if found])
     return History({peer: list(found) for peer, found in history.moves.items() if peer != gone})
 
 
 def heard_elsewhere(history: History, rng: random.Random) -> History:
-    """Somebody hears a word, a record or votes once more: earlier than they were said, or later."""
+    """Let a participant receive a message, a record or votes once more, earlier or later than
+    sent."""
     moves = {peer: list(found) for peer, found in history.moves.items()}
     kinds = (Ready, Begin, Ack, Join, Leave, Decision, Ballot)
     words = [m.event for found in moves.values() for m in found if isinstance(m.event, kinds)]
@@ -88,7 +89,7 @@ def heard_elsewhere(history: History, rng: random.Random) -> History:
 
 
 def spoiled(history: History, rng: random.Random) -> Iterator[History]:
-    """With one or two moves that are lost, swapped, or say something else."""
+    """Lose, swap or alter one or two moves."""
     for _ in range(6):
         yield heard_elsewhere(history, rng)
     untraced = without_one(history, rng)
@@ -130,12 +131,12 @@ def wandered(seed: int) -> tuple[History, random.Random]:
 
 
 REPEATED = (227, 265, 368, 387, 439)
-"""A word is said again, many epochs after it was said first."""
+"""Seeds in which a message is repeated many epochs after it was first sent."""
 
 
 @pytest.mark.parametrize("seeds", [range(20), range(20, 40), range(40, 60), REPEATED])
 def test_the_verdict_of_the_parts_is_that_of_the_whole(seeds: Iterable[int]) -> None:
-    """Random runs, good ones and ones in which something is wrong."""
+    """The runs are random; some are sound and some have a violation."""
     parts = good = bad = 0
     for seed in seeds:
         history, rng = wandered(seed)
@@ -153,8 +154,8 @@ def test_the_verdict_of_the_parts_is_that_of_the_whole(seeds: Iterable[int]) -> 
 
 
 def test_message_from_an_untraced_peer_ends_no_earlier_part() -> None:
-    """Somebody has heard it before he enters an epoch: that one was left by then, so nobody can
-    have met there."""
+    """A participant receives it before it enters an epoch, so the peer had left that epoch by then
+    and no participant can have met it there."""
     job = Job(3).until_running()
     for _ in range(8):
         job.step()
@@ -190,7 +191,7 @@ def test_memory_does_not_grow_with_the_epochs() -> None:
 
 
 def test_part_waits_for_members_in_an_older_epoch() -> None:
-    """A process that was left out says nothing for long; then it is there again, or ends."""
+    """A process that was excluded is silent for long; then it returns or ends."""
     job = Job(3).until_running()
     slow = job.node("2")
     job.fail(job.node("0"))

@@ -1,4 +1,5 @@
-"""What txns were computed on: notes that are missing, twice or odd are found, chain or no chain."""
+"""Tests of the audit of txns' inputs: missing, duplicate or wrong notes are found, relinked or
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from fft.trace.inputs import Given, Inputs, Runs
 
 SEED = 3
 LEARNS, MADE_ANEW = 3, 100
-"""Seeds in which groups come in as learners; in which entries are lost and made anew."""
+"""Seeds in which groups join as learners, and in which entries are lost and recomputed."""
 SPECS = ["hsdp", "diloco", "pipeline_ahead"]
 
 
@@ -46,7 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def traces(
     request: pytest.FixtureRequest, undisturbed: Callable[[str], Path], tmp_path: Path
 ) -> Path:
-    """A copy of them."""
+    """A copy of these traces."""
     return shutil.copytree(undisturbed(request.param), tmp_path / "traces")
 
 
@@ -57,7 +58,7 @@ def hsdp(undisturbed: Callable[[str], Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ahead(undisturbed: Callable[[str], Path], tmp_path: Path) -> Path:
-    """Of stages that step by themselves."""
+    """Traces of stages that step by themselves."""
     return shutil.copytree(undisturbed("pipeline_ahead"), tmp_path / "traces")
 
 
@@ -80,7 +81,7 @@ def last_stage(root: Path) -> Path:
 def test_a_run_with_faults_lacks_none(
     spec: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether facts are forgotten on the way or not."""
+    """This holds whether or not facts are forgotten during the run."""
     monkeypatch.setattr(audit, "_WINDOW", window)
     run_seed(5, load_spec(spec), trace_dir=tmp_path)
     report = audit_dir(tmp_path)
@@ -99,18 +100,18 @@ def gone(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def later(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The note is of the txn after its own."""
+    """Move the note to the next txn."""
     epoch, txn = record["data"]["token"]
     return saying(token=[epoch, txn + 1])(record)
 
 
 def headers(**config: Any) -> Change:
-    """Other values in the configuration that the header tells of."""
+    """Replace values in the configuration of the header."""
     return lambda r: [{**r, "config": {**r["config"], **config}} if r["kind"] == "header" else r]
 
 
 def torchfts() -> Change:
-    """The trace of a process that runs torchft's loop alone."""
+    """Return the trace of a process that runs only torchft's loop."""
     return in_turn(nth_note("loop", 0, saying(runs="torchft")), without("consumed"))
 
 
@@ -156,7 +157,7 @@ def test_missing_or_unexpected_inputs_are_found(how: str, traces: Path) -> None:
 
 
 def test_slices_and_items_that_ranks_have_swapped_are_found(hsdp: Path) -> None:
-    """Two groups in one txn; then the two ranks of a group."""
+    """The swap is between two groups in one txn, then between two ranks of a group."""
     ranks = [path for path in trace_files(hsdp) if "r0i" in path.name]
     told = [_consumed(path)[2] for path in ranks]
     assert told[0]["token"] == told[1]["token"] and told[0]["slice"] != told[1]["slice"]
@@ -181,14 +182,15 @@ def _consumed(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_job_that_draws_no_data_by_fft_owes_no_notes(hsdp: Path) -> None:
-    """As a loop over torchft's Manager: its notes say so."""
+    """The notes of a loop over torchft's Manager state that."""
     everywhere(hsdp, torchfts)
     assert violated(audit_dir(hsdp)) == {}
 
 
 @pytest.mark.parametrize("first", ["transactions", "torchft"])
 def test_each_txn_owes_what_its_own_loop_does(first: str, hsdp: Path) -> None:
-    """Two loops in a row, either first; then one that is not left when its notes end."""
+    """There are two loops in a row, in either order; then one that is still running at its last
+    note."""
     change = _consumed(trace_files(hsdp)[0])[3]["token"]
     runs = ["transactions", "torchft"] if first == "transactions" else ["torchft", "transactions"]
 
@@ -220,7 +222,7 @@ def test_ranks_that_have_run_a_txn_in_unlike_loops_are_found(hsdp: Path) -> None
 
 @pytest.mark.parametrize("name", ["leases", "flow", "spec"])
 def test_headers_of_different_jobs_are_found(name: str, hsdp: Path) -> None:
-    """From them follows what is owed."""
+    """The owed notes follow from the headers."""
 
     def other(record: dict[str, Any]) -> list[dict[str, Any]]:
         if record["kind"] == "header":
@@ -237,7 +239,7 @@ def test_headers_of_different_jobs_are_found(name: str, hsdp: Path) -> None:
 
 
 def test_a_slice_that_a_rank_claims_which_does_not_count_is_found(tmp_path: Path) -> None:
-    """A learner, in the txn in which it joins."""
+    """The rank is a learner, in the txn in which it joins."""
     run_seed(LEARNS, load_spec("hsdp"), trace_dir=tmp_path)
     assert violated(audit_dir(tmp_path)) == {}
     path, token, number = _learned(tmp_path)
@@ -255,7 +257,7 @@ def test_a_slice_that_a_rank_claims_which_does_not_count_is_found(tmp_path: Path
 
 
 def _learned(root: Path) -> tuple[Path, list[int], int]:
-    """A trace, a txn that it has applied as one that does not count, and a slice of that txn."""
+    """Return a trace, a txn that it has applied without counting, and a slice of that txn."""
     for path in trace_files(root):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         mine = {str(line["data"]["token"]) for line in lines if line.get("note") == "consumed"}
@@ -293,7 +295,7 @@ OWES_NOTHING: dict[str, tuple[Callable[[], Change], str, str]] = {
 
 @pytest.mark.parametrize("how", OWES_NOTHING)
 def test_stage_without_input_records_is_found(how: str, ahead: Path) -> None:
-    """What it owes follows from the flow of its job."""
+    """The owed records follow from the flow of the job."""
     change, name, text = OWES_NOTHING[how]
     assert violated(audit_dir(ahead)) == {}
     everywhere(last_stage(ahead), change)
@@ -327,7 +329,8 @@ def test_an_entry_that_is_not_what_the_stage_before_gave_is_found(how: str, ahea
 
 
 def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> None:
-    """Lost with a process of the stage before; others of the stage have computed the slice."""
+    """They were lost with a process of the previous stage; others of that stage have computed the
+    slice."""
     run_seed(MADE_ANEW, load_spec("pipeline_ahead"), trace_dir=tmp_path)
     assert violated(audit_dir(tmp_path)) == {}
     everywhere(tmp_path, lambda: without("entry_made_anew"))
@@ -335,7 +338,7 @@ def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> 
 
 
 def test_records_missing_after_a_gap_or_the_end_are_no_violation(traces: Path) -> None:
-    """Wherever the rest was lost, in either stage: the notes that it had are no matter."""
+    """The rest may be lost anywhere, in either stage; the existing notes do not matter."""
     for path in (trace_files(traces)[0], sorted(traces.rglob("*.jsonl"))[-1]):
         lines = path.read_bytes().splitlines(keepends=True)
         starts = [n for n, line in enumerate(lines) if n and b'"event":null' not in line]
@@ -350,7 +353,7 @@ def test_records_missing_after_a_gap_or_the_end_are_no_violation(traces: Path) -
 
 
 def test_the_last_note_of_a_process_that_was_killed_may_be_missing(hsdp: Path) -> None:
-    """Killed between the decision and its note: the update was not made either."""
+    """It was killed between the decision and its note, before the update."""
     path = trace_files(hsdp)[0]
     last = [x for x in read_lines(hsdp) if x.get("note") == "consumed"][-1]["data"]["token"]
     rewrite(
@@ -369,7 +372,7 @@ def test_runs_have_what_was_put_in_and_nothing_else() -> None:
     for _ in range(150):
         put.append((version, number))
         runs.add(version, number)
-        runs.add(version, number)  # as an attempt that is repeated
+        runs.add(version, number)  # as a repeated attempt
         stride = 2 if len(put) % 25 < 20 else dice.choice([1, 2, 3])
         version, number = version + dice.choice([1, 1, 1, 0]), number + stride
     assert list(runs) == put

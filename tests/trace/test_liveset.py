@@ -1,4 +1,5 @@
-"""The live-set semantics: every execution of JAX's document, an exhaustive oracle, runs of FFT."""
+"""Tests of the live-set semantics: the executions of JAX's document, an exhaustive oracle, runs of
+FFT."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _KINDS = {"S": "start", "X": "fail", "[": "enter", "]": "leave"}
 
 
 def read(diagram: str) -> tuple[Timed, list[int]]:
-    """Events of each row by column, and the columns of the drawn instants."""
+    """Return the events of each row by column, and the columns of the drawn instants."""
     lines: Timed = {}
     instants: list[int] = []
     for row in diagram.splitlines():
@@ -92,7 +93,7 @@ def test_every_drawing_is_a_vector() -> None:
     "vector", [v for v in VECTORS if "^" in v["diagram"]], ids=lambda v: v["name"]
 )
 def test_instants_that_the_document_draws(vector: dict[str, Any]) -> None:
-    """Reading them off the drawing shows that the drawing is read as it is meant."""
+    """The instants confirm that the drawings are parsed correctly."""
     lines, instants = read(vector["diagram"])
     answers = {e.members for line in lines.values() for _, e in line if e.kind == "leave"}
     found = {frozenset(n for n in lines if _inside(lines[n], at)) for at in instants}
@@ -103,7 +104,7 @@ def test_instants_that_the_document_draws(vector: dict[str, Any]) -> None:
 
 
 def _inside(line: list[tuple[float, Event]], at: int) -> bool:
-    """In the barrier at that column, both ends included."""
+    """Whether the line is in the barrier at that column, both ends included."""
     enters = [x for x, e in line if e.kind == "enter"]
     ends = [min(y for y, e in line if y > x and e.kind != "act") for x in enters]
     return any(x <= at <= y for x, y in zip(enters, ends, strict=True))
@@ -118,7 +119,7 @@ def _alive(line: list[tuple[float, Event]], at: int) -> bool:
 
 
 def oracle(execution: Execution) -> bool:
-    """Whether some order of all events gives every answer its instant. Tries all of them."""
+    """Whether some order of all events gives every answer its instant, by trying all orders."""
     lines = execution.lines
     names = sorted(lines)
     total = sum(e.kind == "leave" for line in lines.values() for e in line)
@@ -144,7 +145,7 @@ def oracle(execution: Execution) -> bool:
 
 
 def _happy(lines: Any, at: dict[str, int]) -> frozenset[Mark]:
-    """Leaves whose set is what is the case here."""
+    """Return the leaves whose set matches the state at this point."""
     inside: dict[str, tuple[str, int | None]] = {}
     alive: set[str] = set()
     for name, line in lines.items():
@@ -177,7 +178,8 @@ def _happy(lines: Any, at: dict[str, int]) -> frozenset[Mark]:
 
 
 def check_witness(execution: Execution, verdict: LiveSetVerdict) -> None:
-    """A witness is an order of all events, within the given one, with an instant per answer."""
+    """Check that a witness is an order of all events, within the given one, with an instant per
+    answer."""
     if not verdict.valid:
         assert verdict.reason
         assert not verdict.order
@@ -211,7 +213,8 @@ STATE = {"start": "out", "enter": "in", "leave": "out", "fail": "dead"}
 
 
 def draw_execution(rng: random.Random) -> Execution:
-    """A small execution as a clock, or as messages, orders it; half of the sets are likely."""
+    """Draw a small execution, ordered by a clock or by messages; half of the sets are likely
+    ones."""
     state, events = dict.fromkeys(NAMES, "dead"), []
     alive_in: dict[str, set[str]] = {n: set() for n in NAMES}
     for _ in range(rng.randint(8, 16)):
@@ -259,7 +262,7 @@ def test_decision_equals_the_oracle(seed: int) -> None:
 
 
 def test_random_executions_are_of_every_sort() -> None:
-    """The comparison above would say little if nearly all executions were of one verdict."""
+    """The comparison above would be weak if nearly all executions had one verdict."""
     sorts: Counter[str] = Counter()
     for seed in range(1500):
         verdict = decide(draw_execution(random.Random(seed)))
@@ -309,7 +312,7 @@ def test_recipient_of_a_live_set_is_a_member() -> None:
 
 
 def test_an_act_stops_a_failure_that_moves() -> None:
-    """Without the act, b may be held for dead from its start on."""
+    """Without the act, b may be considered dead from its start on."""
     lines = {"a": (START, ENTER, leave("a")), "b": (START, ACT, FAIL)}
     later = frozenset({(("a", 2), ("b", 1)), (("b", 0), ("a", 1))})
     verdict = decide(Execution(lines, later))
@@ -321,7 +324,7 @@ def test_an_act_stops_a_failure_that_moves() -> None:
 
 
 def test_orders_that_come_to_the_same_are_tried_once() -> None:
-    """a and b are each alone in either order; what follows (figure 17) fails after both."""
+    """a and b are each alone in either order; the continuation (figure 17) fails after both."""
     lines, _ = read(next(v["diagram"] for v in VECTORS if v["name"] == "figure 17"))
     later = timed(lines)
     alone = {n: (START, ENTER, leave(n), FAIL) for n in "ab"}
@@ -355,7 +358,7 @@ def test_a_witness_and_a_reason_can_be_read() -> None:
 
 
 def test_many_rounds_cost_little() -> None:
-    """16 processes, 100 barriers, nobody fails: one instant after another."""
+    """16 processes, 100 barriers and no failures: one instant after another."""
     names = [f"{n:02}" for n in range(16)]
     lines: Timed = {n: [(0, START)] for n in names}
     for number in range(100):
@@ -372,12 +375,12 @@ def test_many_rounds_cost_little() -> None:
 
 
 def left(history: History) -> int:
-    """Barriers that somebody left, counted once per participant."""
+    """Return the number of barriers that were left, counted once per participant."""
     return sum(roles == ("healing", "training") for m in history.all() for roles in m.roles)
 
 
 def good(job: Job) -> LiveSetVerdict:
-    """No finding, every barrier counted, and a witness that stands up."""
+    """Check that there is no finding, every barrier is counted, and the witness is valid."""
     history = history_of(job)
     finding = judge_live_sets(history)
     assert finding.violation is None, finding
@@ -389,7 +392,8 @@ def good(job: Job) -> LiveSetVerdict:
 
 
 def until_ready(job: Job, *groups: str) -> None:
-    """Everyone has the first epoch's record and is through with healing; these say ready."""
+    """Run until every participant has the first epoch's record and is healed, and these are
+    ready."""
     while able := [n for n in job.live() if n.inbox and n.inbox[0].type != "healed"]:
         job.deliver(able[0])
     for group in groups:
@@ -485,7 +489,7 @@ def test_a_member_without_a_trace_is_taken_at_its_word() -> None:
 
 @pytest.fixture
 def run() -> Job:
-    """Two epochs of three groups: the second after a fault."""
+    """Return two epochs of three groups, the second one after a fault."""
     job = Job(3).until_running()
     job.fail(job.node("0"))
     job.step()
@@ -495,7 +499,7 @@ def run() -> Job:
 
 
 def doctor(job: Job, group: str, which: Any, *becomes: Any) -> Finding:
-    """Replace the moves that ``which`` holds of by what ``becomes`` makes of them."""
+    """Replace the moves for which ``which`` is true by the results of ``becomes``."""
     moves = job.record.moves[job.node(group).peer]
     changed = [m for m in moves if which(m)]
     assert changed
@@ -534,7 +538,7 @@ def test_one_is_given_another_set(run: Job) -> None:
 
 @pytest.mark.parametrize(("group", "word"), [("0", "ready"), ("1", "begin")])
 def test_one_heard_before_it_was_said(run: Job, group: str, word: str) -> None:
-    """The coordinator, that another is in the barrier; another, that all are."""
+    """The coordinator receives that another is in the barrier; another, that all are."""
     moves = run.record.moves[run.node(group).peer]
     heard = [m for m in moves if m.event.type == word]
     assert heard, f"{group} heard no {word}"
@@ -545,7 +549,7 @@ def test_one_heard_before_it_was_said(run: Job, group: str, word: str) -> None:
 
 
 def test_one_entered_after_the_others_had_moved_on(run: Job) -> None:
-    """Its ready for the second epoch comes after it has seen what they committed in it."""
+    """Its ready for the second epoch comes after it has seen the commits of that epoch."""
     peer = run.node("1").peer
     moves = run.record.moves[peer]
     late = [m for m in moves if m.event == Healed(2, 0) or is_leaving(m)]
@@ -560,7 +564,7 @@ def test_one_entered_after_the_others_had_moved_on(run: Job) -> None:
 
 
 def test_each_epoch_is_judged_in_the_time_of_the_ones_before() -> None:
-    """A long run has thousands, and each asks of the stays in its own barrier alone."""
+    """A long run has thousands of epochs, and each needs only the stays in its own barrier."""
     calls = []
     for count in (50, 200):
         line = [(3.0 * n + i, e) for n in range(count) for i, e in enumerate(_epoch(str(n)))]
@@ -602,7 +606,7 @@ def test_process_that_skips_the_barrier_is_found_when_the_other_never_arrives() 
 
 
 def test_traces_of_real_managers(tmp_path: Path) -> None:
-    """Two managers in threads over gloo, with a fault on the way; each epoch has its instant."""
+    """Two managers run in threads over gloo, with a fault; each epoch has its instant."""
     pytest.importorskip("torchft")
     sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
     try:

@@ -1,4 +1,4 @@
-"""Several starts of a job: each goes on from what an earlier one has committed, bit for bit."""
+"""Tests of several starts of a job: each resumes from an earlier start's commit, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Start(TracedJob):
 def start(
     directory: Path, steps: int, origin: Record | None = None, lineage: str | None = None
 ) -> list[Record]:
-    """What it commits; it begins with the state of ``origin``, maybe under another lineage."""
+    """Write a start that begins with the state of ``origin``, perhaps under another lineage."""
     names = ("lineage", "step", "cursor", "batches")
     state = {} if origin is None else {name: getattr(origin, name) for name in names}
     if lineage is not None:
@@ -54,7 +54,7 @@ def start(
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Four starts; the last one goes on from the first, of which much has happened since."""
+    """Four starts; the last one resumes from the first, many commits later."""
     first = start(tmp_path, 9)
     second = start(tmp_path / "start2", 4, first[5])
     start(tmp_path / "start3", 4, second[1])
@@ -71,7 +71,8 @@ def test_each_start_may_go_on_from_any_that_came_before(root: Path) -> None:
 def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
     tmp_path: Path,
 ) -> None:
-    """As when it is loaded for another number of ranks; more than one start may go on from that."""
+    """The lineage changes when a state is loaded for another number of ranks; several starts may
+    resume from it."""
     first = start(tmp_path, 9)
     for number in (2, 3):
         start(tmp_path / f"start{number}", 4, first[5], "resharded")
@@ -85,7 +86,7 @@ def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
 
 
 def test_starts_with_gaps_are_judged_by_the_existing_records(root: Path) -> None:
-    """Neither said to have committed nothing, nor to have begun at the beginning."""
+    """They are reported neither as without commits nor as begun from the start."""
     for path in (root / "start2").glob("*.jsonl"):
         with_a_gap(path)
     (root / "start3" / "g7r0i1.jsonl").touch()
@@ -98,7 +99,7 @@ def test_starts_with_gaps_are_judged_by_the_existing_records(root: Path) -> None
 
 
 def with_a_gap(path: Path) -> None:
-    """In the place of all that was written first, and of what came then."""
+    """Put a gap in the place of the first records and of those that came then."""
     group, rank, inc = path.stem[1:].replace("r", " ").replace("i", " ").split()
     path.unlink()
     writer = TraceWriter(path.parent, Peer(group, int(rank), int(inc)))
@@ -107,7 +108,7 @@ def with_a_gap(path: Path) -> None:
 
 
 def test_a_start_may_begin_where_the_one_before_has_begun(tmp_path: Path) -> None:
-    """It was resumed with a folder of its own for its traces, and lost before its first commit."""
+    """It was resumed with its own trace folder, and lost before its first commit."""
     origin = start(tmp_path / "elsewhere", 4)[2]
     start(tmp_path / "traces", 0, origin)
     start(tmp_path / "traces" / "start2", 3, origin)
@@ -167,7 +168,7 @@ def test_commits_of_a_later_start_are_no_resume_point(root: Path) -> None:
 
 
 def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> None:
-    """The same command once more, of a job that has all its steps."""
+    """The same command was given again for a job that has all its steps."""
     start(tmp_path / "start2", 0, start(tmp_path, 3)[-1])
     found = audit_job(tmp_path)
     assert found.ok
@@ -181,9 +182,10 @@ def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> N
 
 
 def test_abandoned_histories_use_no_memory(tmp_path: Path) -> None:
-    """However many steps the starts have: of each the one is kept that a later one begins with."""
+    """This holds for any number of steps: only the states from which a later start resumes are
+    kept."""
     peaks = []
-    for steps in (100, 100, 800):  # the first fills what is shared
+    for steps in (100, 100, 800):  # the first round fills the shared caches
         root = tmp_path / f"{len(peaks)} of {steps}"
         first = start(root, steps)
         second = start(root / "start2", steps, first[steps // 2])
@@ -209,7 +211,7 @@ def test_a_word_of_a_checkpoint_that_says_nothing_counts_as_none(root: Path) -> 
 
 
 def test_ranks_that_begin_with_different_checkpoints_are_found(root: Path) -> None:
-    """Whatever lineages the word of one of them names."""
+    """This holds whatever lineages one of their messages names."""
     other = {"lineage": "other", "as": "other", "takes_same": False}
     path = root / "start2" / "g1r0i1.jsonl"
     rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "lineage": "", "data": other}]))

@@ -1,4 +1,5 @@
-"""The trace on a disk that is full: training goes on, and the audit does not claim completeness."""
+"""Tests of the trace on a full disk: training continues, and the audit does not claim
+completeness."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ writer = TraceWriter(Path(sys.argv[1]), Peer("0", 0, 1))
 note = lambda n: writer.note("n", {"n": n})
 room = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 """
-"""A limit on the sizes of files refuses a write as a full disk does, and can be lifted."""
+"""A limit on the sizes of files fails a write as a full disk does, and can be lifted."""
 
 
 def written(directory: Path, script: str) -> tuple[list[dict], str]:
-    """The lines that are in the trace after ``script``, whole and chained, and its stderr."""
+    """Return the lines of the trace after ``script``, complete and chained, and its stderr."""
     code = LIMITED + textwrap.dedent(script) + "\nwriter.close()"
     done = subprocess.run(
         [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=60
@@ -45,7 +46,7 @@ def written(directory: Path, script: str) -> tuple[list[dict], str]:
 
 
 def numbers(lines: list[dict]) -> list[object]:
-    """Of the notes; of a gap, how many lines are lost, as text."""
+    """Return the numbers of the notes, and for a gap the number of lost lines as text."""
     return [x["data"]["n"] if x["kind"] == "note" else f"lost {x['lost']}" for x in lines]
 
 
@@ -60,7 +61,7 @@ def test_lines_that_find_no_room_are_counted_and_the_gap_is_marked(tmp_path: Pat
         for n in range(8, 10): note(n)
         """,
     )
-    # the last line before it made room for the mark
+    # the line before the gap was overwritten to make room for the mark
     assert numbers(lines) == [0, 1, "lost 2", "lost 4", 8, 9]
     assert errors.count("cannot be written") == 1 and errors.count("written again") == 1
 
@@ -104,7 +105,7 @@ def test_a_disk_that_was_full_from_the_start(tmp_path: Path) -> None:
 
 
 def test_listener_is_notified_once_per_gap(tmp_path: Path) -> None:
-    """At once, if some are lost already."""
+    """The call comes at once if lines are already lost."""
     (tmp_path / "g0r0i1.jsonl").symlink_to("/dev/full")
     early, late = list[str](), list[str]()
     writer = TraceWriter(tmp_path, Peer("0", 0, 1))
@@ -169,7 +170,7 @@ def test_training_goes_on_and_the_audit_is_incomplete(tmp_path: Path, room_again
         trainer.close()
     assert code == 0, said
     assert "done at step 12\n" in said
-    # A short line may fit where a longer one was given up: then it is said once more.
+    # A short line may fit where a longer one did not; it is then written once more.
     lost, again = (said.count(word) for word in ("cannot be written", "can be written again"))
     assert lost >= 1 and lost - again == (room_again_at == 99), said
     report = audit_dir(tmp_path / "run")
