@@ -1,4 +1,5 @@
-"""Rows of async.yaml that no search of the checker takes; and who leaves with which state."""
+"""Tests of rows of async.yaml that the checker's searches never take, and of the states of
+leavers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ ASYNC = load_spec("async")
 
 
 def apart(groups: int = 3, **config: Any) -> Job:
-    """A job after its first synchronisation: all its groups stand apart."""
+    """Return a job after its first synchronization, in which all groups are local."""
     job = Job(groups, spec=ASYNC, leases=True, bound=4, **config).until_running()
     job.step()
     assert job.states() == {"APART"}
@@ -44,14 +45,15 @@ def apart(groups: int = 3, **config: Any) -> Job:
 
 
 def ask(job: Job, *groups: str) -> None:
-    """These groups ask to synchronise."""
+    """Let these groups ask to synchronize."""
     for group in groups:
         job.post(job.node(group), Synchronise())
     job.settle()
 
 
 def synchronising(*groups: str, **config: Any) -> Job:
-    """The same, and these are in the next synchronisation, without the others."""
+    """Return such a job in which these groups are in the next synchronization, without the
+    others."""
     job = apart(**config)
     ask(job, *groups)
     job.fire("join_window")
@@ -61,7 +63,7 @@ def synchronising(*groups: str, **config: Any) -> Job:
 
 
 def epoch_after(job: Job, *groups: str, **more: Any) -> Record:
-    """The record of one more epoch, with these members; it is in the register."""
+    """Return the record of one more epoch with these members, after writing it to the register."""
     head = job.head
     assert head is not None
     entries = {at.entry.group: at.entry for at in head.standing}
@@ -75,20 +77,20 @@ def epoch_after(job: Job, *groups: str, **more: Any) -> Record:
 
 
 def take(job: Job, node: Node, event: Any) -> tuple[str, str, list[str]]:
-    """What the node does with an event, before anything else: (from, to, effects)."""
+    """Return the node's reaction to an event, before any other event: (from, to, effects)."""
     node.inbox.appendleft(event)
     (step, *_) = job.deliver(node).steps
     return step.source, node.local.state, step.effects
 
 
 def until(job: Job, node: Node, state: str) -> None:
-    """Deliver to this node alone until it is there."""
+    """Deliver only to this node until it is in the state."""
     while node.local.state != state:
         job.deliver(node)
 
 
 def assert_sound(job: Job) -> None:
-    """Every guarantee held. Which slices a txn consumed, `Job` notes for jobs without leases."""
+    """Check every guarantee. `Job` records the slices of a txn for jobs without leases."""
     job.record.consumed.clear()
     assert not job.verdict()
 
@@ -125,7 +127,8 @@ def the_job_diverged() -> None:
 
 
 def the_job_ended() -> None:
-    """Two vote that no step comes after this one; the third is apart, the fourth asks already."""
+    """Two groups vote that no step comes after this one; the third is local, the fourth asks
+    already."""
     job = synchronising("0", "1", "2", groups=5)
     ask(job, "4")
     for group in ("0", "1", "2"):
@@ -172,7 +175,7 @@ def an_old_word_and_given_up() -> None:
 
 
 def left_out_in_doubt_and_committed() -> None:
-    """It has voted; the others commit, and form an epoch without it before it hears of that."""
+    """It has voted; the others commit, and form an epoch without it before it learns of that."""
     job = synchronising("0", "1")
     node = job.node("0")
     job.compute([node])
@@ -195,7 +198,7 @@ def an_old_word_of_who_is_torn() -> None:
 
 
 def _building() -> tuple[Job, Node]:
-    """In the next epoch, building its groups; group 0 missed that it was given up."""
+    """It is in the next epoch, building its groups; group 0 missed that the epoch was given up."""
     job = apart()
     node = job.node("0")
     for group in ("0", "1", "2"):
@@ -289,8 +292,10 @@ LIVES: dict[str, Callable[[], None]] = {
 
 
 def test_excluded_group_without_a_missed_decision_keeps_its_state() -> None:
-    """The epoch's record comes right after the newest that it knows: its txn has no decision. Its
-    state may be the last one that there is."""
+    """The epoch's record directly follows the newest one that it knows, so its txn has no decision.
+
+    Its state may be the only one left.
+    """
     job = synchronising("0", "1")
     node = job.node("0")
     job.compute([node], digest="state")
@@ -418,8 +423,7 @@ def test_a_newcomer_does_not_count_before_its_own_steps() -> None:
 
 
 def _without(job: Job, deaf: Node) -> None:
-    """Everything happens, and this node hears nothing that is said; what its own thread says, it
-    does."""
+    """Run the job while this node receives no message, except those of its own thread."""
     for _ in range(100_000):
         job.lose_decisions(deaf)
         own = [e for e in deaf.inbox if isinstance(e, Prepared)]
@@ -433,7 +437,7 @@ def _without(job: Job, deaf: Node) -> None:
 
 
 def test_missed_record_does_not_count_steps_twice() -> None:
-    """It is left out in doubt, and hears of the COMMIT by the record of a later one."""
+    """It is excluded while in doubt, and learns of the COMMIT from a later commit's record."""
     job = synchronising("0", "1", "2", groups=5)
     node = job.node("0")
     lease = node.local.lease
@@ -519,7 +523,7 @@ def test_asking_group_counts_itself_although_its_message_is_lost() -> None:
 
 
 def test_an_older_word_does_not_hide_a_newer_one() -> None:
-    """Its state is torn since; the word of before comes late."""
+    """Its state has been lost since; the message from before arrives late."""
     job = apart()
     node, other = job.node("0"), job.node("1")
     old = hello(other.local, other.participant.config)

@@ -1,4 +1,4 @@
-"""Guarantee 13 can fail: the life of an asynchronous job, and what a doctored record shows."""
+"""Tests that guarantee 13 can fail: the life of an asynchronous job, and modified records of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Doctor = Callable[[Record], Record]
 
 
 def life() -> History:
-    """Five groups; two of them miss a synchronisation, and a sixth one comes."""
+    """Return a life of five groups; two of them miss a synchronization, and a sixth one joins."""
     spec = load_spec("async")
     job = Job(5, spec=spec, leases=True, bound=2).until_running()
     job.step()
@@ -39,7 +39,7 @@ def life() -> History:
 
 
 def doctored(kind: str, step: int, doctor: Doctor) -> History:
-    """The record of a kind with so many committed steps, as everybody hears and proposes it."""
+    """Modify the record of a kind after ``step`` committed steps, in all moves that carry it."""
     history = life()
 
     def of(move: Move) -> Move:
@@ -109,7 +109,7 @@ def test_the_life_that_is_doctored_is_clean() -> None:
 
 @pytest.mark.parametrize("off", [-1, 0])
 def test_contribution_from_an_older_base_than_the_epochs_is_a_violation(off: int) -> None:
-    """As if a slice that was given back, and granted again, were not computed anew."""
+    """This is as if a slice that was returned and granted again were not recomputed."""
     history = life()
     for peer, moves in history.moves.items():
         for move in moves:
@@ -126,7 +126,7 @@ def test_contribution_from_an_older_base_than_the_epochs_is_a_violation(off: int
 
 @cache
 def running() -> Job:
-    """Three groups in the first epoch of a job; not to be changed."""
+    """Return three groups in the first epoch of a job; not to be changed."""
     return Job(3, spec=load_spec("async"), leases=True, bound=2).until_running()
 
 

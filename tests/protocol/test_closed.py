@@ -1,4 +1,5 @@
-"""A job whose register was closed by who starts the next one (`fft.operate.entering`)."""
+"""Tests of a job whose register was closed by the starter of the next job
+(`fft.operate.entering`)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_nobody_goes_on_in_a_closed_job_whatever_it_was_at(seed: int, is_heard: 
     calm(job, rounds=25)
     assert job.head == last
     assert [(f.name, f.violation, f.place) for f in job.verdict()] == []
-    job.fire("quorum")  # of who was forming an epoch, and did not hear that the job has ended
+    job.fire("quorum")  # of a participant that was forming an epoch and missed the end of the job
     job.settle()
     assert job.live() == []
     ends = {node.finished.error for node in there if node.finished is not None}

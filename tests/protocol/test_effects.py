@@ -1,7 +1,9 @@
-"""Effects do not decide: what depends on anything is a guard, of a row or of a part of a sequence.
+"""Tests that effects do not decide: every condition is a guard, of a row or of a part of a
+sequence.
 
-An effect that chooses would hide a row: the checker could not count it, and no reader of the YAML
-would see it. What may stay is data: a default for what is missing, or what a record holds.
+An effect that chooses would hide a row: the checker could not count it, and readers of the YAML
+would not see it. Only choices about data may stay: a default for a missing value, or the contents
+of a record.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ DATA = {
     "_end_of_synchronisation": "The same, of an asynchronous job.",
     "succeed_epoch": "For teaching specs: outside every epoch, of the last record.",
 }
-"""Functions that choose, and what they choose. Nothing of it is a step of the protocol."""
+"""Functions that choose, with what they choose. None of it is a step of the protocol."""
 
 
 def choosing(text: str) -> dict[str, list[str]]:
-    """By name, the functions of a module that choose, and where; assertions do not."""
+    """Return the functions of a module that choose, by name, with the places; assertions do not
+    count."""
     found: dict[str, list[str]] = {}
     for function in ast.parse(text).body:
         if isinstance(function, ast.FunctionDef):

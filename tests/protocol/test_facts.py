@@ -1,4 +1,4 @@
-"""What a judge of long runs forgets, and what it keeps."""
+"""Tests of the facts that a judge of long runs forgets and keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_numbers_that_come_nearly_in_order_are_counted_with_few_of_them_kept(see
 
 
 def reach(facts: Facts, record: int, epoch: int = 1) -> set[object]:
-    """What is forgotten on the way."""
+    """Advance to a record, and return the facts that are forgotten."""
     return {key for bucket in facts.due(record, epoch) for key in facts.forget(bucket)}
 
 
@@ -60,7 +60,8 @@ def test_epoch_facts_are_kept_for_two_epochs() -> None:
 
 
 def test_early_fact_waits_for_its_epoch() -> None:
-    """As by one that was away for long, and then hears the newest record."""
+    """A participant that was away for long and then receives the newest record brings such a
+    fact."""
     facts = Facts(window=10)
     facts.at = 500
     facts.put(("record", 500), "it")

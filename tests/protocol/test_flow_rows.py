@@ -1,4 +1,5 @@
-"""Rows of a stage's scope: held by another one, and what becomes of who is held."""
+"""Tests of the rows of a stage's scope: held by another scope, and the end of a held
+participant."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ LEADS = (Elsewhere("stage1", 2),)
 
 
 def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
-    """A record of ``scope``, of these groups."""
+    """Return a record of ``scope`` with these groups."""
     return ScopeRecord(scope, n, cursor, groups, len(groups))
 
 
 def job_of(flow: tuple[Elsewhere, ...], *heard: ScopeRecord) -> Job:
-    """Two groups whose first epoch has formed."""
+    """Return a job of two groups whose first epoch has formed."""
     job = Job(2, spec=SPEC, flow=flow)
     job.settle()
     hear(job, *heard)
@@ -58,7 +59,7 @@ def cursor(job: Job) -> int:
 
 
 def skip(job: Job) -> None:
-    """A txn that takes its slices, and is no step."""
+    """Run a txn that takes its slices without a step."""
     job.compute(skip=True)
     job.settle()
 
@@ -69,7 +70,7 @@ def test_follower_takes_only_what_was_taken_before() -> None:
     hear(job, at("stage0", 2, 3, *BOTH))
     assert states(job) == {"NORMAL.computing"}
     job.step()
-    assert states(job) == {"NORMAL.held"}  # one slice is there, and a txn takes two
+    assert states(job) == {"NORMAL.held"}  # one slice is available, and a txn takes two
     assert job.head is not None
     assert (job.head.step, [tuple(seen) for seen in job.head.seen]) == (1, [("stage0", 3, 0, 2)])
     assert_sound(job)
@@ -90,7 +91,7 @@ def test_leader_is_held_at_its_bound() -> None:
 
 @pytest.mark.parametrize("flow", [FOLLOWS, LEADS])
 def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
-    """It takes its slices, and its entries are given and taken, as those of a step."""
+    """It takes its slices, and its entries are given and taken as those of a step."""
     job = job_of(flow, at("stage1", 1, 0, *BOTH), at("stage0", 2, 4, *BOTH))
     skip(job)
     job.step()
@@ -100,7 +101,10 @@ def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
 
 
 def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
-    """It has one at least. So the first stage can bring all its groups to the job's weights."""
+    """It has one group at least.
+
+    This lets the first stage bring all its groups to the job's weights.
+    """
     job = job_of(LEADS)
     job.step()
     assert (cursor(job), states(job)) == (2, {"NORMAL.held"})
@@ -118,7 +122,7 @@ def test_the_bound_is_of_txns_of_the_next_stage_and_what_it_allowed_stays_allowe
     assert (cursor(job), states(job)) == (6, {"NORMAL.held"})
     hear(job, at("stage1", 2, 3, "0", "1", "2"))
     assert states(job) == {"NORMAL.computing"}
-    hear(job, at("stage1", 3, 3, "0"))  # two of its groups are lost while this one computes
+    hear(job, at("stage1", 3, 3, "0"))  # two of its groups are lost while this stage computes
     job.step()
     assert (cursor(job), states(job)) == (8, {"NORMAL.computing"})
     assert job.kinds().count("abort") == 0
@@ -127,7 +131,7 @@ def test_the_bound_is_of_txns_of_the_next_stage_and_what_it_allowed_stays_allowe
 
 @pytest.mark.parametrize("left", range(4))
 def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
-    """The earlier one may begin as long as the next has not what it needs for one txn."""
+    """The earlier stage may begin as long as the next one lacks the slices for one txn."""
     groups = tuple("0123")
     leads = job_of((Elsewhere("stage1", 1),), at("stage1", 1, left, *groups))
     while states(leads) == {"NORMAL.computing"}:
@@ -162,7 +166,7 @@ def test_waiting_for_a_stalled_scope_times_out() -> None:
 
 
 def test_follower_leaves_with_its_last_txn_with_data() -> None:
-    """Also if it is a skip, and whatever its own last step is."""
+    """This also holds if that txn is a skip, and whatever its own last step is."""
     for last in (Job.step, skip):
         job = job_of(FOLLOWS, at("stage0", 3, 4))
         job.step()
@@ -175,7 +179,7 @@ def test_follower_leaves_with_its_last_txn_with_data() -> None:
 
 
 def too_little_is_left() -> Job:
-    """For a txn of its groups."""
+    """The rest of the data is too small for a txn of its groups."""
     job = job_of(FOLLOWS, at("stage0", 2, 3, *BOTH))
     job.step()
     assert states(job) == {"NORMAL.held"}
@@ -184,7 +188,7 @@ def too_little_is_left() -> Job:
 
 
 def the_end_is_heard_late() -> Job:
-    """It ended with what had been taken before."""
+    """The leader ended with the slices that had been taken before."""
     job = job_of(FOLLOWS, at("stage0", 2, 2, *BOTH))
     job.step()
     job.scopes["stage0"] = at("stage0", 3, 2)
@@ -194,7 +198,8 @@ def the_end_is_heard_late() -> Job:
 
 
 def all_leave_it_at_once() -> Job:
-    """By a `break`: no record says so, but its newest one is read as that of nobody."""
+    """All leave by a `break`, without a record of it; its newest record is read as one without
+    groups."""
     job = job_of(FOLLOWS, at("stage0", 2, 2, *BOTH))
     job.step()
     job.scopes["stage0"] = at("stage0", 2, 2)
@@ -215,7 +220,7 @@ def test_ended_scope_releases_the_held_one(life: object) -> None:
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_leader_continues_after_the_next_stage_ended(number: int) -> None:
-    """With a record that says so, or without."""
+    """The end may be recorded or not."""
     job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
     job.step()
     job.step()

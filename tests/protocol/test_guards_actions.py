@@ -1,4 +1,4 @@
-"""Guards, actions and the participant itself, each by what it must say or do, and why."""
+"""Tests of guards, actions and the participant, each by its required result and the reason."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ EVENTS: list[Event] = [
 
 
 def running(groups: int = 2, **config: object) -> tuple[Job, Node]:
-    """A job in its first txn, and its first participant."""
+    """Return a job in its first txn, and its first participant."""
     job = Job(groups, **config).until_running()
     return job, job.node("0")
 
@@ -102,7 +102,7 @@ def test_the_list_of_events_is_whole() -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
-    """Exit rows are asked after every event, so a guard may meet all of them, not just its own."""
+    """Exit rows are evaluated after every event, so a guard may get any event, not only its own."""
     outside = Job(2, expected_groups=3)
     outside.settle()
     for job in (outside, running()[0]):
@@ -146,7 +146,7 @@ def test_manifests_fit_rank_by_rank(manifests: dict[tuple[str, int], str], fit: 
 
 
 def test_ranks_of_a_group_may_reduce_unlike_numbers_of_tensors() -> None:
-    """Stages of a pipeline do; what counts is the same rank of the other groups."""
+    """Pipeline stages do; only equal rank numbers of different groups must match."""
     _, node = running()
     config = node.participant.config
     for more, fit in ((0, True), (1, False)):
@@ -205,7 +205,8 @@ def test_nobody_votes_for_another_or_from_outside() -> None:
 
 
 def test_drain_request_survives_later_events() -> None:
-    """Asked of the state: a drain that came in a txn still counts when the epoch is over."""
+    """The request is part of the state: a drain that came during a txn still counts after the
+    epoch."""
     _, node = running()
     asked = GUARDS["asked_to_leave"]
     c = node.participant.config
@@ -230,7 +231,7 @@ def test_the_writer_of_the_head_answers_joiners_and_everybody_where_it_is_gone()
 
 
 def test_unwinding_acknowledgement_is_remembered() -> None:
-    """Only its own word counts, not that of the process before it with the same identity."""
+    """Only its own message counts, not that of an earlier process with the same identity."""
     _, node = running()
     unwinding, c = GUARDS["said_unwinding"], node.participant.config
     said = node.local.hellos["0", 0]
@@ -251,7 +252,7 @@ def test_unwinding_acknowledgement_is_remembered() -> None:
 
 
 def late(name: str) -> tuple[Node, Event, str]:
-    """(participant, event, what its refusal says)"""
+    """Return (participant, event, text of its refusal)."""
     job, node = running()
     job.fail(node)
     job.settle()
@@ -289,7 +290,7 @@ def test_a_participant_that_has_ended_does_not_come_back_under_its_incarnation(w
 
 
 def test_a_txn_that_i_did_not_vote_for_cannot_have_been_committed() -> None:
-    """Such a record is against validity: the table has no row for it, and nothing is applied."""
+    """Such a record violates validity: the table has no row for it, and it is not applied."""
     job, node = running()
     assert job.head is not None
     forged = replace(job.head, n=2, kind="commit", txn=1, step=1, lineage="forged", members=())
@@ -302,7 +303,7 @@ def test_a_txn_that_i_did_not_vote_for_cannot_have_been_committed() -> None:
 
 
 def changed(edit) -> Participant:  # type: ignore[no-untyped-def]
-    """A participant over a table that passes the checks, but is not the shipped one."""
+    """Return a participant over a table that passes the checks but is not the shipped one."""
     data = HSDP.model_dump()
     edit(data)
     spec = FsmSpec.model_validate(data)
@@ -320,7 +321,7 @@ def test_an_exit_row_that_never_settles_is_named_instead_of_running_for_ever() -
 
 
 def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
-    """Deferred twice, handled once: order is kept and nothing is lost between."""
+    """The event is deferred twice and handled once: order is kept and no event is lost."""
 
     def edit(data):  # type: ignore[no-untyped-def]
         waiting = data["states"]["DRAIN_WAIT"]
@@ -347,7 +348,7 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
 
 
 def test_decisions_that_are_told_and_not_written_hold_while_nothing_is_lost() -> None:
-    """The register hears of epochs only, each the successor of the one before."""
+    """The register holds epochs only, each the successor of the one before."""
     job = Job(2, spec=load_spec("plain_votes")).until_running()
     a, _ = job.live()
     job.step()
@@ -383,7 +384,7 @@ def test_assumed_commit_reads_no_register() -> None:
 
 @pytest.mark.parametrize("ahead", [-2, -1, 0, 1, 2])
 def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> None:
-    """A message from before it was let in names an older record."""
+    """A message from before it was admitted names an older record."""
     job = Job(3).until_running()
     here, other = job.node("0").local, job.node("1")
     assert here.epoch is not None

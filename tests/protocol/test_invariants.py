@@ -1,4 +1,5 @@
-"""Every invariant can fail: a recorded job, one move of it doctored, and what is then found."""
+"""Tests that every invariant can fail: one move of a recorded job is modified, and must be
+found."""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ from fft.protocol.roles import Role
 A, B = Peer("0", 0, 1), Peer("1", 0, 1)
 STRANGER = Peer("9", 0, 1)
 FIRST, ABORTED, SECOND, LAST = Token(1, 1), Token(1, 2), Token(2, 1), Token(2, 2)
-"""Txns of the recorded life; with the last one group 1 leaves."""
+"""Txns of the recorded life; group 1 leaves with the last one."""
 
 OF_OTHER_JOBS = {"bounded"}
-"""Of asynchronous jobs: shown to fail in test_bounded.py."""
+"""Invariants of asynchronous jobs, which test_bounded.py shows to fail."""
 
 Which = Callable[[Move], bool]
 Make = Callable[[Move], Move]
@@ -83,7 +84,7 @@ def life(ranks: int = 1) -> History:
 
 
 def change(history: History, peer: Peer, which: Which, make: Make) -> str:
-    """Put what ``make`` makes in the place of the first such move; its place."""
+    """Replace the first such move by the result of ``make``, and return its place."""
     moves = history.moves[peer]
     at = next(i for i, m in enumerate(moves) if which(m))
     moves[at] = make(moves[at])
@@ -91,7 +92,7 @@ def change(history: History, peer: Peer, which: Which, make: Make) -> str:
 
 
 def change_all(history: History, which: Which, make: Make) -> None:
-    """The same to every such move of everybody."""
+    """Replace every such move of all participants."""
     changed = 0
     for moves in history.moves.values():
         changed += sum(map(which, moves))
@@ -100,60 +101,60 @@ def change_all(history: History, which: Which, make: Make) -> None:
 
 
 def drop(history: History, peer: Peer, which: Which) -> None:
-    """Forget such moves."""
+    """Remove such moves."""
     kept = [m for m in history.moves[peer] if not which(m)]
     assert len(kept) < len(history.moves[peer])
     history.moves[peer] = kept
 
 
 def of(kind: type, token: Token | None = None) -> Which:
-    """Moves with such an event that was handled at that token."""
+    """Match moves with such an event that was handled at that token."""
     return lambda m: (
         isinstance(m.event, kind) and m.out.verdict == "row" and token in (None, m.before.token)
     )
 
 
 def brings(kind: str, token: Token | None = None) -> Which:
-    """Moves that bring a record of that kind."""
+    """Match moves that bring a record of that kind."""
     return lambda m: (
         m.record is not None and m.record.kind == kind and token in (None, m.record.token)
     )
 
 
 def enters(state: str, token: Token | None = None) -> Which:
-    """Moves into a state, from that token."""
+    """Match moves into a state, from that token."""
     return lambda m: m.entered(state) and token in (None, m.before.token)
 
 
 def before(**fields: Any) -> Make:
-    """The state before was another."""
+    """Replace the state before the move."""
     return lambda m: replace(m, before=replace(m.before, **fields))
 
 
 def after(**fields: Any) -> Make:
-    """The state after was another."""
+    """Replace the state after the move."""
     return lambda m: replace(m, after=replace(m.after, **fields))
 
 
 def event(**fields: Any) -> Make:
-    """The event was another."""
+    """Replace fields of the event."""
     return lambda m: replace(m, event=replace(m.event, **fields))
 
 
 def record(**fields: Any) -> Make:
-    """The record was another."""
+    """Replace fields of the record."""
     return lambda m: replace(m, event=replace(m.event, record=replace(m.record, **fields)))
 
 
 def step(**fields: Any) -> Make:
-    """The first row taken was another."""
+    """Replace the first row taken."""
     return lambda m: replace(
         m, out=replace(m.out, steps=[replace(m.out.steps[0], **fields), *m.out.steps[1:]])
     )
 
 
 def led_to(role: Role) -> Make:
-    """The first row taken led to a state of that role."""
+    """Match moves whose first row led to a state of that role."""
     return lambda m: step(roles=(m.out.steps[0].roles[0], role))(m)
 
 
@@ -162,7 +163,7 @@ def led_to(role: Role) -> Make:
 
 @dataclass(frozen=True)
 class Case:
-    """``doctor`` changes a history; its return, if any, is the place of what is then found."""
+    """A modification of a history; ``doctor`` may return the place at which it must be found."""
 
     invariant: str
     text: str
@@ -174,7 +175,7 @@ CASES: dict[str, Case] = {}
 
 
 def breaks(invariant: str, text: str, ranks: int = 1) -> Callable[..., Any]:
-    """Register a way to break an invariant, and the words that must tell it."""
+    """Register a way to break an invariant, and the text that must report it."""
 
     def register(doctor: Callable[[History], str | None]) -> Callable[[History], str | None]:
         CASES[doctor.__name__] = Case(invariant, text, doctor, ranks)
@@ -190,7 +191,7 @@ def one_commits_what_the_other_aborts(h: History) -> str:
 
 @breaks("agreement", f"txn {FIRST}: {B} obeyed abort, another participant obeyed commit")
 def one_takes_an_abort_for_its_head(h: History) -> str:
-    """However it came to it: without a word from the register."""
+    """It takes the record without a message from the register."""
 
     def aborts(m: Move) -> Move:
         head = m.after.head
@@ -273,7 +274,7 @@ def a_skip_counts_as_a_step(h: History) -> str:
 
 
 def digests(h: History, a: str | None, b: str | None, token: Token = FIRST) -> None:
-    """What the two groups' votes bring."""
+    """Set the digests in the two groups' votes."""
     for peer, digest in ((A, a), (B, b)):
 
         def brings_it(m: Move, digest: str | None = digest) -> Move:
@@ -290,7 +291,7 @@ def states_that_differ_are_committed(h: History) -> str:
 
 
 def gives_up(**fields: Any) -> Make:
-    """The head taken says so."""
+    """The accepted head says that its state is lost."""
 
     def make(m: Move) -> Move:
         assert m.after.head is not None
@@ -300,7 +301,7 @@ def gives_up(**fields: Any) -> Make:
 
 
 def both_vote_in_the_aborted(h: History, a: str, b: str) -> None:
-    """As if the txn that was aborted had had a full ballot."""
+    """Make the aborted txn look as if it had had a full ballot."""
     for peer, digest in ((A, a), (B, b)):
         voted = next(m for m in h.moves[peer] if enters("voting", FIRST)(m))
         assert voted.after.vote is not None
@@ -342,7 +343,7 @@ def one_counts_other_batches(h: History) -> str:
 
 
 def begins(**fields: Any) -> Make:
-    """The txn begins with other values."""
+    """Let the txn begin with other values."""
 
     def make(m: Move) -> Move:
         effects = [replace(e, **fields) if isinstance(e, StartTxn) else e for e in m.out.effects]
@@ -352,7 +353,7 @@ def begins(**fields: Any) -> Make:
 
 
 def starts(token: Token) -> Which:
-    """Moves that let a txn begin."""
+    """Match moves that let a txn begin."""
     return lambda m: any(isinstance(e, StartTxn) and e.token == token for e in m.out.effects)
 
 
@@ -535,7 +536,7 @@ OLD = Token(7, 7)
 
 
 def _fenced(kind: str, old: Any) -> None:
-    """An event of another txn is taken as if it were of this one."""
+    """Make a participant accept an event of another txn as one of this txn."""
 
     @breaks("fencing", f"{A} at {FIRST} took {kind} of {OLD}")
     def doctor(h: History) -> str:
@@ -627,7 +628,7 @@ def a_commit_names_a_bound_that_its_scope_has_not(h: History) -> None:
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")
 def one_leaves_in_a_txn(h: History) -> str:
-    """Not at its user's word: that is shown by the history as it was."""
+    """The user did not request it, as the unmodified history shows."""
     return change(h, A, of(Stop), lambda m: replace(m, event=Fault(m.before.token, "")))
 
 
@@ -722,7 +723,7 @@ def test_every_invariant_is_shown_to_fail() -> None:
 
 
 def test_replaced_or_stopped_participant_may_leave_in_doubt() -> None:
-    """And whoever has committed is in no doubt any more."""
+    """A participant that has committed is not in doubt any more."""
 
     def leaves(error: str | None, **fields: Any) -> Make:
         def make(m: Move) -> Move:
@@ -741,7 +742,7 @@ def test_replaced_or_stopped_participant_may_leave_in_doubt() -> None:
 
 
 def test_event_without_change_violates_nothing() -> None:
-    """A fenced event may be as old as it likes; a digest in it tells nothing."""
+    """A fenced event may have any age, and a digest in it proves nothing."""
     history = life()
     for old in (Fault(OLD, ""), Applied(OLD, "zz"), Healed(9, 0, "", "zz")):
         m = next(filter(of(Applied, FIRST), history.moves[A]))
@@ -758,7 +759,7 @@ def test_no_speaker_is_known_before_its_first_word() -> None:
 
 
 def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
-    """It is of a txn that this participant does not stand at."""
+    """The abort is for a txn that this participant is not in."""
     move = next(filter(brings("abort", ABORTED), life().moves[B]))
     assert move.obeyed == "abort"
     assert before(token=SECOND)(move).obeyed is None
@@ -773,7 +774,7 @@ def told(
     traced: set[Peer] | None = None,
     cut: Collection[Peer] = (),
 ) -> Finding:
-    """What a judge finds who hears one claim a move."""
+    """Return the findings of a judge that receives one claim about a move."""
     rest = iter(claims)
     judge_ = Judge(["spoken"], traced, cut)
     INVARIANTS["spoken"] = lambda move: [next(rest)]
@@ -880,7 +881,7 @@ def test_only_the_named_invariants_are_evaluated() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_in_which_moves_come_in_changes_nothing(seed: int) -> None:
-    """Simulator and checker feed them as they happen, an audit file by file."""
+    """Simulator and checker feed moves as they happen, an audit file by file."""
     rng = random.Random(seed)
     history = life(2)
     whole = {f.name: f.checks for f in judge(history)}

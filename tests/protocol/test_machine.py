@@ -1,4 +1,4 @@
-"""The checker's look-up takes the same rows as the library's machine, which production runs."""
+"""Tests that the checker's look-up takes the same rows as the library's machine in production."""
 
 from __future__ import annotations
 

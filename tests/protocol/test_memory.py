@@ -1,4 +1,5 @@
-"""What a participant keeps of what it has heard, for how long, and who counts as odd or as late."""
+"""Tests of what a participant remembers and for how long, and of who counts as divergent or
+late."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ STRANGER = Peer("9", 0, 1)
 
 
 def after(node: Node, effect: str, event: Event, **held: object) -> Local:
-    """What ``node``, which holds what is given, holds after the effect."""
+    """Return the memory of ``node``, which holds the given values, after the effect."""
     local = replace(node.local, **held)  # type: ignore[arg-type]
     list(EFFECTS[effect](local, node.participant.config, event))
     return local
@@ -46,7 +47,7 @@ def test_ready_message_clears_the_suspicion() -> None:
 
 
 def test_a_word_from_the_barrier_of_a_new_epoch_counts_though_it_came_before_its_record() -> None:
-    """And words from older barriers are forgotten, so that a long run does not grow."""
+    """Messages from older barriers are forgotten, so that a long run does not grow."""
     job = Job(3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -58,7 +59,7 @@ def test_a_word_from_the_barrier_of_a_new_epoch_counts_though_it_came_before_its
 
 
 def test_member_outside_the_barrier_is_suspected_and_not_the_observer() -> None:
-    """It may be building its own groups yet."""
+    """The member may still be building its groups."""
     job = Job(3).until_running()
     a, b, c = job.live()
     ready = {b.peer: a.local.token.epoch}
@@ -67,7 +68,8 @@ def test_member_outside_the_barrier_is_suspected_and_not_the_observer() -> None:
 
 
 def test_outside_of_every_epoch_nothing_of_the_last_one_counts() -> None:
-    """Who asked to come in there has been let in since, or asks again; so has who has stopped."""
+    """A participant that asked to join there has been admitted since or asks again; the same holds
+    for one that has stopped."""
     node = Job(2).until_running().node("0")
     held = after(
         node,
@@ -84,7 +86,8 @@ def test_outside_of_every_epoch_nothing_of_the_last_one_counts() -> None:
 
 
 def test_coordinator_gives_up_the_barrier_before_the_members() -> None:
-    """It knows who is absent, and says so; they would only know that nobody told them to begin."""
+    """It knows the absent members and names them; the others would only lack its message to
+    begin."""
     job = Job(3).until_running()
     a, *others = job.live()
     job.fail(a)
@@ -99,7 +102,7 @@ def test_coordinator_gives_up_the_barrier_before_the_members() -> None:
 
 def test_silent_coordinator_is_doubted_and_the_register_is_read() -> None:
     job = Job(3, min_groups=3).until_running()
-    job.kill_group("2")  # and too few are left to form an epoch
+    job.kill_group("2")  # too few are left to form an epoch
     job.settle()
     by = job.history[1].by
     for node in job.live():
@@ -111,7 +114,7 @@ def test_silent_coordinator_is_doubted_and_the_register_is_read() -> None:
 
 
 def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> None:
-    """One that clipped once does not keep joiners waiting for ever."""
+    """A step function that clipped once does not keep joiners waiting for ever."""
     job = Job(3).until_running()
 
     def step(edited: bool) -> None:
@@ -132,13 +135,14 @@ def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> N
     ("held", "odd"),
     [
         ({"00": "a", "10": "a", "20": "b"}, ["20"]),
-        ({"00": "a", "10": "b"}, None),  # nobody has a majority
+        ({"00": "a", "10": "b"}, None),  # there is no majority
         ({"00": "a", "10": "a", "20": "b", "30": "b"}, None),
         ({"00": "a", "10": "a", "20": "b", "30": "c"}, None),
         ({"00": "a", "10": "a", "20": "a", "30": "b"}, ["30"]),
         ({"00": "a", "10": "a", "20": "a"}, []),
-        ({"00": "a", "10": None, "20": "b"}, None),  # who brings none is in no majority
-        # of each rank number its own: shards differ
+        # A participant without a digest is in no majority
+        ({"00": "a", "10": None, "20": "b"}, None),
+        # one majority per rank number, as shards differ
         ({"00": "a", "10": "a", "20": "b", "01": "x", "11": "y", "21": "x"}, ["11", "20"]),
         ({"00": "a", "10": "a", "20": "b", "01": "x", "11": "y"}, None),
         ({"00": "a", "10": "a", "20": "a", "01": "b", "11": "b", "21": "b"}, []),
@@ -147,7 +151,7 @@ def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> N
 def test_rank_that_differs_from_a_strict_majority_is_divergent(
     held: dict[str, str | None], odd: list[str] | None
 ) -> None:
-    """``held``: by group and rank number, the digest."""
+    """``held``: the digest by group and rank number."""
     votes = [
         Vote(Peer(group, int(rank), 1), Manifest(1), digest=digest)
         for (group, rank), digest in held.items()

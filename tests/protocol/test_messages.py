@@ -1,4 +1,5 @@
-"""The codec: what is written is read back equal; what is no message is refused as a whole."""
+"""Tests of the codec: what is written is read back equal, and invalid messages are refused as a
+whole."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ from fft.messages.protocol import (
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Every value that a field of this type may have."""
+    """Draw every value that a field of this type may have."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return bounded(args[0], args[1:])
@@ -62,7 +63,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def bounded(kind: type, notes: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    """A number or text within the limits that pydantic enforces."""
+    """Draw a number or text within the limits that pydantic enforces."""
     limits: dict[str, int] = {}
     for rule in (r for note in notes if isinstance(note, FieldInfo) for r in note.metadata):
         limits |= dataclasses.asdict(rule)
@@ -101,7 +102,7 @@ def test_every_event_goes_into_a_trace_line_and_comes_back(name: str, data: st.D
 @settings(max_examples=50, deadline=None)
 @given(values(Record), values(Record))
 def test_records_are_equal_if_and_only_if_their_bytes_are(one: Record, other: Record) -> None:
-    """The register compares bytes: a writer must meet its predecessor's bytes exactly."""
+    """The register compares bytes, so a writer must reproduce its predecessor's bytes exactly."""
     again = decode_record(encode_record(one))
     assert again == one and encode_record(again) == encode_record(one)
     assert (one == other) == (encode_record(one) == encode_record(other))
@@ -128,7 +129,7 @@ JSON = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, written: st.SearchStrategy[bytes]) -> bytes:
-    """A good message with one place changed: a byte, or a value somewhere inside."""
+    """Draw a valid message with one change: a byte, or a value somewhere inside."""
     raw = draw(written)
     if draw(st.booleans()):
         at = draw(st.integers(0, len(raw) - 1))
@@ -148,7 +149,7 @@ def damaged(draw: st.DrawFn, written: st.SearchStrategy[bytes]) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_bytes_are_a_message_or_are_refused(what: str, data: st.DataObject) -> None:
-    """Whatever lies on the bus, the reader gets a message of the exact form, or one error."""
+    """Whatever is on the bus, the reader gets a message of the exact form, or one error."""
     good, write, read = ROUNDS[what]
     raw = data.draw(
         st.binary() | JSON.map(lambda v: json.dumps(v).encode()) | damaged(good.map(write))
@@ -192,7 +193,7 @@ def raw(message: dict[str, Any], **changed: Any) -> bytes:
 
 
 def test_messages_written_by_others_are_read() -> None:
-    """The form that supervisor and monitors write by hand; ``cause`` may be left out."""
+    """The supervisor and the monitors write this form by hand; ``cause`` may be omitted."""
     assert decode(raw(DEATH)) == Death("1", 0, 12, "h", "supervisor", "SIGKILL")
     short = {k: v for k, v in DEATH.items() if k != "cause"}
     assert decode(raw(short)) == Death("1", 0, 12, "h", "supervisor")
@@ -222,7 +223,7 @@ def test_a_text_has_a_limit(message: dict[str, Any], field: str, longest: int) -
 
 
 def test_a_cause_of_the_greatest_length_in_the_widest_letters_still_fits() -> None:
-    """Limits are in characters, the message's in bytes: they must not contradict each other."""
+    """Limits are in characters, the message's in bytes; they must not contradict each other."""
     assert decode(encode(Leave(Peer("1", 0, 1), "\U0001f600" * 2000)))
     assert decode(encode(Leave(Peer("1", 0, 1), "\x01" * 2000)))
 

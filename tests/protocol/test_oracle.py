@@ -1,8 +1,8 @@
-"""Stateful property tests of the core against an oracle that knows no machine.
+"""Stateful property tests of the core against an oracle that does not use the state machine.
 
-The oracle reads the register, hears who votes, who says it is ready, and whose optimizer step ran
-or tore. From that alone it says what each participant holds: (step, committed txns, cursor).
-Whatever hypothesis does to a job, the core must hold the same.
+The oracle reads the register, and observes the votes, the messages that a rank is ready, and the
+optimizer steps that ran or failed. From that alone it derives what each participant holds: (step,
+committed txns, cursor). Whatever hypothesis does to a job, the core must hold the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fft.prove.cluster import Node
 
 @dataclass(frozen=True)
 class Held:
-    """What one participant holds. ``txns``: every commit in its state; None: lost or torn."""
+    """The state of one participant. ``txns``: every commit in its state, or None if it is lost."""
 
     step: int = 0
     txns: tuple[Token, ...] | None = ()
@@ -59,46 +59,48 @@ class Held:
 
 @dataclass
 class Oracle:
-    """Derives what everybody holds from the register and from what can be seen from outside."""
+    """A derivation of every participant's state from the register and observable events."""
 
     register: list[Record] = field(default_factory=list)
     yes: dict[Token, set[Peer]] = field(default_factory=dict)
     held: dict[Peer, Held] = field(default_factory=dict)
     fetching: dict[tuple[Peer, int], bool] = field(default_factory=dict)
     ballots: dict[Token, Held] = field(default_factory=dict)
-    """What those who vote YES in a txn hold."""
+    """The state of the participants that vote YES in a txn."""
     learning: dict[Peer, int] = field(default_factory=dict)
-    """Who computes without the state, and in which epoch: it must come before the vote."""
+    """Participants that compute without the state, by epoch; the state must arrive before the
+    vote."""
     skips: set[Token] = field(default_factory=set)
-    """Txns in which somebody votes for a skip."""
+    """Txns in which a participant votes for a skip."""
     ran: dict[tuple[Peer, Token], bool] = field(default_factory=dict)
-    """Whether who applies a txn runs the optimizer step for it."""
+    """Whether a participant that applies a txn runs the optimizer step for it."""
     book: dict[str, tuple[Token, ...] | None] = field(
         default_factory=lambda: {"": None, GENESIS: ()}
     )
     spelled: int = 0
-    """Records whose lineage is in the book."""
+    """Number of records whose lineage has been spelled out."""
 
     def after(self, n: int) -> Held:
-        """The state that the first ``n`` records of the register lead to."""
+        """Return the state that the first ``n`` records of the register lead to."""
         commits = [r for r in self.register[:n] if r.kind == "commit"]
         cursor = commits[-1].cursor if commits else 0
         return Held(sum(not r.skip for r in commits), tuple(r.token for r in commits), cursor)
 
     def commit(self, token: Token) -> int:
-        """Where in the register ``token`` was committed."""
+        """Return the place in the register at which ``token`` was committed."""
         found = [i for i, r in enumerate(self.register) if r.kind == "commit" and r.token == token]
         assert len(found) == 1, f"{token} stands {len(found)} times as committed in the register"
         return found[0]
 
     def epoch(self, number: int) -> int:
-        """Where in the register the epoch was formed."""
+        """Return the place in the register at which the epoch was formed."""
         return next(
             i for i, r in enumerate(self.register) if r.kind == "epoch" and r.epoch == number
         )
 
     def applied(self, peer: Peer, token: Token) -> None:
-        """An optimizer step ran, or was skipped by all who voted for that, as the register says."""
+        """Record that an optimizer step ran, or was skipped by all who voted for that, as in the
+        register."""
         n = self.commit(token)
         assert self.register[n].skip == (token in self.skips), f"{token}: not as it was voted for"
         assert self.ran[peer, token] != self.register[n].skip, f"{peer} ran the step of a skip"
@@ -107,11 +109,11 @@ class Oracle:
         self.held[peer] = self.after(n + 1)
 
     def torn(self, peer: Peer) -> None:
-        """A step or a fetch was half done."""
+        """Record that a step or a fetch was left half done."""
         self.held[peer] = replace(self.held[peer], txns=None)
 
     def healed(self, peer: Peer, epoch: int) -> None:
-        """It counts on the state of the epoch: by a fetch, or because it always held it."""
+        """Record that it relies on the epoch's state, by a fetch or because it always held it."""
         base = self.after(self.epoch(epoch))
         fetched = self.fetching[peer, epoch]
         assert fetched or self.held[peer] == base, f"{peer} is ready with another state"
@@ -119,9 +121,9 @@ class Oracle:
         self.learning.pop(peer, None)
 
     def ready(self, peer: Peer, epoch: int) -> None:
-        """It says that it is in the barrier of the epoch: it must hold that epoch's state.
+        """Check that a participant in the barrier of the epoch holds that epoch's state.
 
-        Unless it is new in the job: then the state is on its way.
+        The state of a participant that is new in the job may still be on its way.
         """
         n = self.epoch(epoch)
         if self.held[peer] != self.after(n):
@@ -130,14 +132,14 @@ class Oracle:
             self.learning[peer] = epoch
 
     def votes(self, peer: Peer, token: Token, skip: bool) -> None:
-        """It votes YES: it must hold what all hold who do."""
+        """Check that a participant that votes YES holds the state of all others that do."""
         self.skips |= {token} if skip else set()
         held = self.held[peer]
         assert self.ballots.setdefault(token, held) == held, f"{peer} voted with another state"
         self.yes.setdefault(token, set()).add(peer)
 
     def memory_of(self, local: Local) -> Held:
-        """What the core says it holds, its lineage spelled out as the commits that made it."""
+        """Return the state that the core claims, with the lineage spelled out as its commits."""
         for n in range(self.spelled, len(self.register)):
             txns = self.after(n + 1).txns
             assert self.book.setdefault(self.register[n].lineage, txns) == txns
@@ -149,7 +151,7 @@ class Oracle:
 
 
 class Watched(Job):
-    """A job whose oracle hears what can be seen from outside."""
+    """A job whose oracle receives everything that can be observed from outside."""
 
     def __init__(self, groups: int = 2, ranks: int = 1, **config: Any) -> None:
         self.oracle = Oracle()
@@ -159,7 +161,7 @@ class Watched(Job):
         self.oracle.register = self.history
 
     def add(self, group: str, rank: int = 0, *args: object, **kw: object) -> Node:
-        """A new process holds the state that everybody starts with."""
+        """Add a new process, which holds the initial state of all processes."""
         node = super().add(group, rank, *args, **kw)  # type: ignore[arg-type]
         self.oracle.held[node.peer] = Held()
         return node
@@ -191,7 +193,7 @@ class Watched(Job):
     # --- what must always hold ---
 
     def everybody_holds_what_the_register_says(self) -> None:
-        """(step, commits in the state, cursor) of each participant, alive or not."""
+        """Check (step, commits in the state, cursor) of each participant, alive or not."""
         committed = sum(r.kind == "commit" for r in self.history)
         for peer, node in self.nodes.items():
             says = self.oracle.memory_of(node.local)
@@ -201,7 +203,8 @@ class Watched(Job):
                 self.oracle.commit(node.local.token)
 
     def commits_are_of_all_and_share_the_data(self) -> None:
-        """Every member voted YES; the groups' slices are those between two cursors, each once."""
+        """Check that every member voted YES, and that the groups' slices fill the range between two
+        cursors."""
         for n in range(self.judged, len(self.history)):
             record = self.history[n]
             if record.kind != "commit":
@@ -217,7 +220,7 @@ class Watched(Job):
         self.judged = len(self.history)
 
     def who_computes_agrees(self) -> None:
-        """Open txns: the epoch is the register's; in one txn all hold the same, or will."""
+        """Check open txns: the epoch is the register's, and all hold the same state, or will."""
         at: dict[Token, Held] = {}
         for node in self.live():
             if node.local.state == "NORMAL":
@@ -230,21 +233,22 @@ class Watched(Job):
                 assert at.setdefault(token, held) == held, f"two states in txn {token}"
 
     def check(self) -> None:
-        """All of it."""
+        """Run all checks."""
         self.everybody_holds_what_the_register_says()
         self.commits_are_of_all_and_share_the_data()
         self.who_computes_agrees()
 
 
 CROWD = 8
-"""Live processes above which no group is started: newcomers greet each other, all with all."""
+"""Number of live processes above which no group is started, as newcomers greet all others."""
 
 SELDOM = st.sampled_from([False] * 7 + [True])
 THEN = st.sampled_from(["", "", "settle", "step"])
 
 
 def happens(**strategies: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A rule after which the job may go on for a while: disturbances alone would lead nowhere."""
+    """Declare a rule after which the job may run for a while; disturbances alone would lead
+    nowhere."""
 
     def wrap(method: Callable[..., Any]) -> Any:
         @functools.wraps(method)
@@ -263,7 +267,7 @@ def happens(**strategies: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class Life(RuleBasedStateMachine):
-    """Anything may happen to a job, in any order."""
+    """A job to which hypothesis applies any events in any order."""
 
     peers = Bundle("peers")
 
@@ -281,7 +285,7 @@ class Life(RuleBasedStateMachine):
         return multiple(*self.job.nodes)
 
     def node(self, peer: Peer) -> Node | None:
-        """The process, or else the newest of its rank; None if that does not run either."""
+        """Return the process, or the newest one of its rank; None if that does not run either."""
         for node in (self.job.nodes[peer], self.job.node(peer.group, peer.rank)):
             if node.alive and node.finished is None:
                 return node
@@ -343,7 +347,10 @@ class Life(RuleBasedStateMachine):
         self.job.fire(name)
 
     def may_end(self, peer: Peer, even_the_last: bool) -> bool:
-        """A job whose last group ends has lost its state: seldom, or lives would all be short."""
+        """Whether the process may end.
+
+        The last group seldom may, as its end loses the state of the job.
+        """
         holds = {n.peer.group for n in self.job.live() if n.state == "NORMAL"}
         return even_the_last or bool(holds - {peer.group})
 
@@ -406,7 +413,8 @@ TestTheCoreHoldsWhatTheOracleSays = Life.TestCase
 def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These lives take every row of the table; whoever applies or is ready is asked on the way."""
+    """These lives take every row of the table; participants that apply or are ready are checked on
+    the way."""
     monkeypatch.setattr(test_rows, "Job", Watched)
     job = test_rows.LIVES[name]()
     assert isinstance(job, Watched) and job.oracle.held
@@ -417,7 +425,7 @@ def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
 
 
 def lie(state: str, event: str, index: int, **changed: Any) -> FsmSpec:
-    """The shipped spec, but one row does something else."""
+    """Return the shipped spec with one row that does something else."""
     data = HSDP.model_dump()
     data["states"][state]["on"][event][index].update(changed)
     return FsmSpec.model_validate(data)
@@ -445,7 +453,7 @@ LIES = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_the_oracle_notices_a_core_that_lies(name: str) -> None:
-    """A commit, a NO, an optimizer step that tears, a commit; under a table with a lie in it."""
+    """Under a table with a wrong row run a commit, a NO, a failing optimizer step, and a commit."""
 
     def live(spec: FsmSpec) -> Watched:
         job = Watched(2, 1, spec=spec)

@@ -1,4 +1,5 @@
-"""What must hold of the protocol, one scenario each, on the simulated job: no thread, no clock."""
+"""Tests of the protocol's guarantees, one scenario each, on the simulated job without thread or
+clock."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from fft.prove.cluster import Node
 
 
 def clean(job: Job) -> list[Finding]:
-    """Let everything settle; then no guarantee may be broken."""
+    """Let all events settle, and check that no guarantee is broken."""
     job.settle()
     return job.verdict()
 
@@ -106,7 +107,7 @@ def test_a_fault_after_the_last_vote_obeys_the_commit() -> None:
     job.compute([a])
     job.settle()
     job.compute([b])
-    job.deliver(b)  # votes; holds the whole ballot now
+    job.deliver(b)  # votes, and now holds the whole ballot
     job.fail(a)
     job.deliver(b)  # proposes COMMIT and wins
     job.settle()
@@ -183,7 +184,7 @@ def test_an_abort_that_does_not_come_back_is_proposed_again() -> None:
 
 
 def in_doubt() -> tuple[Job, Node, Node]:
-    """Both voted YES, but the bus went away before the second vote was in the ballot."""
+    """Both voted YES, but the bus was lost before the second vote was in the ballot."""
     job = Job(2).until_running()
     a, b = job.live()
     job.compute([a])
@@ -224,7 +225,7 @@ def test_in_doubt_and_the_commit_was_written_but_not_announced() -> None:
     job.settle()
     assert b.local.step == 1 and a.state == "PREPARED"
     job.bus_up = True
-    job.fire("bus_retry", [b])  # b says again what it won
+    job.fire("bus_retry", [b])  # b repeats the announcement of its decision
     job.settle()
     assert job.steps() == {1} and job.kinds() == ["epoch", "commit"] and clean(job) == []
 
@@ -250,7 +251,7 @@ def test_the_bus_is_away_for_good_when_the_decision_is_known_stops_without_doubt
     while a.state != "COMMIT":
         job.deliver(a if a.inbox else b)
     assert a.local.vote is not None
-    a.inbox.clear()  # the optimizer step takes long
+    a.inbox.clear()  # its optimizer step takes long
     job.post(a, BusDown("read", "away"))
     job.deliver(a)
     job.fire("bus_limit", [a])
@@ -304,7 +305,7 @@ def test_a_trouble_that_is_over_takes_nothing_from_the_limit_of_the_next() -> No
 
 
 def test_a_trouble_lasts_while_operations_fail_or_nothing_is_heard() -> None:
-    """Messages alone are no sign that the register can be asked."""
+    """Messages alone do not prove that the register can be read."""
     job = Job(2).until_running()
     a = job.node("0")
     job.post(a, BusDown("read", "away"))
@@ -376,7 +377,7 @@ def test_a_missed_commit_is_settled_by_the_epoch_that_left_me_out() -> None:
     assert job.history[3].kind == "epoch" and len(job.history[3].members) == 2
     assert a.local.step == 1 and len(a.applied) == 1, "settled by lineage, then fenced"
     assert a.state == "INIT"
-    job.fail(b)  # an epoch without a commit: a, who is current, needs nothing when it comes back
+    job.fail(b)  # an epoch without a commit: a is current and needs nothing when it comes back
     job.settle()
     assert job.states() == {"NORMAL"} and len(job.live()) == 3
     assert job.fetches() == {} and clean(job) == []
@@ -430,7 +431,7 @@ def test_apply_that_fails_after_commit_heals_that_rank_from_a_peer(ranks: int) -
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_apply_that_fails_everywhere_ends_the_job_at_once(ranks: int) -> None:
-    """One rank of each group is enough: nobody else has its shard."""
+    """One failing rank of each group is enough, because no other rank has its shard."""
     job = Job(2, ranks).until_running()
     job.apply_fails = frozenset(n.peer for n in job.live() if n.peer.rank == ranks - 1)
     job.step()
@@ -450,7 +451,7 @@ def test_apply_that_fails_on_different_ranks_of_the_groups_heals_both() -> None:
 
 
 def test_apply_that_fails_while_the_other_group_leaves_ends_at_once() -> None:
-    """The group that leaves with the commit gives its state to nobody."""
+    """The group that leaves with the commit provides its state to no other group."""
     job = Job(2).until_running()
     job.drain("1")
     job.settle()
@@ -781,7 +782,7 @@ def test_a_drain_before_the_first_epoch_ends_at_once() -> None:
 
 
 def suspected(**config: object) -> tuple[Job, Node]:
-    """Three groups; a fault; the third is alive but has not said so when the window closes."""
+    """Return three groups after a fault; the third is alive but silent when the window closes."""
     job = Job(3, **config).until_running()
     job.step()
     a, b, c = job.live()
@@ -837,9 +838,10 @@ def test_a_false_suspect_that_missed_a_commit_fetches_once() -> None:
 
 
 def joined(groups: int = 2, **config: object) -> tuple[Job, Node]:
-    """A job that the last group has just joined again, and that group: a learner in its first txn.
+    """Return a job that the last group has just rejoined, and that group, which is fetching in its
+    first txn.
 
-    Nobody has computed the second step yet.
+    No participant has computed the second step yet.
     """
     job = Job(groups, **config).until_running()
     last = str(groups - 1)
@@ -867,13 +869,13 @@ def test_nothing_is_committed_before_a_learner_has_its_state() -> None:
     job.compute([a])
     job.settle()
     assert a.state == "PREPARED" and late.state == "NORMAL" and late.local.step == 0
-    job.post(late, Prepared(late.txn.token, True, Manifest(1)))  # no engine says so
+    job.post(late, Prepared(late.txn.token, True, Manifest(1)))  # an engine never sends this
     job.settle()
     assert job.kinds()[-2:] == ["abort", "epoch"], "a YES without the state is none"
 
 
 def test_a_learner_brings_no_digest() -> None:
-    """Its state was another one when its txn began; that is not what replicas are compared for."""
+    """Its state was a different one when its txn began, and replicas are not compared for that."""
     job, late = joined()
     job.compute([late], digest="of what it had")
     assert late.inbox, "its state and its YES"
@@ -883,13 +885,13 @@ def test_a_learner_brings_no_digest() -> None:
     job.compute([job.node("0")], digest="of the job")
     job.settle()
     assert job.steps() == {2} and "abort" not in job.kinds()[-2:] and clean(job) == []
-    job.compute(digest="of the job")  # from the step after, it does
+    job.compute(digest="of the job")  # from the step after, it brings one
     job.settle()
     assert {n.local.step for n in job.live()} == {3} and clean(job) == []
 
 
 def test_after_a_rollback_a_learner_is_waited_for() -> None:
-    """An attempt is lost; in the next epoch it fetches in the barrier, and counts at once."""
+    """The attempt is lost; in the next epoch it fetches in the barrier, and counts at once."""
     job, late = joined()
     job.fail(job.node("0"))
     job.settle()
@@ -922,7 +924,8 @@ def test_with_too_few_to_compute_meanwhile_a_joiner_is_waited_for() -> None:
 
 @pytest.mark.parametrize("edited", [True, False])
 def test_where_bodies_change_gradients_a_joiner_is_waited_for(edited: bool) -> None:
-    """A learner would change them by the weights that it is about to lose."""
+    """A joiner that is still fetching would change them by the weights that it is about to
+    replace."""
     job = Job(3).until_running()
     job.start_anew("2")
     job.settle()
@@ -957,7 +960,7 @@ def test_member_that_misses_the_barrier_is_excluded_from_the_next_epoch() -> Non
             break
         waiting = [n for n in job.live() if n.inbox]
         job.deliver(waiting[0])
-    c.inbox.clear()  # hangs in the rendezvous
+    c.inbox.clear()  # c hangs in the rendezvous
     for _ in range(60):
         for node in (a, b):
             if node.inbox:
@@ -982,7 +985,8 @@ def test_member_that_misses_the_barrier_is_excluded_from_the_next_epoch() -> Non
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_words_between_epochs_grow_with_the_job_and_not_with_its_square(groups: int) -> None:
-    """Each tells one that it has stopped, and one that it is in the barrier; the one tells all."""
+    """Each participant reports its stop and its arrival in the barrier to one; that one announces
+    to all."""
     job = Job(groups).until_running()
     before = {n.peer: len(job.record.moves[n.peer]) for n in job.live()}
     job.fail(job.node("0"))
@@ -999,7 +1003,8 @@ def test_words_between_epochs_grow_with_the_job_and_not_with_its_square(groups: 
 
 @pytest.mark.parametrize("tell", [True, False])
 def test_the_coordinator_ends_while_it_gathers_and_nobody_else_is_left_out(tell: bool) -> None:
-    """Main threads that still unwind from this very rollback are not stuck: they are waited for."""
+    """Main threads that still unwind from this very rollback are not stuck, so the others wait for
+    them."""
     job = Job(4).until_running()
     a, *others = job.live()
     job.fail(a)
@@ -1026,7 +1031,7 @@ def test_the_coordinator_ends_while_it_gathers_and_nobody_else_is_left_out(tell:
 
 
 def test_a_sign_of_life_from_the_coordinator_makes_nobody_look_stuck() -> None:
-    """A pause runs and the coordinator says that it lives, while a main thread still unwinds."""
+    """A pause runs and the coordinator sends a sign of life while a main thread still unwinds."""
     job = Job(3).until_running()
     a, _, c = job.live()
     for _ in range(3):
@@ -1049,7 +1054,7 @@ def test_a_sign_of_life_from_the_coordinator_makes_nobody_look_stuck() -> None:
 
 
 def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
-    """The others stand in its barrier; they give the epoch up, and form one without it."""
+    """The others are in its barrier; they give the epoch up, and form one without it."""
     job = Job(3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -1286,7 +1291,7 @@ def test_nobody_holds_the_state_of_the_head() -> None:
 
 
 def test_the_state_is_lost_before_anything_was_committed() -> None:
-    """The job may have begun at any step: none of it is said to be a committed one."""
+    """The job may have begun at any step, which is not reported as committed."""
     job = Job(0)
     job.start_group("0", step=40, lineage="a checkpoint")
     job.settle()
@@ -1342,7 +1347,7 @@ def test_spares_take_no_slice_and_the_cursor_moves_by_participants() -> None:
 
 
 def moved_on() -> tuple[Job, Node]:
-    """A job in its second epoch whose group 1 is in its second incarnation."""
+    """Return a job in its second epoch whose group 1 is in its second incarnation."""
     job = Job(2).until_running()
     job.kill_group("1")
     job.settle()
@@ -1444,7 +1449,8 @@ def test_an_entered_state_clears_the_timers_of_the_one_before() -> None:
 
 
 def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
-    """Whoever is at fault kept all from coming; the acknowledgements that follow will tell."""
+    """One fault may have kept all of them from coming; the acknowledgements that follow will show
+    it."""
     job = Job(2).until_running()
     a, _ = job.live()
     job.fail(a)
@@ -1462,7 +1468,7 @@ def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
 
 
 def test_a_joiner_without_its_mate_is_not_kept_waiting_by_signs_of_life() -> None:
-    """Its mate left with a drain, and the word of that was lost."""
+    """Its mate left with a drain, and that message was lost."""
     job = Job(2, ranks=2).until_running()
     alone = job.add("7", 0, 2, store="7.0", **job.config)
     job.settle()

@@ -1,4 +1,5 @@
-"""Seeded random lives of whole jobs: no invariant is ever broken, and calm brings progress."""
+"""Seeded random lives of whole jobs: no invariant is broken, and the job progresses without
+faults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SEEDS = range(60)
 
 
 def holds_the_head(job: Job) -> bool:
-    """Whether a whole live group has the state of the last decision, so that the job can go on."""
+    """Whether a complete live group has the state of the last decision, so that the job can
+    continue."""
     lineage = job.head.lineage if job.head else "genesis"
     groups: dict[str, list[str]] = {}
     for node in job.live():

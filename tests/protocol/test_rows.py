@@ -1,9 +1,9 @@
-"""A row taken out of the table changes what the program does: shown for every row of hsdp.yaml.
+"""Tests that each row of hsdp.yaml matters: without it the program behaves differently.
 
-The corpus is a set of lives of whole jobs under the shipped table, all deterministic: storms under
-fixed seeds, and scenarios for what storms seldom meet. For each row it keeps moments
-(participant, state before, event) at which that row was taken. With the row removed, either the
-checks refuse the file and name the place, or one of these moments ends otherwise.
+The corpus is a set of deterministic lives of whole jobs under the shipped table: storms with fixed
+seeds, and scenarios for events that storms seldom meet. For each row it keeps moments (participant,
+state before, event) at which that row was taken. With the row removed, either the checks refuse the
+file and name the place, or one of these moments ends differently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Place = tuple[str | int, ...]
 
 STORMS = 24
 KEPT = 3
-"""Moments kept per row: a row's absence may not show at the first one."""
+"""Moments kept per row, as a row's absence may not show at the first one."""
 
 
 def places() -> list[Place]:
@@ -59,7 +59,7 @@ def places() -> list[Place]:
 
 
 def row_at(place: Place, spec: FsmSpec = HSDP) -> Part:
-    """The row, or part of a sequence, that stands at a place."""
+    """Return the row, or part of a sequence, at a place."""
     *path, event, index = place
     if path == ["sequences"]:
         part = spec.sequences[str(event)][int(index)]
@@ -75,7 +75,7 @@ PLACES = {id(row_at(place)): place for place in places()}
 
 @dataclass(frozen=True)
 class Moment:
-    """One event handled in some life, and what the shipped table made of it."""
+    """One event that was handled in a life, and its outcome under the shipped table."""
 
     config: Config
     before: Local
@@ -89,14 +89,15 @@ class Moment:
 
 
 class Storm:
-    """A seeded life with everything in it: loss, suspicion, torn states, outages, second starts."""
+    """A seeded life with faults of all kinds: loss, suspicion, lost states, outages, second
+    starts."""
 
     def __init__(self, seed: int, groups: int, ranks: int) -> None:
         self.rng = random.Random(seed)
         self.job = Job(groups, ranks, min_groups=self.rng.choice([1, 1, 2]))
 
     def run(self, actions: int) -> Job:
-        """Live through so many actions."""
+        """Run this many actions."""
         weighted = [
             (70, self.deliver), (14, self.compute), (3, self.fault), (6, self.fire),
             (2, self.lose), (1, self.kill), (2, self.start), (1, self.drain), (1, self.tear),
@@ -174,7 +175,7 @@ def storm(seed: int) -> Job:
 
 
 def only(job: Job, *nodes: Node) -> None:
-    """Let these participants handle what waits for them, and what comes of it; nobody else."""
+    """Let only these participants handle their events, and the events that follow from them."""
     while any(n.inbox for n in nodes):
         for node in nodes:
             if node.inbox:
@@ -182,13 +183,13 @@ def only(job: Job, *nodes: Node) -> None:
 
 
 def first(job: Job, *nodes: Node) -> None:
-    """These participants handle everything before anybody else does anything."""
+    """Let these participants handle all their events before any other participant does."""
     only(job, *nodes)
     job.settle()
 
 
 def hold_back(job: Job, node: Node, kind: str) -> Event:
-    """Everybody goes on, but the node's main thread is slow: its answer is held back."""
+    """Let all participants run, but hold back the answer of one node's main thread."""
     while True:
         if node.inbox and node.inbox[0].type == kind:
             answer = node.inbox.popleft()
@@ -221,7 +222,7 @@ def bus_away_for_good_without_a_vote() -> Job:
 
 
 def deaf_in_doubt() -> Job:
-    """The listener has lost its place and hears nothing more, but the register can be asked."""
+    """The listener is lost and receives nothing more, but the register can be read."""
     job = Job(2).until_running()
     a, b = job.live()
     job.compute([a])
@@ -236,7 +237,7 @@ def deaf_in_doubt() -> Job:
 
 
 def fell_behind_in_doubt() -> Job:
-    """A hears nothing of the COMMIT that it has voted for; then it is told that it missed some."""
+    """A misses the COMMIT that it has voted for, and then gets an overrun."""
     job = Job(2).until_running()
     a, b = job.live()
     for node in (a, b):
@@ -280,7 +281,7 @@ def second_starts() -> Job:
 
 
 def second_start_that_the_older_one_misses() -> Job:
-    """It does not hear that its identity was taken, but then of the epoch with the newer one."""
+    """It misses that its identity was taken, but receives the epoch with the newer process."""
     job = Job(2).until_running()
     a, old = job.live()
     (new,) = job.start_group("1")
@@ -293,7 +294,8 @@ def second_start_that_the_older_one_misses() -> Job:
 
 
 def second_start_that_the_older_one_learns_of_by_asking() -> Job:
-    """It hears of nothing before the newer one has committed: the register names nobody then."""
+    """It learns nothing until the newer one has committed, when the register names no
+    participant."""
     job = Job(2).until_running()
     a, old = job.live()
     (new,) = job.start_group("1")
@@ -316,7 +318,8 @@ def asked_to_leave_before_the_first_epoch() -> Job:
 
 
 def a_mate_leaves_before_the_first_epoch() -> Job:
-    """One rank of a group of two shuts down while both wait: the other has nothing to wait for."""
+    """One rank of a group of two shuts down while both wait, so the other has nothing to wait
+    for."""
     job = Job(2, ranks=2, expected_groups=3)
     job.settle()
     job.post(job.node("1", 1), Stop("enough"))
@@ -366,7 +369,7 @@ def newcomers_without_the_state() -> Job:
 
 
 def torn_everywhere() -> Job:
-    """No process has the state any more, so that all end without waiting for one."""
+    """No process has the state any more, so all end without waiting for one."""
     job = Job(2).until_running()
     job.apply_fails = frozenset(job.nodes)
     job.step()
@@ -376,7 +379,7 @@ def torn_everywhere() -> Job:
 
 
 def torn_beside_a_silent_group() -> Job:
-    """The silent group may have the state: the others wait for it until the quorum limit."""
+    """The silent group may have the state, so the others wait for it until the quorum limit."""
     job = Job(3).until_running()
     silent = job.node("2")
     job.apply_fails = frozenset(job.nodes) - {silent.peer}
@@ -402,7 +405,7 @@ def left_in_good_order(node: Node) -> bool:
 
 
 def asked_to_leave_with_too_few() -> Job:
-    """It waits for the others as long as any, and its end is no error."""
+    """It waits for the others like any group, and its end is not an error."""
     job = too_few_to_go_on()
     job.drain("0")
     job.settle()
@@ -423,7 +426,7 @@ def asked_in_its_own_process_to_leave() -> Job:
 
 
 def asked_last_to_leave() -> Job:
-    """All are asked to leave, and the last of them hears it when it has voted."""
+    """All are asked to leave, and the last one receives the request after its vote."""
     job = Job(2, min_groups=2).until_running()
     a, b = job.live()
     job.drain("0")
@@ -456,13 +459,14 @@ def too_few_after_a_kill() -> Job:
 
 
 def hangs(node: Node) -> Suspect:
-    """What its monitor says of it."""
+    """Return its monitor's report of a hang."""
     me, c = node.peer, node.participant.config
     return Suspect(me.group, me.rank, c.pid, c.host, "monitor", "no movement")
 
 
 def a_hang_is_told(state: str) -> Job:
-    """Of one of three; the others go on without it, until its main thread is unwound."""
+    """A hang of one of three is reported; the others continue without it until its main thread
+    unwinds."""
     job = Job(3).until_running()
     a, b, c = job.live()
     if state == "PREPARED":
@@ -507,7 +511,7 @@ def a_barrier_that_waits() -> Job:
 
 
 def learner() -> Job:
-    """A group that joins, in its first txn: the state is on its way."""
+    """Return a group that joins, in its first txn, while its state is on its way."""
     job = Job(2).until_running()
     job.start_anew("1")
     job.step()
@@ -522,7 +526,7 @@ def a_learner_gets_its_state() -> Job:
 
 
 def a_learner_gets_its_state_in_the_barrier() -> Job:
-    """Before the others are in it."""
+    """The state arrives before the others are in the barrier."""
     job = Job(2).until_running()
     job.start_anew("1")
     job.settle()
@@ -539,7 +543,7 @@ def a_learner_gets_its_state_in_the_barrier() -> Job:
 
 
 def a_learner_is_compared_with_nobody() -> Job:
-    """Its digest is that of weights which are not the job's."""
+    """Its digest belongs to weights that are not the job's."""
     job = learner()
     job.compute([job.node("0")], digest="the job's")
     job.compute([job.node("1")], digest="its own")
@@ -558,7 +562,8 @@ def a_learner_gets_no_state() -> Job:
 
 
 def an_epoch_that_waits() -> Job:
-    """Stopped, but the pause after many rollbacks runs; the bus goes and comes back meanwhile."""
+    """It has stopped, but the pause after many rollbacks runs; the bus is lost and comes back
+    meanwhile."""
     job = Job(2).until_running()
     a, b = job.live()
     for _ in range(3):
@@ -593,7 +598,7 @@ def faults_in_healing() -> Job:
 
 
 def an_abort_that_is_lost(timer: str) -> Job:
-    """The proposal does not reach the register, and is made again."""
+    """The proposal does not reach the register, and is repeated."""
     job = Job(2).until_running()
     a, b = job.live()
     job.bus_up = False
@@ -627,7 +632,7 @@ def manifests_that_differ() -> Job:
 
 
 def no_reductions(skip: bool) -> Job:
-    """One body ends well and has reduced nothing, for a skip or by mistake."""
+    """One step function ends without an error and without reductions, for a skip or by mistake."""
     job = Job(2).until_running()
     job.compute([job.node("0")], reductions=0, skip=skip)
     job.settle()
@@ -647,7 +652,7 @@ def a_skip_that_does_not_fit() -> Job:
 
 
 def states_that_differ(*digests: str, **config: Any) -> Job:
-    """Each group brings its digest; later a group comes that has heard nothing of it."""
+    """Each group brings its digest; later a group joins that has received none of them."""
     job = Job(len(digests), **config).until_running()
     for node, digest in zip(job.live(), digests, strict=True):
         job.compute([node], digest=digest)
@@ -671,7 +676,7 @@ def joins_when_all_have_left() -> Job:
 
 
 def vote_cast_twice() -> Job:
-    """A ballot counts entries, so a vote that was cast again can fill it."""
+    """A ballot counts entries, so a repeated vote can fill it."""
     job = Job(2).until_running()
     a = job.node("0")
     job.compute([a])
@@ -683,7 +688,7 @@ def vote_cast_twice() -> Job:
 
 
 def commit_missed(torn: bool) -> Job:
-    """The commit is not heard; the abort of the next txn proves it, and is closed already."""
+    """The commit is missed; the abort of the next txn, which is already closed, proves it."""
     job = Job(2).until_running()
     a, b = job.live()
     job.compute([a])
@@ -710,7 +715,8 @@ def torn_by_its_commit(joiner: bool) -> Job:
 
 
 def torn_after_it_had_acknowledged() -> Job:
-    """It said it would hold the last commit; the next epoch counts on it; then the step fails."""
+    """It acknowledged that it holds the last commit; the next epoch relies on it; then the step
+    fails."""
     job = Job(2).until_running()
     a, b = job.live()
     job.start_group("2")
@@ -725,7 +731,7 @@ def torn_after_it_had_acknowledged() -> Job:
 
 
 def torn_by_a_rollback(late: bool) -> Job:
-    """Its body has changed what nothing was kept of; late: when the next epoch counts on it."""
+    """Its step function changed unsaved state; ``late``: after the next epoch relies on it."""
     job = Job(3).until_running()
     a, b, _ = job.live()
     job.restore_fails = frozenset({a.peer})
@@ -767,7 +773,7 @@ def drained(how: str) -> Job:
 
 
 def left_out(state: str, digest: str | None = None) -> Job:
-    """One participant hears nothing while the others close its epoch and form the next."""
+    """One participant receives nothing while the others close its epoch and form the next."""
     job = Job(3).until_running()
     a, b, c = job.live()
     if state == "PREPARED":
@@ -790,7 +796,7 @@ def left_out(state: str, digest: str | None = None) -> Job:
 
 
 def left_out_and_perhaps_odd() -> Job:
-    """The decision that it has missed may have given its state up: it fetches another."""
+    """The decision that it has missed may have declared its state lost, so it fetches another."""
     job = left_out("PREPARED", digest="a")
     assert job.node("2").local.lineage == ""
     job.step()
@@ -800,7 +806,7 @@ def left_out_and_perhaps_odd() -> Job:
 
 
 def a_rank_without_its_group() -> Job:
-    """It has acknowledged, but its group is not whole any more: the next epoch is without it."""
+    """It has acknowledged, but its group is incomplete by now, so the next epoch excludes it."""
     job = Job(2, ranks=2).until_running()
     job.crash(job.node("1", 1))
     restored = hold_back(job, job.node("1", 0), "restored")
@@ -810,7 +816,7 @@ def a_rank_without_its_group() -> Job:
 
 
 def a_rank_is_waited_for_in_vain() -> Job:
-    """It was lost, and another was to take its place; the others go on when the window is over."""
+    """It was lost, and another was to replace it; the others continue when the window is over."""
     job = Job(2, ranks=2).until_running()
     job.crash(job.node("1", 1), replaced=True)
     job.settle()
@@ -840,7 +846,7 @@ def aborted_again_meanwhile() -> Job:
 
 
 def unwound_at_last() -> Job:
-    """The others cannot go on without it, and think that it is stuck until it says otherwise."""
+    """The others cannot continue without it, and consider it stuck until it reports otherwise."""
     job, restored = slow_to_unwind(min_groups=3)
     job.post(job.node("0"), Fault(Token(2, 1), "again"))
     job.settle()
@@ -854,7 +860,7 @@ def unwound_at_last() -> Job:
 
 
 def the_coordinator_unwinds() -> Job:
-    """Its main thread is slow, but it gathers, and keeps the one that has answered waiting."""
+    """Its main thread is slow, but it gathers, and the one that has answered waits for it."""
     job = Job(3, min_groups=3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -873,7 +879,7 @@ def the_coordinator_unwinds() -> Job:
 
 
 def the_coordinator_ends(tell: bool) -> Job:
-    """It dies after its ABORT is heard, while the main threads of the others unwind."""
+    """It dies after its ABORT is received, while the main threads of the others unwind."""
     job = Job(3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -896,7 +902,7 @@ def the_coordinator_ends(tell: bool) -> Job:
 
 
 def nobody_coordinates() -> Job:
-    """The coordinator is killed and another says nothing: the third, still unwinding, counts."""
+    """The coordinator is killed and another is silent; the third, still unwinding, counts."""
     job = Job(3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -937,7 +943,7 @@ def bus_away_while_it_unwinds() -> Job:
 
 
 def fetch_fails_late(state: str) -> Job:
-    """The rollback of the new epoch has begun when its main thread says that fetching failed."""
+    """The rollback of the new epoch has begun when its main thread reports that fetching failed."""
     job = Job(3).until_running()
     a, _, c = job.live()
     job.heal_fails = {c.peer: True}
@@ -953,7 +959,7 @@ def fetch_fails_late(state: str) -> Job:
 
 
 def behind_in_commit(torn: bool) -> Job:
-    """It votes, and hears of no decision after that but the next epoch, which is without it."""
+    """It votes, and the next message that it receives is the next epoch, which excludes it."""
     job = Job(3).until_running()
     a, b, c = job.live()
     job.compute()
@@ -975,7 +981,8 @@ def behind_in_commit(torn: bool) -> Job:
 
 
 def let_in_again(state: str) -> Job:
-    """It acknowledged so late that the word counts for the next epoch; then it misses the abort."""
+    """It acknowledged so late that the message counts for the next epoch; then it misses the
+    abort."""
     job, restored = slow_to_unwind()
     a, b, c = job.live()
     job.fire("ack_window", [c])
@@ -1096,7 +1103,7 @@ Corpus = dict[Place, list[Moment]]
 
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
-    """A few moments for each row of the table at which it was taken."""
+    """Return a few moments for each row of the table at which it was taken."""
     found: Corpus = {place: [] for place in places()}
     for name, live in LIVES.items():
         for peer, moves in (job := live()).record.moves.items():
@@ -1110,7 +1117,7 @@ def corpus() -> Corpus:
 
 
 def without(place: Place) -> FsmSpec:
-    """The shipped spec as if the row had never been written."""
+    """Return the shipped spec without the row."""
     data = HSDP.model_dump()
     *path, key, index = place
     owner: Any = data
@@ -1123,7 +1130,7 @@ def without(place: Place) -> FsmSpec:
 
 
 def changes(spec: FsmSpec, moment: Moment) -> str | None:
-    """How the moment ends otherwise under another table; None: in the same way."""
+    """Return how the moment ends differently under another table, or None."""
     try:
         after, out = Participant(Table(spec), moment.config).handle(
             moment.before, moment.event, moment.after.since
@@ -1154,7 +1161,7 @@ def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
 
 
 def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
-    """Whether a refusal leads to the row: its event, effects or the state it led to are named."""
+    """Whether a refusal names the row's event, its effects or the state it led to."""
     row = row_at(place)
     names = [repr(name) for name in (place[-2], *row.effects)]
     to = getattr(row, "to", None)
@@ -1162,6 +1169,6 @@ def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
 
 
 def test_the_shipped_table_gives_every_moment_of_the_corpus_its_own_outcome(corpus: Corpus) -> None:
-    """So a difference that a row's absence makes is made by nothing else."""
+    """So only the absence of a row can make a difference."""
     for moment in (m for moments in corpus.values() for m in moments):
         assert changes(HSDP, moment) is None, moment.life

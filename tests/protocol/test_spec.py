@@ -1,4 +1,4 @@
-"""A bad spec is refused with one error that names file, line, place and the mend."""
+"""Tests that an invalid spec is refused with one error that names file, line, place and fix."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FILES = {
     str(path.relative_to(SPECS)): path.read_text(encoding="utf-8")
     for path in (SPECS / "hsdp.yaml", *sorted((SPECS / "parts").glob("*.yaml")))
 }
-"""What hsdp is made of."""
+"""The files of hsdp."""
 Files = dict[str, str]
 
 
 def write(folder: Path, files: Files) -> Path:
-    """hsdp with some of its files changed."""
+    """Write hsdp with some of its files changed."""
     (folder / "parts").mkdir()
     for name, text in {**FILES, **files}.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -44,21 +44,21 @@ def write(folder: Path, files: Files) -> Path:
 
 
 def refusal(folder: Path, files: Files) -> str:
-    """The error that loading hsdp ends in when these files are other ones; without the folder."""
+    """Return the error that loading hsdp with these files raises, without the folder."""
     with pytest.raises(SpecError) as caught:
         load_spec(write(folder, files))
     return str(caught.value).replace(f"{folder}/", "")
 
 
 def changed(old: str, new: str, count: int = 1) -> Files:
-    """The first file that has ``old``, changed."""
+    """Change the first file that contains ``old``."""
     name = next((name for name, text in FILES.items() if old in text), None)
     assert name is not None, f"{old!r} is not in the spec any more"
     return {name: FILES[name].replace(old, new, count)}
 
 
 def two_scopes(more: str, sync: str = "every_step") -> Files:
-    """With a second parameter group, and a second scope that commits it."""
+    """Return hsdp with a second parameter group, and a second scope that commits it."""
     return changed(
         "  model: {ranks: shards}\nscopes:\n"
         "  step: {members: job, commits: [model], sync: every_step}",
@@ -68,7 +68,7 @@ def two_scopes(more: str, sync: str = "every_step") -> Files:
 
 
 def stages(flow: str, *more: str) -> Files:
-    """Two stages with scopes of their own, or more, and the edges between them."""
+    """Return two or more stages with their own scopes, and the edges between them."""
     names = ["one", "two", *more]
     held = "".join(f"  {n}: {{ranks: stages, samples: per_group}}\n" for n in names)
     scopes = "".join(
@@ -381,7 +381,7 @@ def test_conflicting_includes_are_refused_with_their_line(
 def test_parts_that_include_each_other_in_a_circle_are_refused(
     circle: list[str], tmp_path: Path
 ) -> None:
-    """The file that is read is not in it: only what it includes."""
+    """The file that is loaded is not in the cycle; only files that it includes are."""
     path = tmp_path / "whole.yaml"
     path.write_text("name: whole\ninclude: [one.yaml]\n", encoding="utf-8")
     for part, following in zip(circle, circle[1:] + circle[:1], strict=True):
@@ -439,7 +439,7 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
 
 
 def test_no_code_asks_for_a_state_by_name() -> None:
-    """A spec may call its states as it likes: code asks for roles."""
+    """A spec may choose the names of its states, as the code uses roles."""
     specs = [load_machine(name) for name in ("hsdp", "main_thread")]
     states = {name for spec in specs for name in (*spec.states, *spec.leaves)}
     found = [
@@ -475,15 +475,16 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
 def test_specs_with_the_rows_of_hsdp_share_its_proof(
     name: str,
 ) -> None:
-    """Their machine is hsdp's, row by row, and so are its timers and policies."""
+    """Their machine equals that of hsdp row by row, and so do the timers and policies."""
     own = {"name", "doc", "parameter_groups", "scopes"}
     assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
     assert load_spec(name).digest() != load_spec("hsdp").digest()
 
 
 def test_free_stage_shares_the_proof_of_hsdp() -> None:
-    """Its rows are hsdp's, but for these, which open a txn by way of ``held``, and leave that at
-    once where no other scope holds anybody; so that `fft check` searches only what flow adds."""
+    """Its rows are those of hsdp, except for rows that open a txn by way of ``held``, and leave
+    that state at once if no other scope holds a participant; so `fft check` searches only what flow
+    adds."""
     ahead, hsdp = (dict(all_rows(load_spec(name))) for name in ("pipeline_ahead", "hsdp"))
     assert set(hsdp) <= set(ahead)
     other = {place for place, row in ahead.items() if hsdp.get(place) != row}

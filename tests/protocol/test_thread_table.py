@@ -1,4 +1,5 @@
-"""The main thread's table: held to a vocabulary of its own; what it has no row for is an error."""
+"""Tests of the main thread's table: its vocabulary is checked, and an event without a row is an
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that step alone and synchronise now and then: LocalSGD, DiLoCo, streaming, by weights."""
+"""Recipes of groups that train locally and synchronize: LocalSGD, DiLoCo, streaming, by weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import fft
 
 EVERY = 3
-"""Inner steps between two synchronisations."""
+"""Inner steps between two synchronizations."""
 Body = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -46,7 +46,7 @@ def _train(
 
 
 def local_sgd(job: Job) -> None:
-    """Averages of the parameters; groups count by their samples, which are not equally many."""
+    """Average the parameters, weighted by the groups' numbers of samples, which differ."""
     model = perceptron(job.dropout)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     manager = job.manager(spec="local_sgd")
@@ -66,7 +66,7 @@ def local_sgd(job: Job) -> None:
 
 
 def diloco(job: Job) -> None:
-    """A GPT with clipping and a schedule; one fragment."""
+    """Train a GPT with clipping and a schedule, as one fragment."""
     model = GPT(job.dropout)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, job.steps * EVERY)
@@ -102,7 +102,8 @@ class _Mean:
 
 
 def streaming(job: Job) -> None:
-    """Two fragments in turn, reduced beside a step; mixed precision; an average of the weights."""
+    """Train two fragments in turn, reduced beside a step, with mixed precision and averaged
+    weights."""
     model = GPT(job.dropout)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     halves = [nn.ModuleList([model.wte, model.wpe, model.h[0]]),
@@ -130,10 +131,10 @@ def streaming(job: Job) -> None:
 
 
 class Trouble:
-    """What happens to a rank in one inner step, once: here nothing."""
+    """A disturbance of a rank, once, in one inner step; this base class does nothing."""
 
     is_met = False
-    """Group 0 waits for it."""
+    """Whether group 0 waits for it."""
 
     def __init__(
         self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer, meeting: Path
@@ -141,25 +142,25 @@ class Trouble:
         self.manager, self.inner, self.meeting = manager, inner, meeting
 
     def meet(self) -> None:
-        """It is there: group 0, which waits for that, goes on to its fault."""
+        """Signal group 0, which waits for this, to continue to its fault."""
         self.meeting.write_bytes(b"here")
 
     @staticmethod
     def mate(manager: fft.ManagerFFT, folder: Path) -> None:
-        """Before the loop, on the other rank of its group."""
+        """Prepare the other rank of the group, before the loop."""
 
     def at(self, place: str) -> None:
-        """The step is at ``place``: ``begin`` or ``end`` of its body."""
+        """Act when the step is at ``place``: ``begin`` or ``end`` of its step function."""
 
 
 def _until_cut() -> None:
-    """Until the rollback of the job interrupts it; the bound is for a bug."""
+    """Wait until the rollback of the job interrupts this; the bound is for a bug."""
     threading.Event().wait(60)
     raise AssertionError("nobody has interrupted this body")
 
 
 class HeldInBody(Trouble):
-    """It is in its body when the job rolls back; its mate waits in a collective."""
+    """It is in its step function when the job rolls back; its mate waits in a collective."""
 
     is_met = True
 
@@ -170,7 +171,7 @@ class HeldInBody(Trouble):
 
 
 class HeldBeforeVote(Trouble):
-    """It has computed all when the job rolls back; its mate has voted."""
+    """It has computed everything when the job rolls back; its mate has voted."""
 
     is_met = True
 
@@ -181,8 +182,10 @@ class HeldBeforeVote(Trouble):
 
 
 class HeldForMate(Trouble):
-    """It is in a section that is not interrupted, until its mate, which has voted, has come back to
-    the job. If the mate waited for the decision of this step first, both would wait for ever."""
+    """It is in an uninterruptible section until its mate, which has voted, has returned to the job.
+
+    If the mate waited for the decision of this step first, both would wait for ever.
+    """
 
     is_met = True
 
@@ -206,7 +209,7 @@ class HeldForMate(Trouble):
 
 
 class Decided(Trouble):
-    """The step is committed, and not carried out here, when the job rolls back."""
+    """The step is committed, but not applied here, when the job rolls back."""
 
     is_met = True
 
@@ -244,7 +247,7 @@ def _islands(
     inner_step: int = 1,
     watch: Callable[[int, int], None] = lambda step, inner_step: None,
 ) -> None:
-    """``trouble`` is that of rank 1 of group 1, in that inner step after the second txn."""
+    """Train with ``trouble`` of rank 1 of group 1 in that inner step after the second txn."""
     manager = job.sharded_manager(spec="hsdp_diloco")
     mesh = manager.shard_mesh()
     model = GPT(job.dropout)
@@ -260,7 +263,7 @@ def _islands(
     synchronizer = fft.DiLoCo(manager, halves, inner, outer, 2 * EVERY, fragment_sync_delay=1)
     loader = fft.CursorLoader(Text(), batch_size=4, seed=33)
     last: list[Any] = []
-    # not after the body: the decision of a step may come after a rollback of the job's
+    # not after the step function: the decision of a step may follow a rollback of the job
     manager.on_commit(lambda: job.committed(*last))
     meeting = job.folder / "meeting"
     for pipe in (meeting, job.folder / "restored"):
@@ -290,37 +293,37 @@ def _islands(
 
 
 def hsdp_diloco(job: Job) -> None:
-    """The GPT of `diloco`, each group with shards of it on two ranks; two fragments."""
+    """Train the GPT of `diloco`, with each group's shards on two ranks, as two fragments."""
     _islands(job)
 
 
 def held_in_body(job: Job) -> None:
-    """The same, with trouble."""
+    """Run `hsdp_diloco` with this trouble."""
     _islands(job, HeldInBody)
 
 
 def held_before_vote(job: Job) -> None:
-    """The same, with trouble."""
+    """Run `hsdp_diloco` with this trouble."""
     _islands(job, HeldBeforeVote)
 
 
 def held_for_mate(job: Job) -> None:
-    """The same, with trouble."""
+    """Run `hsdp_diloco` with this trouble."""
     _islands(job, HeldForMate)
 
 
 def decided(job: Job) -> None:
-    """The same, with trouble."""
+    """Run `hsdp_diloco` with this trouble."""
     _islands(job, Decided)
 
 
 def torn(job: Job) -> None:
-    """The same, with trouble."""
+    """Run `hsdp_diloco` with this trouble."""
     _islands(job, Torn)
 
 
 def slow_link(job: Job) -> None:
-    """The same, and nothing crosses group 1's links to the job's bus during one window."""
+    """Run `hsdp_diloco` while group 1's links to the job's bus carry nothing during one window."""
     if job.group == 0:
         _islands(job)
         return
@@ -341,7 +344,7 @@ def slow_link(job: Job) -> None:
 
 
 def far_islands(job: Job) -> None:
-    """The same; what goes from group to group comes 20 ms later, and 1 MB in a second."""
+    """Run `hsdp_diloco` with 20 ms latency and 1 MB/s between the groups."""
     islands = Islands(job, 0.02, 1e6)
     job.facts["carried"] = islands.carried
     job._ends.append(islands.close)  # after the manager
@@ -349,5 +352,6 @@ def far_islands(job: Job) -> None:
 
 
 def torn_last(job: Job) -> None:
-    """The same, before a synchronisation, in which the mate may be already."""
+    """Run `hsdp_diloco` with this trouble before a synchronization, in which the mate may already
+    be."""
     _islands(job, Torn, EVERY - 1)

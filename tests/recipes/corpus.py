@@ -1,4 +1,4 @@
-"""Tiny data and models that the recipes share. Every sample comes with its number."""
+"""Tiny data sets and models that the recipes share. Every sample includes its number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WIDTH = 16
 
 
 class Text(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Sample ``i``: the letters from the i-th on, the same one further, and ``i``."""
+    """A data set whose sample ``i`` is the letters from the i-th on, those one further, and
+    ``i``."""
 
     def __init__(self) -> None:
         self.letters = torch.tensor([LETTERS.index(letter) for letter in TEXT])
@@ -27,7 +28,7 @@ class Text(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 class Vectors(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Sample ``i``: a random vector, the mean of its squares, and ``i``."""
+    """A data set whose sample ``i`` is a random vector, the mean of its squares, and ``i``."""
 
     def __init__(self) -> None:
         self.x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(7))
@@ -40,7 +41,7 @@ class Vectors(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 class Block(nn.Module):
-    """A transformer's: causal attention, then a perceptron, each with a norm before it."""
+    """A transformer block: causal attention, then a perceptron, each after a norm."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """After nanoGPT; the output shares its weights with the embedding, if ``tied``."""
+    """A model after nanoGPT; the output shares its weights with the embedding if ``tied``."""
 
     def __init__(self, dropout: float = 0.0, width: int = 32, tied: bool = False) -> None:
         super().__init__()
@@ -75,7 +76,8 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the letters ``y`` (batch, window) that follow ``x`` (batch, window)."""
+        """Return the mean loss of the letters ``y`` (batch, window) that follow ``x`` (batch,
+        window)."""
         hidden = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
         for block in self.h:
             hidden = block(hidden)
@@ -84,7 +86,7 @@ class GPT(nn.Module):
 
 
 def perceptron(dropout: float = 0.0) -> nn.Sequential:
-    """From `Vectors` to their targets."""
+    """Return a perceptron from `Vectors` to their targets."""
     return nn.Sequential(
         nn.Linear(WIDTH, 32), nn.ReLU(), nn.Dropout(dropout),
         nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1),

@@ -1,8 +1,8 @@
-"""Worker processes that run many recipes in turn, and the supervisor that starts killed ones again.
+"""Worker processes that run many recipes in turn, and the supervisor that restarts killed ones.
 
-One set serves many cases. Each part of a case is a job of its own on one bus. A case has a bound:
-when it is over, the stacks of all workers are in the error, and the set is started anew for the
-next case.
+One set serves many cases. Each part of a case is its own job on one bus. When a case exceeds its
+time limit, the error contains the stacks of all workers, and the set is restarted for the next
+case.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fft.bus.tcpserver import host_store
 from fft.messages.protocol import Death, encode
 
 BOUND_S = 120.0
-"""For one part of a case; two seconds is usual."""
+"""Time limit in seconds for one part of a case; two seconds is usual."""
 _DUMP_S = 10.0
-"""For a worker to write its stacks."""
+"""Time limit in seconds for a worker to write its stacks."""
 Place = tuple[int, int]
 
 
 class CaseFailed(AssertionError):
-    """A worker raised, ended by itself, or did not come to its end in time."""
+    """A worker raised, ended by itself, or did not finish in time."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ class Case:
     parts: int = 1
     faults: tuple[dict[str, Any], ...] = ()
     kills: bool = False
-    """Whether one group is killed in each part, and started again."""
+    """Whether one group is killed in each part, and restarted."""
     bound_s: float = BOUND_S
 
 
 @dataclass
 class Run:
-    """What a case left."""
+    """The results of a case."""
 
     folder: Path
     results: list[dict[Place, dict[str, Any]]] = field(default_factory=list)
-    """Of each part, by (group, rank)."""
+    """Results of each part, by (group, rank)."""
     killed: list[Place] = field(default_factory=list)
     restarts: set[int] = field(default_factory=set)
     """Parts in which a group was killed."""
 
     def traces(self, part: int = -1) -> Path:
-        """The folder of a part's traces."""
+        """Return the folder of a part's traces."""
         return self.folder / f"part-{part % len(self.results)}"
 
 
@@ -73,22 +73,22 @@ class _Child:
         self.place, self.log = place, log
         self.connection, theirs = Pipe()
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        env["FFT_MONITOR"] = "0"  # else one per rank and case, each a process that starts
+        env["FFT_MONITOR"] = "0"  # else each rank of each case would start a monitor process
         group, rank = place
         env |= {"REPLICA_GROUP_ID": str(group), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
         self.process = Forked(work, theirs, group, rank, env=env, log=log)
         theirs.close()
-        # not the end of the connection: workers of a data loader may hold it for a while
+        # not the end of the connection, which workers of a data loader may hold for a while
         self.death = os.pidfd_open(self.process.pid)
 
     def stacks(self) -> str:
-        """The end of its log, with the stacks of all its threads if it still runs."""
+        """Return the end of its log, with the stacks of all its threads if it is still running."""
         if self.process.runs:
             size = self.log.stat().st_size
             self.process.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _DUMP_S
             while self.log.stat().st_size == size and time.monotonic() < deadline:
-                time.sleep(0.01)  # it writes from its signal handler, which nobody announces
+                time.sleep(0.01)  # its signal handler writes without notification
         return f"=== {self.place}\n{self.process.tail()}"
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Crew:
         self._server.close()
 
     def run(self, case: Case) -> Run:
-        """All parts of a case. Raises CaseFailed."""
+        """Run all parts of a case. Raises CaseFailed."""
         done = Run(self._folder / case.name)
         done.folder.mkdir()
         plan = done.folder / "plan.yaml"
@@ -173,7 +173,7 @@ class Crew:
             waiting.discard(child.place)
 
     def _tell(self, group: int, task: dict[str, Any]) -> None:
-        """Have the ranks of a group run it, with a store of their own."""
+        """Send a task to the ranks of a group, with their own store."""
         store, port = host_store()
         self._stores.append(store)
         for place in self._places:
@@ -184,7 +184,7 @@ class Crew:
                 self._children[place].connection.send({**task, "store_port": port})
 
     def _restart(self, group: int, task: dict[str, Any], done: Run) -> set[Place]:
-        """As a supervisor does: say who is dead, and start the whole group again."""
+        """Report the dead group and restart it as a whole, as a supervisor does."""
         mates = {place for place in self._places if place[0] == group}
         bus = open_bus(task["bus"])
         for place in mates:

@@ -1,4 +1,4 @@
-"""Replica groups that are far from each other: whatever crosses between them goes by slow links."""
+"""Replica groups that are far from each other: all traffic between them goes through slow links."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from fft.train.state.transfer import StateTransfer
 
 
 class Islands:
-    """All that crosses between this process and the other groups' is slow, until `close`.
+    """Slow links between this process and the other groups, until `close`.
 
-    That is the job's bus and its register (of group 0's host), the stores at which groups meet, the
-    connections of their collectives, and the state that one fetches from another. What stays within
-    the group does not pass.
+    They carry the job's bus and its register (on group 0's host), the stores at which groups meet,
+    the connections of their collectives, and fetched states. Traffic within a group does not use
+    them.
     """
 
     def __init__(self, job: Job, latency_s: float, bytes_per_s: float) -> None:
-        # not here: torch asks a store for all its keys with the interpreter's lock in its hands
+        # not here: torch requests all keys from a store while it holds the interpreter lock
         slow = str(latency_s), str(bytes_per_s)
         self._links = subprocess.Popen(
             [sys.executable, slow_link.__file__, *slow],
@@ -43,7 +43,7 @@ class Islands:
         self._lock = threading.Lock()
         self._undo: list[Callable[[], None]] = []
         self.carried: dict[str, int] = {}
-        """Bytes that have gone through, by kind; known at the end."""
+        """Bytes that were carried, by kind; known at the end."""
         if self._far:
             bus = urlsplit(job.bus)
             port = self._port(bus.hostname or "", bus.port or 0, "bus")
@@ -58,7 +58,7 @@ class Islands:
         setattr(owner, name, new)
 
     def _port(self, host: str, port: int, kind: str, near: tuple[int, ...] = (0,)) -> int:
-        """Of the link to a server; made when it is first asked for."""
+        """Return the port of the link to a server, creating the link at its first use."""
         with self._lock:
             if (host, port) not in self._ports:
                 asked, answers = self._links.stdin, self._links.stdout
@@ -76,8 +76,11 @@ class Islands:
         return store_client(host, port, timeout)
 
     def listener(self, host: str, port: int) -> int:
-        """The port at which the others find a listener of gloo's. Of two ends the one with the
-        higher port connects, so that it must be next to the real one."""
+        """Return the port at which the others reach one of gloo's listeners.
+
+        Of two ends the one with the higher port connects, so the link's port must be next to the
+        real one.
+        """
         return self._port(host, port, "gloo", (port + 1, port - 1))
 
     def _metadata(self, real: Callable[[StateTransfer], str]) -> Callable[[StateTransfer], str]:
@@ -89,7 +92,7 @@ class Islands:
         return metadata
 
     def close(self) -> None:
-        """As it was."""
+        """Restore the direct connections."""
         while self._undo:
             self._undo.pop()()
         said, _ = self._links.communicate(timeout=30)
@@ -97,7 +100,7 @@ class Islands:
 
 
 class _Prefixed(PrefixStore):
-    """Says what its prefix is."""
+    """A store that exposes its prefix."""
 
     def __init__(self, prefix: str, inner: Any) -> None:
         super().__init__(prefix, inner)
@@ -105,7 +108,7 @@ class _Prefixed(PrefixStore):
 
 
 class _Rendezvous(RendezvousStore):
-    """Tells the other groups the ports of the links in the place of gloo's own."""
+    """A store that gives the other groups the links' ports in the place of gloo's own."""
 
     def __init__(self, islands: Islands, inner: _Prefixed, timeout: timedelta) -> None:
         super().__init__(inner, timeout)
@@ -128,5 +131,5 @@ class _Rendezvous(RendezvousStore):
 
 
 def _socket_address(host: str, port: int) -> bytes:
-    """As gloo writes it: a sockaddr_in."""
+    """Return the address as gloo writes it, a sockaddr_in."""
     return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)

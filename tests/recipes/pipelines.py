@@ -25,7 +25,7 @@ MICROBATCHES = 4
 
 
 class Embed(nn.Module):
-    """Letters and places to vectors."""
+    """An embedding of letters and positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Normed(nn.Module):
 
 
 def parts(job: Job, count: int) -> list[nn.Module]:
-    """The whole model, cut into so many stages; the same weights on all ranks."""
+    """Return the whole model cut into ``count`` stages; the weights are equal on all ranks."""
     block = [Block(WIDTH, job.dropout) for _ in range(4)]
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(LETTERS), bias=False))
     layers = [Embed(), *block[:2], Normed(), *block[2:], head]
@@ -60,7 +60,7 @@ def loss_of(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def clip(modules: nn.ModuleList, limit: float, group: Any) -> float:
-    """By the norm over all stages, as torchtitan does it."""
+    """Clip by the norm over all stages, as torchtitan does."""
     grads = [p.grad for p in modules.parameters() if p.grad is not None]
     total = torch.stack([g.square().sum() for g in grads]).sum()
     dist.all_reduce(total, group=group)
@@ -105,15 +105,16 @@ def _train(job: Job, kind: Any, stages_each: int) -> None:
 
 
 def one_forward_one_backward(job: Job) -> None:
-    """A stage for each rank."""
+    """Train with one stage per rank."""
     _train(job, Schedule1F1B, 1)
 
 
 def interleaved(job: Job) -> None:
-    """Two stages for each rank, run by torch's runtime of actions."""
+    """Train with two stages per rank, run by torch's runtime of actions."""
     _train(job, ScheduleInterleaved1F1B, 2)
 
 
 def zero_bubble(job: Job) -> None:
-    """The same; gradients of the weights come later than those of the inputs, by no hook."""
+    """Train like `interleaved`; gradients of the weights come after those of the inputs, without a
+    hook."""
     _train(job, ScheduleInterleavedZeroBubble, 2)

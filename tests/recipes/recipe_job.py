@@ -1,4 +1,4 @@
-"""What a recipe is given: its place in the job, a manager, and where to leave what it ended with.
+"""The interface of a recipe: its place in the job, a manager, and a record of its results.
 
 A recipe is a function that trains as users write it. It runs in the processes of `crew`.
 """
@@ -22,7 +22,7 @@ from torchft import ProcessGroupGloo
 import fft
 
 LIMIT = timedelta(seconds=60)
-"""Of every process group."""
+"""Timeout of every process group."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Job:
     rank: int
     steps: int
     dropout: float
-    """0 where a process is killed: a heal brings no random generator."""
+    """Dropout rate; 0 if a process is killed, because a heal does not restore random generators."""
     part: int
-    """Number of the job, for recipes that go on in another one."""
+    """Number of the job, for recipes that continue in another one."""
     is_last: bool
     """Whether no other part follows."""
     folder: Path
-    """Where all parts of this run may keep checkpoints."""
+    """Folder in which all parts of this run may keep checkpoints."""
     bus: str
     traces: Path
     store_port: int
@@ -49,13 +49,13 @@ class Job:
     gradients: list[dict[str, str]] = field(default_factory=list)
     """Digests of what `reduced` was called with, for each committed step."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What only the test of this recipe looks at."""
+    """Results that only the test of this recipe checks."""
     result: dict[str, Any] = field(default_factory=dict)
     _reduced: dict[str, str] | None = None
     _ends: list[Callable[[], object]] = field(default_factory=list)
 
     def manager(self, **options: Any) -> fft.ManagerFFT:
-        """A manager as all recipes use it; ``options`` are its arguments."""
+        """Return a manager as all recipes use it; ``options`` are its arguments."""
         values: dict[str, Any] = {
             "pg": ProcessGroupGloo(timeout=LIMIT),
             "load_state_dict": None,
@@ -76,22 +76,23 @@ class Job:
         return manager
 
     def sharded_manager(self, **options: Any) -> fft.ManagerFFT:
-        """The same for a group of FSDP2 ranks."""
+        """Return a manager for a group of FSDP2 ranks."""
         shard_pg = fft.ShardProcessGroupGloo(timeout=LIMIT)
         manager = self.manager(shard_pg=shard_pg, **options)
         self._ends.append(shard_pg.unregister)
         return manager
 
     def own_seed(self) -> None:
-        """From here on, generators of this rank alone: dropout masks, augmentation."""
+        """Seed the generators of this rank differently from here on: dropout masks,
+        augmentation."""
         torch.manual_seed(100 + 10 * self.group + self.rank)
 
     def reduced(self, model: nn.Module) -> None:
-        """Note the gradients that the step will apply, if it is committed."""
+        """Record the gradients that the step will apply, if it is committed."""
         self._reduced = bits({name: p.grad for name, p in model.named_parameters()})
 
     def committed(self, indices: torch.Tensor, loss: float) -> None:
-        """Note a committed step: the sample numbers of its batch, and its loss."""
+        """Record a committed step: the sample numbers of its batch, and its loss."""
         self.consumed.append(indices.tolist())
         self.losses.append(loss)
         if self._reduced is not None:
@@ -104,7 +105,7 @@ class Job:
         schedule: Any = None,
         **others: Any,
     ) -> None:
-        """Note every bit that the run has ended with; ``others`` have a ``state_dict``."""
+        """Record every bit of the final state; ``others`` have a ``state_dict``."""
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self.result = {
             "parameters": bits(dict(model.named_parameters())),
@@ -116,13 +117,13 @@ class Job:
         }
 
     def close(self) -> None:
-        """End what the recipe began."""
+        """Close everything that the recipe opened."""
         while self._ends:
             self._ends.pop(0)()
 
 
 def bits(value: Any, name: str = "") -> dict[str, str]:
-    """Every tensor and value of plain data by its place, as a digest of all its bits."""
+    """Yield every tensor and value of plain data by its place, as a digest of all its bits."""
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
         raw = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -141,9 +142,10 @@ def bits(value: Any, name: str = "") -> dict[str, str]:
 
 
 def run(task: Mapping[str, Any], group: int, rank: int) -> dict[str, Any]:
-    """Run the recipe that ``task`` names, in this process; what it left."""
+    """Run the recipe that ``task`` names in this process, and return its results."""
     os.environ.pop("FFT_FAULTS", None)
-    os.environ["FFT_INJECT"] = "1"  # hooks on the model are compiled along, so have them always
+    # Hooks on the model are compiled with it, so install them always
+    os.environ["FFT_INJECT"] = "1"
     if task["plan"]:
         os.environ["FFT_FAULTS"] = task["plan"]
     module, _, name = str(task["recipe"]).partition(".")

@@ -1,6 +1,6 @@
-"""One rank of a crew: runs the recipes that it is told over a connection, one after the other.
+"""One rank of a crew, which runs the recipes that it gets over a connection, one after the other.
 
-Forked by `crew`. Every task is a job of its own on the bus.
+`crew` forks it. Every task is its own job on the bus.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recipe_job import run
 
 
 def work(connection: Connection, group: int, rank: int) -> None:
-    """Until the other end says None."""
+    """Run tasks until the other end sends None."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where it hangs, into the log
     while (task := connection.recv()) is not None:
         print(f"--- {task['traces']}", flush=True)
@@ -27,4 +27,4 @@ def work(connection: Connection, group: int, rank: int) -> None:
             connection.send(("ended", run(task, group, rank)))
         except BaseException:  # noqa: BLE001 - the crew shows it
             connection.send(("failed", traceback.format_exc()))
-    os._exit(0)  # whatever a failed case left must not hold it up
+    os._exit(0)  # the remains of a failed case must not delay the end

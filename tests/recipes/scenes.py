@@ -13,7 +13,7 @@ from fft.train.buckets import GradBucket
 
 
 class Branches(nn.Module):
-    """Tied weights, a module that runs twice, a branch by the data, one that nobody uses."""
+    """A model with tied weights, a reused module, a data-dependent branch, and an unused one."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Branches(nn.Module):
         self.never = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor, is_odd: bool) -> torch.Tensor:
-        """Mean loss of predicting the letters ``x`` (batch, window) themselves."""
+        """Return the mean loss of predicting the letters ``x`` (batch, window) themselves."""
         hidden = self.gpt.wte(x)
         for module in self.h:
             hidden = module(hidden)
@@ -33,7 +33,7 @@ class Branches(nn.Module):
 
 
 def tied_shared_unused(job: Job) -> None:
-    """Which branch is used depends on the data, so it is used on one replica only, or on none."""
+    """Train a model in which each branch may be used on one replica only, or on none."""
     model = Branches(job.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager()
@@ -58,7 +58,8 @@ def tied_shared_unused(job: Job) -> None:
 
 
 class Stripes(torch.utils.data.Dataset[tuple[torch.Tensor, int, int]]):
-    """Sample ``i``: an image (1, 8, 8) of stripes, whether they are upright, and ``i``."""
+    """A data set whose sample ``i`` is an image (1, 8, 8) of stripes, whether they are upright, and
+    ``i``."""
 
     def __len__(self) -> int:
         return 128
@@ -71,7 +72,7 @@ class Stripes(torch.utils.data.Dataset[tuple[torch.Tensor, int, int]]):
 
 
 def batchnorm_cnn(job: Job) -> None:
-    """Batch norm, and augmentation that is drawn by the workers that load samples."""
+    """Train with batch norm, and augmentation that the data-loader workers draw."""
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
         nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
@@ -95,7 +96,7 @@ def batchnorm_cnn(job: Job) -> None:
 
 
 class Gan(nn.Module):
-    """A generator of vectors and who judges them."""
+    """A generator of vectors and its critic."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Gan(nn.Module):
 
 
 def gan(job: Job) -> None:
-    """Two optimizers; the steps are those of the one and of the other in turn."""
+    """Train with two optimizers that step in turn."""
     torch.manual_seed(4)
     model = Gan(job.dropout)
     g, d = model.g, model.d
@@ -132,7 +133,7 @@ def gan(job: Job) -> None:
 
 
 def wgan_clamp(job: Job) -> None:
-    """The critic's weights are clamped in the body, before its loss."""
+    """Clamp the critic's weights in the step function, before its loss."""
     torch.manual_seed(4)
     model = Gan(job.dropout)
     g, d = model.g, model.d
@@ -163,7 +164,7 @@ def wgan_clamp(job: Job) -> None:
 
 
 def sparse_embedding(job: Job) -> None:
-    """An embedding with sparse gradients and an optimizer for them, beside the rest."""
+    """Train an embedding with sparse gradients and its own optimizer, beside the rest."""
     embedding = nn.Embedding(len(LETTERS), 16, sparse=True)
     head = nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Dropout(job.dropout), nn.Linear(32, len(LETTERS))
@@ -189,7 +190,7 @@ def sparse_embedding(job: Job) -> None:
 
 
 def compressed(job: Job) -> None:
-    """Gradients cross the network as float16, by a communication hook as DDP takes one."""
+    """Send gradients as float16, by a communication hook as DDP takes one."""
 
     def compress(manager: fft.ManagerFFT, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -219,7 +220,7 @@ def compressed(job: Job) -> None:
 
 
 def adaptive_clipping(job: Job) -> None:
-    """Gradients are cut to a part of the norm of their weights, and decayed by hand."""
+    """Clip gradients to a fraction of the norm of their weights, and decay them by hand."""
     model = perceptron(job.dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     manager = job.manager()

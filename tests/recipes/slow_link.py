@@ -1,6 +1,6 @@
-"""A link to a server that can be held, or is slow: what goes through it, goes through a TCP proxy.
+"""A link to a server that can be paused or slowed: a TCP proxy.
 
-Run as a file, it serves who asks for links on its standard input, and ends with that.
+Run as a file, it serves requests for links on its standard input, and ends with that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PIECE = 1 << 14
 
 
 class Link:
-    """Forwards what comes to a port of its own to the server at ``url``, and back.
+    """A proxy that forwards between its own port and the server at ``url``.
 
     Its threads end with `close`.
 
     Args:
-        latency_s: how much later each byte arrives than it would.
-        bytes_per_s: how many go through in a second, each way, of each connection; 0: all.
-        port: its own; 0: any that is free. It listens where the server does.
+        latency_s: Additional latency of each byte, in seconds.
+        bytes_per_s: Bandwidth of each direction of each connection; 0 for no limit.
+        port: The proxy's port; 0 for any free one. It listens on the server's address.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Link:
         self.port = self._listener.getsockname()[1]
         self.url = parts._replace(netloc=f"{self._to[0]}:{self.port}").geturl()
         self.carried = 0
-        """Bytes that have gone through, both ways."""
+        """Bytes that were forwarded, both ways."""
         self._open, self._closed = threading.Event(), threading.Event()
         self._open.set()
         self._ends: list[socket.socket] = []
@@ -51,11 +51,11 @@ class Link:
         thread.start()
 
     def hold(self) -> None:
-        """Keep what comes from now on."""
+        """Hold all traffic from now on."""
         self._open.clear()
 
     def release(self) -> None:
-        """Let it through."""
+        """Release the held traffic."""
         self._open.set()
 
     def _accept(self) -> None:
@@ -111,7 +111,7 @@ class Link:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for end in self._ends:
-            with suppress(OSError):  # it has ended before
+            with suppress(OSError):  # it has already ended
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(5)
@@ -120,15 +120,15 @@ class Link:
 
 
 def _serve(latency_s: float, bytes_per_s: float) -> None:
-    """A line for each link: its kind, the server, and ports for it to try; the answer is its port.
+    """Serve one link per line of input (kind, server, ports to try), and answer with its port.
 
-    At the end of the input: how many bytes links of each kind have carried.
+    At the end of the input, print how many bytes the links of each kind have carried.
     """
     links: list[tuple[str, Link]] = []
     for line in sys.stdin:
         kind, host, port, near = json.loads(line)
         for own in near:
-            with suppress(OSError):  # another has that port
+            with suppress(OSError):  # the port is taken
                 made = Link(f"tcp://{host}:{port}", latency_s, bytes_per_s, own)
                 links.append((kind, made))
                 print(made.port, flush=True)
@@ -139,7 +139,7 @@ def _serve(latency_s: float, bytes_per_s: float) -> None:
     for kind, link in links:
         link.close()
         carried[kind] = carried.get(kind, 0) + link.carried
-    with suppress(BrokenPipeError):  # who asked was killed
+    with suppress(BrokenPipeError):  # the requesting process was killed
         print(json.dumps(carried), flush=True)
 
 

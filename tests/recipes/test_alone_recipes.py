@@ -1,4 +1,5 @@
-"""Groups that step alone: bits as by torch alone, whatever fault comes; data once, by leases."""
+"""Tests of groups that train locally: bits as by torch alone under faults, and data used once, by
+leases."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def _assert_shared(run: Run, words: str) -> None:
-    """Equal ranks of the groups agree, but for how far each has come with its own steps."""
+    """Check that equal ranks of the groups agree, apart from the number of their own steps."""
     first: dict[int, dict[str, str]] = {}
     for (_, rank), result in run.results[-1].items():
         shared = result["bits"]["shared"].items()
@@ -63,7 +64,8 @@ def _notes(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def _assert_samples_once(run: Run) -> None:
-    """Each slice that was granted was consumed in one txn, step by step, or is held at the end."""
+    """Check that each granted slice was consumed in one txn, step by step, or is held at the
+    end."""
     records = {
         record["n"]: record
         for line in _lines(run)
@@ -80,7 +82,7 @@ def _assert_samples_once(run: Run) -> None:
         if (number := line["data"]["slice"]) is not None:
             taken[line["rank"]].append(number)
     for numbers in taken.values():
-        # who is killed as it has voted does not live to tell that the COMMIT came
+        # a rank that is killed after its vote does not live to trace the COMMIT
         lacking = set(consumed) - set(numbers)
         assert len(numbers) + len(lacking) == len(consumed)
         assert len(lacking) <= len(run.restarts)
@@ -106,7 +108,7 @@ def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As the recipes run: the number of threads may change bits."""
+    """Use one thread as the recipes do, since the number of threads may change bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,7 +116,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _alone(model: nn.Module, index: int, loader: fft.CursorLoader, number: int) -> torch.Tensor:
-    """An inner step by torch: forward and backward."""
+    """Run an inner step by torch: forward and backward."""
     x, y, which = loader[number]
     if isinstance(model, GPT):
         loss = model(x, y)
@@ -188,7 +190,7 @@ def _halves(model: GPT) -> list[nn.ModuleList]:
 
 
 class _AloneInStreams:
-    """A group of the recipe by torch: its model, and what it has brought to the reduction."""
+    """A group of the recipe by torch: its model, and its contributions to the reduction."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -198,7 +200,7 @@ class _AloneInStreams:
         self.brought: list[torch.Tensor] = []
 
     def step(self, batch: Any) -> None:
-        """An inner step."""
+        """Run an inner step."""
         x, y, _ = batch
         with torch.autocast("cpu", torch.float16):
             loss = self.model(x, y)
@@ -379,7 +381,7 @@ def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(sta
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_islands_that_are_far_from_each_other_end_with_the_same_bits(stage: Stage) -> None:
-    """Bus, stores, collectives and states go by slow links; two faults come."""
+    """Bus, stores, collectives and states use slow links, and two faults occur."""
     recipe = replace(ISLANDS, name="alone.far_islands")
     run, _, words = stage.faulty(recipe, BOTH)
     clean = stage.clean(ISLANDS)
@@ -398,7 +400,7 @@ def test_islands_that_are_far_from_each_other_end_with_the_same_bits(stage: Stag
 def test_an_island_that_is_killed_comes_back_over_a_slow_link_with_the_same_bits(
     stage: Stage, group: int
 ) -> None:
-    """As where the link is fast and the island is killed at the same place."""
+    """The result is that of a fast link and a kill at the same place."""
     fault = {"name": "f", "kind": "kill", "step": 2, "group": group, "rank": 1,
              "phase": "before_allreduce"}  # fmt: skip
     runs = []
@@ -416,7 +418,7 @@ def test_an_island_that_is_killed_comes_back_over_a_slow_link_with_the_same_bits
 
 
 def _assert_carried(run: Run, kinds: set[str]) -> None:
-    """All of these, and nothing else, has gone through links of its processes."""
+    """Check that links of exactly these kinds have carried bytes."""
     carried = [result["facts"]["carried"] for result in run.results[-1].values()]
     assert {kind for of_rank in carried for kind, count in of_rank.items() if count} == kinds
 
@@ -442,7 +444,7 @@ def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_p
 
 @pytest.mark.multiprocess
 def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_path: Path) -> None:
-    """Of which the ranks say that they have made the step."""
+    """The ranks' traces state that they have made the step of that commit."""
     shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
     scope = audit_dir(tmp_path / "traces").inner[0]
     traces = {path: path.read_text().splitlines(True) for path in scope.directory.glob("*.jsonl")}
@@ -455,6 +457,6 @@ def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_p
 
 
 def _commit_of(line: str) -> int:
-    """The number of the commit that a line of a trace tells of; 0: of none."""
+    """Return the number of the commit in a line of a trace, or 0."""
     record = (json.loads(line).get("event") or {}).get("record") or {}
     return record["n"] if record.get("kind") == "commit" else 0
