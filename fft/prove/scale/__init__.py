@@ -1,6 +1,7 @@
-"""How the protocol grows with the job: the shipped core over one store with a queue and prices.
+"""Predict how the protocol scales with the job: the shipped core over one store with a queue and
+costs.
 
-`costs` says what things cost and which design is asked; `store` is the store, one server that
-does one thing after another; `job` runs participants over it; `formula` counts in closed form.
-Pure: virtual time, no history, no traces. Nothing of this is used by a training job.
+`costs` has the measured costs and the designs; `store` is the store, one server that handles
+requests one after another; `job` runs participants over it; `formula` counts in closed form. Pure:
+virtual time, no history, no traces. A training job uses none of this.
 """

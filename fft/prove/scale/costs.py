@@ -1,7 +1,7 @@
-"""What things cost, and which design carries votes and member lists. Pure data.
+"""Costs of operations, and the designs that carry votes and member lists. Pure data.
 
-Seconds everywhere. The figures come from `benchmarks/scale.py --calibrate`, which measures them on
-the real store and the real core; nothing here is a guess.
+All times are in seconds. The figures come from `benchmarks/scale.py --calibrate`, which measures
+them on the real store and the real core; none of them is estimated.
 """
 
 from __future__ import annotations
@@ -11,88 +11,90 @@ from dataclasses import dataclass
 from typing import Literal
 
 ENTRY_BYTES = 24
-"""A departed member in a list of changes: its name, rank and incarnation."""
+"""Size of a departed member in a list of changes: its name, rank and incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """How what the core asks for is carried, beneath the core.
+    """The design of the layer beneath the core that carries the core's requests.
 
-    The core's own pattern (who is told of an acknowledgement, who proposes an epoch) is that of
-    the core that is imported.
+    The core's own pattern (the recipients of an acknowledgement, the proposer of an epoch) is that
+    of the imported core.
     """
 
     name: str
     votes: Literal["rank", "group"]
-    """Who casts a vote at the job's store: every rank, or the last rank of a group for all its
+    """The voters at the job's store: every rank, or the last rank of a group on behalf of all its
     ranks, which vote in their group's own store."""
     ballot: Literal["whole", "counted"]
-    """Every voter reads the ballot back and sees whether it is full; or a counter says who is the
-    last, and only the last reads."""
+    """Either every voter reads the ballot back and sees whether it is full; or a counter determines
+    the last voter, and only that one reads."""
     members: Literal["inline", "digest", "delta"]
-    """An epoch record holds its member list; or a digest, the list being a register of its own
-    that is read by those who do not hold it; or the digest and what has changed in the list."""
+    """An epoch record holds its member list (inline); or a digest, with the list in a register of
+    its own that is read only by processes that lack it; or the digest and the changes of the list
+    (delta)."""
     hearing: Literal["rank", "group"] = "rank"
-    """Who listens to broadcasts at the job's store: every rank; or one rank of each group, which
+    """The listeners to broadcasts at the job's store: every rank, or one rank of each group, which
     passes them on in its group's own store."""
 
 
 BEFORE = Design("before", votes="rank", ballot="whole", members="inline")
 AFTER = Design("after", votes="group", ballot="counted", members="digest")
 NEXT = Design("next", votes="group", ballot="counted", members="delta", hearing="group")
-"""Not built: what would help most after that."""
+"""Not built: the improvement that would help most next."""
 DESIGNS = {design.name: design for design in (BEFORE, AFTER, NEXT)}
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the store's only thread spends, and how long a way over the network is."""
+    """Costs of the store's only thread, and the time of one way over the network."""
 
     operation: Mapping[str, float]
-    """Per operation, beside its bytes: append, add, compare_set, delete, set, push, pop.
+    """Seconds per operation, without its bytes: append, add, compare_set, delete, set, push, pop.
 
-    ``hear``: a listener reads one broadcast; ``wait_pop``: one reads its inbox, having waited."""
+    ``hear``: a listener reads one broadcast; ``wait_pop``: one reads its inbox after waiting.
+    """
     byte_in: float
     byte_out: float
     hop: float
-    """One way between a participant and the store, without the store's own time."""
+    """Time of one way between a participant and the store, without the store's own time."""
 
     def of(self, kind: str, size_in: int = 0, size_out: int = 0) -> float:
-        """Seconds of the store's thread for one operation."""
+        """Return the seconds of the store's thread for one operation."""
         return self.operation[kind] + size_in * self.byte_in + size_out * self.byte_out
 
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What one event costs a participant: the core, the trace, reading the message.
+    """Costs of one event for a participant: the core, the trace, reading the message.
 
-    ``kinds``: by event, (seconds, seconds per participant of the job), a line through what was
-    measured in jobs of several sizes.
+    ``kinds`` maps an event to (seconds, seconds per participant of the job), a line fitted to
+    measurements in jobs of several sizes.
     """
 
     kinds: Mapping[str, tuple[float, float]]
 
     def of(self, kind: str, participants: int) -> float:
-        """Seconds of the participant's engine thread for one event of that kind."""
+        """Return the seconds of the participant's engine thread for one event of that kind."""
         base, each = self.kinds.get(kind) or self.kinds["other"]
         return base + each * participants
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that a run takes from measurement."""
+    """All measured values that a run uses."""
 
     prices: Prices
     handling: Handling
     body: float = 0.045
-    """A forward and backward pass."""
+    """Duration of a forward and backward pass."""
 
 
 def prices_from(data: Mapping[str, object]) -> Prices:
-    """Prices as `calibration.json` holds them, in microseconds.
+    """Return prices from `calibration.json`, which has them in microseconds.
 
     Raises:
-        ValueError: a figure is missing or is no number; says which.
+        ValueError: A figure is missing or not a number; the message names it.
     """
     operation = data.get("operation_us")
     if not isinstance(operation, Mapping):
@@ -106,10 +108,10 @@ def prices_from(data: Mapping[str, object]) -> Prices:
 
 
 def handling_from(data: Mapping[str, object]) -> Handling:
-    """Handling times as a result file holds them: kind → [microseconds, per participant].
+    """Return handling times from a result file: kind → [microseconds, per participant].
 
     Raises:
-        ValueError: an entry has another form; says which.
+        ValueError: An entry has another form; the message names it.
     """
     kinds = {}
     for kind, line in data.items():

@@ -1,7 +1,7 @@
-"""How many requests each phase costs the job's store, in closed form.
+"""The number of requests of each phase at the job's store, in closed form.
 
-Read off the code, and confirmed by `job` event by event wherever that can be afforded
-(`tests/prove/test_scale.py` wants equality). What cannot be afforded is counted from here. Pure.
+It is derived from the code, and confirmed by `job` event by event for all sizes that are affordable
+(`tests/prove/test_scale.py` requires equality). Larger sizes are counted with this module. Pure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ PhaseName = Literal["step", "rollback", "kill"]
 def counts(
     design: Design, phase: PhaseName, groups: int, ranks: int, told: bool = True
 ) -> Counter[str]:
-    """Requests at the job's store by kind.
+    """Return the requests at the job's store by kind.
 
     Args:
-        phase: the step is not the first of its epoch, in which every rank votes for itself.
-        groups: whole groups once the phase is over; a kill began with one more.
-        told: acknowledgements and barriers are told to one coordinator, which alone proposes the
-            epoch; else everyone broadcasts them, and everyone proposes.
+        design: The design.
+        phase: The phase; the step is not the first of its epoch, in which every rank votes
+            separately.
+        groups: Number of whole groups once the phase is over; a kill began with one more.
+        ranks: Number of ranks of a group.
+        told: Acknowledgements and barriers are sent to one coordinator, which alone proposes the
+            epoch; otherwise all participants broadcast them, and all propose.
     """
     n = groups * ranks
     ears = groups if design.hearing == "group" else n
@@ -33,12 +36,14 @@ def counts(
         found["compare_set"] += 1  # the commit
     else:
         deaths = ranks if phase == "kill" else 0
-        # The aborts: of who raised, or of everyone who hears of a death. Then the epoch.
+        # The aborts come from the rank that raised, or from every rank that receives a death; then
+        # the epoch follows.
         found["compare_set"] += (n if deaths else 1) + (1 if told else n)
         found += _broadcasts(deaths + (3 if told else 2 * n + 2), ears) + _decided(design)
         if told:
             found += Counter(push=2 * (n - 1), pop=2 * (n - 1))
-        if design.members != "inline":  # written, and the one of the epoch before removed
+        # the new list is written, and that of the epoch before is removed
+        if design.members != "inline":
             proposals = 1 if told else n
             found += Counter(write_list=proposals, read=proposals, delete=proposals)
         if deaths and design.members == "digest":
@@ -54,10 +59,11 @@ def _votes(design: Design, groups: int, n: int) -> Counter[str]:
 
 
 def _broadcasts(number: int, listeners: int) -> Counter[str]:
-    """A number, a slot, the oldest slot removed, a look at the number; and everyone reads."""
+    """Count broadcasts: a number, a slot, removal of the oldest slot, a read of the number, and the
+    reads."""
     return Counter(add=2 * number, compare_set=number, delete=number, hear=number * listeners)
 
 
 def _decided(design: Design) -> Counter[str]:
-    """The ballot of an earlier txn is removed."""
+    """Count the removal of the ballot of an earlier txn."""
     return Counter(read=1, delete=2) if design.ballot == "counted" else Counter(delete=1)

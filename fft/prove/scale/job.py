@@ -1,10 +1,10 @@
 """A job of any size in virtual time: participants that run the shipped core, and one store.
 
-Each participant handles one event at a time, as `fft.engine.loop` does: it costs its measured time,
-then the effects are carried out one after another, each shared one taking the store's. Main threads
-take no time but that of the body. No timer ever fires: what windows would have to be is measured.
-The job passes through phases, each from the start of a txn for every participant until nothing is
-left to do. Pure: no real clock, no threads, no history.
+Each participant handles one event at a time, as `fft.engine.loop` does. An event costs its measured
+time; then the effects are carried out one after another, and each shared one takes the store's
+time. Main threads take no time except for the step function. No timer ever fires: the necessary
+windows are measured instead. The job passes through phases, each from the start of a txn for every
+participant until nothing is left to do. Pure: no real clock, no threads, no history.
 """
 
 from __future__ import annotations
@@ -61,51 +61,54 @@ from fft.prove.scale.store import Mail, Operation, Store
 
 _MANIFEST = Manifest(count=12, bytes=48_000_000, shapes="0123456789abcdef")
 _ACQUAINTED = 2000
-"""Up to so many each begins with every other's newest word; larger jobs with none (n² entries)."""
+"""Up to this size, each participant begins with every other's newest message; larger jobs begin
+with none (n² entries)."""
 
 
 class Stalled(RuntimeError):
-    """The job has nothing left to do and is not where the phase must end: says where it is."""
+    """The job has nothing left to do and has not reached the end of the phase; the text gives its
+    state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one phase cost. Seconds are virtual."""
+    """Costs of one phase. Seconds are virtual."""
 
     name: str
     groups: int
     participants: int
     operations: Mapping[str, int]
     """Requests at the job's store by kind; ``hear`` and ``pop`` are messages read there."""
-    heard: int  # messages that listeners read
+    heard: int  # number of messages that listeners read
     bytes: int
-    """In and out of the job's store."""
+    """Bytes in and out of the job's store."""
     busy: float
     """Seconds that the store's thread worked."""
     span: float
-    """From the fault, or the end of the bodies, until the last participant began a txn."""
+    """Time from the fault, or from the end of the step functions, until the last participant began
+    a txn."""
     formed: float | None
-    """From the fault until the next epoch's record was written."""
+    """Time from the fault until the next epoch's record was written."""
     latency: tuple[float, float] | None
-    """From the last vote until the median and the last participant obeyed the decision."""
+    """Time from the last vote until the median and the last participant obeyed the decision."""
     behind: int
-    """The most messages that one listener had not read when another was published."""
+    """Maximum number of messages that one listener had not read when another was published."""
     window: Mapping[str, float]
-    """Timers: the longest that one was armed before it was cleared or armed again."""
+    """Timer → the longest time for which it was armed before it was cleared or armed again."""
     group_operations: int
-    """Requests at the groups' own stores, all together."""
+    """Total number of requests at the groups' own stores."""
 
     def total(self) -> int:
-        """Requests at the job's store."""
+        """Return the number of requests at the job's store."""
         return sum(self.operations.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def event_kind(event: Event) -> str:
-    """Under which name the time of an event is known."""
+    """Return the kind by which the handling time of an event is looked up."""
     if isinstance(event, Decision):
         return f"decision.{event.record.kind if event.record else 'none'}"
     return event.type
@@ -157,7 +160,7 @@ class Node:
 
     @property
     def peer(self) -> Peer:
-        """Who this is."""
+        """Identity of the participant."""
         return self.participant.config.me
 
     def post(self, event: Event) -> None:
@@ -206,13 +209,13 @@ class Node:
         self.job.clock.after(delay, self, self._ask)
 
     def prepare(self, token: Token) -> None:
-        """The body is through, unless an abort has ended it."""
+        """Finish the step function, unless an abort has ended it."""
         if self.plan == token:
             self.post(self.job.prepared(token))
 
 
 class LargeJob:
-    """Groups of equal size, one store, and the phases that the job goes through."""
+    """Groups of equal size, one store, and the phases that the job passes through."""
 
     def __init__(
         self,
@@ -273,13 +276,14 @@ class LargeJob:
         record = self._first_record()
         self.store.begin_with(record)
         first = self._formed(record)
-        for node in self.nodes:  # in an epoch just formed they differ in nothing but their names
+        for node in self.nodes:  # In an epoch just formed, participants differ only in their names.
             node.local = copy.copy(first)
             node.holds = self.store.list_of(record)[0]
             node.plan = first.token
 
     def _formed(self, record: Record) -> Local:
-        """The state of the first participant once all are in the barrier of the first epoch."""
+        """Return the state of the first participant once all are in the barrier of the first
+        epoch."""
         node = self.nodes[0]
         local = node.local
         if len(self.nodes) <= _ACQUAINTED:
@@ -317,7 +321,7 @@ class LargeJob:
     # --- what nodes ask for ---
 
     def handling(self, event: Event) -> float:
-        """Seconds that one event costs whoever handles it."""
+        """Return the seconds that one event costs the participant that handles it."""
         kind = event_kind(event)
         if kind not in self._handling:
             self._handling[kind] = self.costs.handling.of(kind, len(self.nodes))
@@ -328,7 +332,7 @@ class LargeJob:
         return node.participant.handle(node.local, event, self.clock.now)
 
     def prepared(self, token: Token) -> Event:
-        """The main thread's word that the body went well."""
+        """Return the main thread's report that the step function succeeded."""
         return self._shared(Prepared, token, lambda: Prepared(token, True, _MANIFEST))
 
     def _shared(self, kind: type, token: Token, make: Callable[[], Event]) -> Event:
@@ -337,7 +341,7 @@ class LargeJob:
         return self._same[kind, token]
 
     def carry_out(self, node: Node, effect: Effect) -> Operation | None:
-        """Begin an operation on the bus, if the effect is one; else do what it says."""
+        """Begin an operation on the bus, if the effect is one; otherwise carry the effect out."""
         match effect:
             case SetTimer(name=name):
                 self._cleared(node, name)
@@ -359,7 +363,7 @@ class LargeJob:
                 return self.store.drop(token)
             case Restore() | Heal() | Apply() | StartTxn() | Finish():
                 self._command(node, effect)
-            case _:  # the process groups are the main thread's affair
+            case _:  # process groups are left to the main thread
                 return None
         return None
 
@@ -388,14 +392,15 @@ class LargeJob:
     # --- phases ---
 
     def start(self) -> Phase:
-        """Every process starts at once and asks to join; ends when all begin the first txn."""
+        """Start all processes at once and let them join; ends when all begin the first txn."""
         self._open()
         for node in self.nodes:
             self.clock.after(0.0, node, node.post, Start())
         return self._close("start", 0.0, voted=False)
 
     def step(self) -> Phase:
-        """One txn without a fault. Bodies end at one instant: their last collective is one."""
+        """Run one txn without a fault. Step functions end at the same instant, with a common
+        collective."""
         self._open()
         begin = self.clock.now + self.costs.body
         for node in self.nodes:
@@ -404,7 +409,7 @@ class LargeJob:
         return self._close("step", begin, voted=True)
 
     def rollback(self) -> Phase:
-        """In the middle of a txn one rank's body raises; nobody is lost."""
+        """Let one rank's step function raise in the middle of a txn; no process is lost."""
         self._open()
         at = self.clock.now + self.costs.body / 2
         node = self.nodes[self.rng.randrange(1, len(self.nodes))]
@@ -413,7 +418,7 @@ class LargeJob:
         return self._close("rollback", at, voted=False)
 
     def kill(self) -> Phase:
-        """In the middle of a txn a group is killed; its supervisor says so of each rank."""
+        """Kill a group in the middle of a txn; its supervisor reports the death of each rank."""
         self._open()
         at = self.clock.now + self.costs.body / 2
         names = sorted({node.peer.group for node in self.nodes} - {self.nodes[0].peer.group})
@@ -433,7 +438,8 @@ class LargeJob:
         return Death(c.me.group, c.me.rank, c.pid, c.host, "supervisor", "SIGKILL")
 
     def _say(self, messages: list[Death]) -> None:
-        """The supervisor, a client of the store without a core, sends one after another."""
+        """Send messages one after another as the supervisor, a client of the store without a
+        core."""
 
         def client() -> Operation:
             for message in messages:

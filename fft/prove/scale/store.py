@@ -1,9 +1,9 @@
-"""The store: one server that does one thing after another, and the bus operations in its terms.
+"""The store: one server that handles requests one after another, and the bus operations on it.
 
-Requests are served in the order in which they were sent: all have the same way to go. So what an
-operation does to the store's content is done when it is sent, and only its answer is planned.
-Each bus operation is a generator: it yields the seconds until the answer to each of its requests
-and returns the event that answers the operation. Pure; in virtual time.
+Requests are served in the order in which they were sent, because all have the same network delay.
+So the effect of an operation on the store's content happens when it is sent, and only its answer is
+planned. Each bus operation is a generator: it yields the seconds until the answer to each of its
+requests and returns the event that answers the operation. Pure; in virtual time.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 Operation = Generator[float, None, Event | None]
 
 _FRAME = 16
-"""What the bus adds to a vote in a ballot: two lengths and the txn's tag."""
+"""Bytes that the bus adds to a vote in a ballot: two lengths and the txn's tag."""
 _DIGEST = 50
-"""What a record is longer by, where it names its member list by digest."""
+"""Additional bytes of a record that names its member list by digest."""
 _ANOTHER = 16
-"""What each further vote adds to a group's word, whose equal manifests are said once."""
+"""Bytes that each further vote adds to a group's message, which contains equal manifests once."""
 _WAKE = 1 / 3
-"""Of what it costs the store that a listener which waits hears one message, the part that wakes
-it; the others answer its read and take its next wait."""
+"""The share of waking the listener in the store's cost of one message to a waiting listener. The
+rest is the answer to its read and its next wait."""
 
 
 class Server:
-    """One thread that serves requests in turn, and what it was asked for."""
+    """One thread that serves requests in turn, with counts of the requests."""
 
     def __init__(self, clock: Clock, prices: Prices) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class Server:
     def serve(
         self, kind: str, size_in: int = 0, size_out: int = 0, part: float = 1.0, price: str = ""
     ) -> float:
-        """Take one request that is sent now; seconds until its answer is there."""
+        """Take one request that is sent now; return the seconds until its answer arrives."""
         prices = self._prices
         took = prices.of(price or kind, size_in, size_out)
         if part != 1.0:
@@ -73,7 +73,8 @@ class Server:
         return self._free + prices.hop - self._clock.now
 
     def wake(self, price: str) -> float:
-        """Wake one who waits, right after the request served last; seconds until it notices."""
+        """Wake a waiting listener, right after the last request; return the seconds until it
+        notices."""
         took = self._prices.operation[price] * _WAKE
         self._free += took
         self.busy += took
@@ -81,11 +82,11 @@ class Server:
 
 
 class Mail:
-    """What one listener has not read yet: its place in the broadcasts, or its own inbox.
+    """Unread messages of one listener: its position in the broadcasts, or its own inbox.
 
-    ``kind`` is what a read is counted as; ``waited`` the price of one for which it had to be
-    woken, ``at_once`` of one that finds another message there. ``mates`` hear at their group's own
-    ``server`` what this one passes on.
+    ``kind`` is the kind that a read is counted as. ``waited`` is the price of a read for which the
+    listener had to be woken, ``at_once`` that of a read that finds another message. ``mates``
+    receive at their group's own ``server`` what this listener passes on.
     """
 
     __slots__ = ("at_once", "kind", "mates", "node", "server", "unread", "waited", "waiting")
@@ -96,7 +97,7 @@ class Mail:
         self.waited = waited
         self.at_once = at_once
         self.server: Server | None = None
-        """None: the job's."""
+        """Server of the messages; None means the job's."""
         self.mates: tuple[Mail, ...] = ()
         self.unread: deque[tuple[BusMessage, int]] = deque()
         self.waiting = True
@@ -104,7 +105,7 @@ class Mail:
 
 @dataclass(slots=True)
 class Slot:
-    """What a ballot at one server holds: votes of the txn voted on last, and older ones."""
+    """The contents of a ballot at one server: votes of the newest txn, and older ones."""
 
     token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
     votes: list[Vote] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Slot:
     counted: int = 0
 
     def add(self, token: Token, vote: Vote, size: int) -> None:
-        """Take a vote; ``size`` bytes come to what is held, which may be of older txns too."""
+        """Add a vote of ``size`` bytes; the slot may also hold votes of older txns."""
         if token != self.token:
             self.token, self.votes, self.counted = token, [], 0
         self.votes.append(vote)
@@ -120,7 +121,7 @@ class Slot:
 
 
 class Store:
-    """The job's store, and each group's own, where votes go there first."""
+    """The job's store, and each group's own store, if votes go there first."""
 
     def __init__(self, clock: Clock, prices: Prices, design: Design, ranks: int) -> None:
         self._clock = clock
@@ -131,21 +132,21 @@ class Store:
         self.groups: dict[str, Server] = {}
         self.head: Record | None = None
         self.most_behind = 0
-        """The most messages that a listener had not read when one was published."""
+        """Maximum number of messages that a listener had not read when one was published."""
         self.reads = 0
-        """Messages read by listeners."""
+        """Number of messages read by listeners."""
         self.formed = 0.0
-        """When the newest epoch record was written."""
+        """Time at which the newest epoch record was written."""
         self._slots: dict[tuple[str, int], Slot] = {}
         self._sizes: dict[tuple[int, str], int] = {}
         self._lists: dict[int, tuple[int, int]] = {}
         self._listed: Record | None = None
         self._ballot: tuple[Token, Ballot] | None = None
         self._cast: tuple[Token, list[Vote]] | None = None
-        """All votes of the newest txn, where the job's ballot holds one for each group."""
+        """All votes of the newest txn, if the job's ballot holds one for each group."""
 
     def group_store(self, group: str) -> Server:
-        """The group's own store."""
+        """Return the group's own store."""
         if group not in self.groups:
             self.groups[group] = Server(self._clock, self._prices)
         return self.groups[group]
@@ -153,7 +154,8 @@ class Store:
     # --- sizes ---
 
     def list_of(self, record: Record) -> tuple[int, int]:
-        """(what names the member list, its bytes). Those who propose one record list alike."""
+        """Return (name of the member list, its bytes). Proposers of the same record have the same
+        list."""
         known = self._lists.get(record.n)
         if known is None:
             whole, rest = encode_record(record), encode_record(replace(record, members=()))
@@ -177,7 +179,7 @@ class Store:
         return self._sizes[key]
 
     def _changes(self, record: Record) -> int:
-        """Bytes that say what is new and who is gone in the list since the epoch before."""
+        """Return the bytes of the changes in the member list since the epoch before."""
         if self._design.members != "delta" or record.kind != "epoch" or self._listed is None:
             return 0
         before, now = set(self._listed.members), set(record.members)
@@ -185,7 +187,7 @@ class Store:
         return len(before - now) * ENTRY_BYTES * self._ranks + len(now - before) * each
 
     def begin_with(self, record: Record) -> None:
-        """The job stands at this epoch record, and everyone holds its list."""
+        """Begin with this epoch record, whose list all participants hold."""
         self.head = self._listed = record
 
     def must_fetch(self, node: Node, record: Record) -> bool:
@@ -197,13 +199,14 @@ class Store:
         return lacks and self._design.members == "digest"
 
     def fetch(self, record: Record) -> float:
-        """Read the member list; seconds until it is there."""
+        """Read the member list; return the seconds until it arrives."""
         return self.job.serve("read_list", size_out=self.list_of(record)[1], price="compare_set")
 
     # --- messages ---
 
     def broadcast(self, message: BusMessage, listeners: Iterable[Node]) -> Operation:
-        """A message for everyone: a number, its slot, the oldest slot removed, a look at it."""
+        """Broadcast a message: a number, its slot, removal of the oldest slot, a read of the
+        number."""
         yield self.job.serve("add")
         size = self._message_size(message)
         delay = self.job.serve("compare_set", size_in=size, size_out=size)
@@ -216,7 +219,7 @@ class Store:
         return None
 
     def tell(self, message: BusMessage, node: Node | None) -> None:
-        """A message for one participant: pushed into its inbox; nobody waits for an answer."""
+        """Push a message into one participant's inbox, without waiting for an answer."""
         size = self._message_size(message)
         self.job.serve("push", size_in=size)
         if node is not None and node.alive:
@@ -264,7 +267,7 @@ class Store:
     # --- the register ---
 
     def read_head(self, node: Node) -> Operation:
-        """The newest record, and its member list where it is not held."""
+        """Read the newest record, and its member list if the node lacks it."""
         record = self.head
         yield self.job.serve("read", size_out=self._size(record), price="compare_set")
         if record is not None and self.must_fetch(node, record):
@@ -275,7 +278,7 @@ class Store:
         """Propose the successor of a record."""
         after, proposal = effect.after, effect.proposal
         listed = proposal.kind == "epoch" and self._design.members != "inline"
-        if listed:  # written before it is proposed; one way: nobody waits for the answer of a set
+        if listed:  # The list is written before the proposal, one way: a set has no awaited answer.
             node.holds, size = self.list_of(proposal)
             self.job.serve("write_list", size_in=size, price="set")
         size_in = self._size(after) + self._size(proposal)
@@ -287,7 +290,9 @@ class Store:
         held = self.head
         assert held is not None, "the register holds a record once one is proposed"
         yield self.job.serve("compare_set", size_in=size_in, size_out=self._size(held))
-        if listed:  # that of the epoch before, or its own that lost: looked for among ballots first
+        # Remove the list of the epoch before, or its own that lost; it is looked up among ballots
+        # first.
+        if listed:
             yield self.job.serve("read", price="compare_set")
             yield self.job.serve("delete")
         if held is not proposal and self.must_fetch(node, held):
@@ -302,10 +307,10 @@ class Store:
     # --- ballots ---
 
     def cast(self, effect: CastVote) -> Operation:
-        """Add a vote; whoever completes the ballot is answered with all votes."""
+        """Add a vote; the voter that completes the ballot receives all votes."""
         vote, ranks = effect.vote, self._ranks
         size, group = len(encode_vote(vote)), vote.peer.group
-        # In the first txn of an epoch everyone votes for himself, as the engine has it.
+        # In the first txn of an epoch every rank votes separately, as in the engine.
         if self._design.votes == "rank" or ranks == 1 or effect.token.txn <= 1:
             full = yield from self._add_vote(self.job, "", effect, size, effect.voters)
             return self._whole(effect.token) if full else None
@@ -329,7 +334,7 @@ class Store:
     ) -> Generator[float, None, bool]:
         slot = self._slot(place, effect.token)
         slot.add(effect.token, effect.vote, _FRAME + size)
-        server.serve("append", size_in=_FRAME + size)  # one way: nobody waits for the answer
+        server.serve("append", size_in=_FRAME + size)  # one way: the answer is not awaited
         if self._design.ballot == "counted":
             slot.counted += 1
             last = slot.counted == voters
@@ -354,10 +359,10 @@ class Store:
         return self._slots.setdefault((place, number if place else number % SLOTS), Slot())
 
     def drop(self, token: Token) -> Operation:
-        """Remove a ballot that is decided, the one opposite in the ring of slots."""
+        """Remove a decided ballot, the one opposite in the ring of slots."""
         number = (token.epoch + token.txn + SLOTS // 2) % SLOTS
         slot = self._slots.pop(("", number), None)
-        if self._design.ballot == "counted":  # its votes name the counters that go with it
+        if self._design.ballot == "counted":  # its votes name the counters that belong to it
             yield self.job.serve("read", size_out=slot.bytes if slot else 0, price="compare_set")
             yield self.job.serve("delete")
         yield self.job.serve("delete")

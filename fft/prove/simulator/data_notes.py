@@ -1,8 +1,9 @@
-"""What simulated processes note of the data of their steps, as those of a real job do.
+"""Notes of simulated processes on the data of their steps, like those of a real job.
 
-A loop of the job's own that draws by FFT is all there is; of groups that step alone each slice is
-one inner step. Stages give entries by oracle: what a rank has begun to compute the next stage can
-have at once; what is lost with its group is made anew by whoever of the group has the state.
+Only FFT's own loop with data drawn by FFT is simulated; for groups with local steps, each slice is
+one inner step. Stages pass on entries by oracle: the next stage can have at once what a rank has
+begun to compute. An entry that is lost with its group is recomputed by a rank of the group that has
+the state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DataNotes:
-    """Of one world."""
+    """The notes on data in one world."""
 
     def __init__(self, world: World, spec: FsmSpec) -> None:
         self._world = world
@@ -30,15 +31,15 @@ class DataNotes:
         self._entries: dict[tuple[str, int], int] = {}
         """(group, slice) → the version with which its entry was computed here."""
         self._told: set[Peer] = set()
-        """Who has said which loop it runs."""
+        """Participants that have noted the loop that they run."""
 
     @property
     def _source(self) -> DataNotes | None:
-        """Of the stage before; None: there is none."""
+        """The notes of the stage before, or None if this is the first stage."""
         return None if self._before is None else self._world.beside[self._before].data_notes
 
     def takes(self, process: Process, plan: StartTxn) -> bool:
-        """A body begins. Whether there is what it computes on."""
+        """Whether a step function that begins has the entry that it computes on."""
         group, number = process.peer.group, plan.slice
         if number is None:
             return True
@@ -52,7 +53,7 @@ class DataNotes:
         return version is not None
 
     def entry(self, group: str, number: int) -> int | None:
-        """The version of what the next stage is given for a slice; None: nobody can make it."""
+        """Return the version of the entry for the next stage, or None if no rank can compute it."""
         if (version := self._entries.get((group, number))) is not None:
             return version
         able = self._able(group)
@@ -63,23 +64,28 @@ class DataNotes:
         return version
 
     def _able(self, group: str) -> list[Process]:
-        """Who of the group has the state, be it at the end of its work."""
+        """Return the processes of the group that have the state, including those that ended
+        regularly."""
         mine = [p for p in self._world.processes.values() if p.peer.group == group]
         return [p for p in mine if p.local.healed and (p.alive or p.code == 0)]
 
     def may_start(self, group: str) -> bool:
-        """Whether a rank of the group can join: the stage before has somebody to give to it."""
+        """Whether a rank of the group can join, because the stage before has a rank to give to
+        it."""
         return self._source is None or bool(self._source._able(group))
 
     def has_left(self, group: str) -> bool:
-        """Whether the group has left the stage before, in good order: it leaves all of them."""
+        """Whether the group has left the stage before regularly, so that it leaves all stages."""
         return self._source is not None and self._source._world.groups[group].away
 
     def consumed(self, process: Process, plan: StartTxn, number: int, base: int | None) -> None:
-        """The txn is committed, of which the rank has computed that slice.
+        """Note the slice of a committed txn that the rank has computed.
 
         Args:
-            base: of an asynchronous job, the job's step that the contribution began from.
+            process: The process.
+            plan: The txn.
+            number: The slice.
+            base: In an asynchronous job, the job's step that the contribution began from.
         """
         note, token, rank = self._world.note, list(plan.token), process.peer.rank
         if process.peer not in self._told:
@@ -89,7 +95,7 @@ class DataNotes:
         data: dict[str, Any] = {"slice": number, "step": plan.step, "token": token}
         if not self._world.spec.is_periodic:
             data["item"] = item
-        elif self._world.ranks == 1:  # those of several ranks have scopes that nobody simulates
+        elif self._world.ranks == 1:  # scopes inside groups of several ranks are not simulated
             note(process, "inner_commit", {"slice": number, "item": item, "inner_step": 0})
             data["inner_steps"] = 1
         if base is not None:

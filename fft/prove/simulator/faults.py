@@ -1,9 +1,9 @@
-"""The weather of a simulated job: which faults strike, and how often. Pure data.
+"""The weather of a simulated job: the faults that occur, and how often. Pure data.
 
-A **rate** is for faults that come by the clock: how many per virtual second. A **chance** is for
-faults that strike a thing when it is done: a body, an optimizer step, a transfer. ``DEFAULT`` is
-the mix of ``fft simulate``; each seed takes some of its kinds, at some strength (``drawn``), so
-that kinds meet in many combinations and some seeds are dominated by one.
+A **rate** is for faults that occur at random times: the number per virtual second. A **chance** is
+for faults of an action: a step function, an optimizer step, a transfer. ``DEFAULT`` is the mix of
+``fft simulate``. Each seed takes some of its kinds, at some strength (``drawn``), so that kinds are
+combined in many ways and some seeds are dominated by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RATES: Mapping[str, str] = {
     "burst": "for a while faults come five times as often, and half of all bodies fail",
     "hang": "a monitor says that a main thread does not move; half of them are stopped, too",
 }
-"""Kinds of fault that come by the clock."""
+"""Kinds of faults that occur at random times."""
 
 CHANCES: Mapping[str, str] = {
     "exception": "the body raises",
@@ -50,15 +50,15 @@ CHANCES: Mapping[str, str] = {
     "corrupted": "a state changes that nobody was to change",
     "reformed": "a supervised group that lost a rank keeps the others, and gets another process",
 }
-"""Kinds of fault that strike a thing when it is done."""
+"""Kinds of faults that affect an action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """Rates per virtual second and chances per occasion, by kind; what is not named is 0.
+    """Rates per virtual second and chances per occasion, by kind; kinds that are not named are 0.
 
     Raises:
-        ValueError: a kind that does not exist, or a number that is no rate or chance.
+        ValueError: A kind does not exist, or a number is not a rate or chance.
     """
 
     rates: Mapping[str, float]
@@ -66,7 +66,7 @@ class Weather:
     shapes: tuple[tuple[int, int], ...] = ()
     """Numbers of groups and ranks to draw from; empty: those of `World`."""
     intervals: tuple[float, ...] = ()
-    """Seconds between two requests to come in, to draw from; empty: the spec's."""
+    """Seconds between two requests to join, to draw from; empty: the spec's."""
 
     def __post_init__(self) -> None:
         for given, known in ((self.rates, RATES), (self.chances, CHANCES)):
@@ -79,7 +79,8 @@ class Weather:
                     )
 
     def drawn(self, rng: random.Random) -> Weather:
-        """The weather of one seed: each kind with 2 chances in 3, at a strength from 0.3 to 3."""
+        """Draw the weather of one seed: each kind with probability 2/3, at a strength from 0.3 to
+        3."""
         strength = 0.3 * 10.0 ** rng.random()
 
         def some(given: Mapping[str, float], most: float) -> dict[str, float]:
@@ -145,13 +146,13 @@ APART = Weather(
     shapes=((3, 1), (3, 1), (4, 1), (4, 1), (5, 1), (2, 1), (3, 2)),
     intervals=(0.1, 0.3, 1.0),
 )
-"""The mix for asynchronous jobs. With fewer than three groups nobody synchronises without another;
-messages that come late, and lost states, are what its rules are about."""
+"""The mix for asynchronous jobs. With fewer than three groups no group synchronizes without
+another. The rules of these jobs are mainly about late messages and lost states."""
 
 CALM = Weather({}, {})
-"""No fault at all."""
+"""A weather without faults."""
 
 
 def weather_of(is_bounded: bool) -> Weather:
-    """The mix for a spec; ``is_bounded``: its job is asynchronous."""
+    """Return the mix for a spec; ``is_bounded``: its job is asynchronous."""
     return APART if is_bounded else DEFAULT

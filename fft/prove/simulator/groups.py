@@ -1,8 +1,9 @@
-"""Replica groups of a simulated job: who starts their processes, sees them end, starts them again.
+"""Replica groups of a simulated job: their launchers start processes, see them end, and restart
+them.
 
-A supervised group is one under ``fft run``: a death is told on the bus within milliseconds, the
-rest of the group is ended with it, and the group comes again after a growing pause. Any other group
-has a launcher that says nothing: it notices late, or never.
+A supervised group is one under ``fft run``: a death is reported on the bus within milliseconds, the
+rest of the group is ended with it, and the group restarts after a growing pause. Any other group
+has a launcher that reports nothing: it notices late, or never.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Group:
         self.supervised = supervised
         self.instance = 0
         self.processes: list[Process] = []
-        """Of this instance, as far as they have started."""
+        """Processes of this instance that have started."""
         self.coming = False
-        """A start is planned, or under way."""
+        """A start is planned or in progress."""
         self.away = False
-        """It has left in good order."""
+        """It has left regularly."""
         self.leaving = False
         """This instance was asked to leave."""
         self._world = world
@@ -44,20 +45,20 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank of this instance is there."""
+        """Whether every rank of this instance lives."""
         return len(self.live) == self._world.ranks
 
     # --- starting ---
 
     def _may_reform(self) -> bool:
-        """Whether its living ranks wait for another process in the place of one that has ended."""
+        """Whether its live ranks wait for a process that replaces one that has ended."""
         world = self._world
         if world.name or not (self.live and len(self.processes) == world.ranks > 1):
             return False
         return not (self.leaving or world.is_ending) and world.strikes("reformed")
 
     def _reform(self, lost: Process) -> None:
-        """One process comes in the place of ``lost``; it was ready, or has to start first."""
+        """Replace ``lost`` by one process, which was ready or has to start first."""
         world = self._world
         is_ready = world.rng.random() < 0.5
         self._tell(lost, replaced=world.rng.random() < 0.8)
@@ -67,7 +68,7 @@ class Group:
         world.clock.after(delay, None, self._spawn, lost.peer.rank, self.instance, True)
 
     def start_in(self, delay: float) -> None:
-        """Start a new instance after so many seconds, unless that is planned already."""
+        """Start a new instance after ``delay`` seconds, unless that is planned already."""
         if not self.coming:
             self.coming = True
             self._world.clock.after(delay, None, self.start)
@@ -102,7 +103,7 @@ class Group:
     # --- ending ---
 
     def ended(self, process: Process) -> None:
-        """A process has ended by itself, or by a fault; ``process.code`` is there."""
+        """Handle the end of a process, by itself or by a fault; ``process.code`` is set."""
         world = self._world
         if process.instance != self.instance:
             self._old_one_ended(process)
@@ -117,12 +118,13 @@ class Group:
             world.clock.after(delay, None, self.replace, self.instance)
 
     def _old_one_ended(self, process: Process) -> None:
-        """One of an instance that was there twice: nobody starts it again."""
+        """Report the end of a process of an older instance, which is not restarted."""
         if process.code and self.supervised:
             self._world.clock.after(self._world.latency.notice(), None, self._tell, process)
 
     def _left(self) -> None:
-        """A rank has left in good order. If all have, the group is away; else it is broken."""
+        """Handle the regular end of a rank. If all ranks ended so, the group is away; otherwise it
+        is broken."""
         if self.live or self.coming:
             return
         world = self._world
@@ -167,7 +169,7 @@ class Group:
         self._come_again(pause)
 
     def replace(self, instance: int) -> None:
-        """A silent launcher ends what is left of the instance, and starts the next one."""
+        """Let a silent launcher end the rest of the instance and start the next one."""
         if instance != self.instance:
             return
         for mate in self.live:
@@ -175,12 +177,13 @@ class Group:
         self._come_again(0.0)
 
     def _come_again(self, pause: float) -> None:
-        self.instance += 1  # ranks of the old one that are still coming up do not
+        self.instance += 1  # ranks of the old instance that are still starting do not come up
         self.coming = False
         if not self._world.is_ending:
             self.start_in(pause)
             return
-        for stage in self._world.beside.values():  # nobody comes, and a group ends as a whole
+        # the group does not restart, and it ends in all scopes
+        for stage in self._world.beside.values():
             for mate in stage.groups[self.name].live:
                 stage.kill(mate)
 

@@ -1,11 +1,12 @@
 """``fft simulate``: a whole job in one process, under one seed and a virtual clock.
 
 The shipped core and table run in every participant; bus, register, processes, process groups,
-supervisor and faults are modelled around them. A run has four parts: faults of the weather strike
-until enough steps are committed; then it is **calm**, and within a bounded virtual time everyone
-must be in one epoch and commit again; then all drain, and must be out in good order; then the whole
-history is judged by the invariants. Equal seed, spec and weather give an equal run, to the byte of
-its traces: one random generator, no real clock, no order by hash or address.
+supervisor and faults are modelled around them. A run has four parts. Faults of the weather occur
+until enough steps are committed. Then it is **calm**, and within a bounded virtual time all
+processes must be in one epoch and commit again. Then all groups drain, and must end regularly.
+Finally the invariants judge the whole history. Equal seed, spec and weather give an equal run, to
+the byte of its traces: there is one random generator, no real clock, and no order by hash or
+address.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ from fft.trace.writer import TraceWriter, header, trace_path
 _WALL = 1_700_000_000.0
 """Wall clock of the traces at virtual second 0."""
 _LIMIT_EVENTS = 500
-"""Events handled after which the faults stop, however many steps are committed."""
+"""Number of handled events after which the faults stop, regardless of the committed steps."""
 _LIMIT_SECONDS = 60.0
 _LAST_EVENT = 20_000
-"""No run is so long; a job that talks without end is a violation of liveness."""
+"""Maximum number of events of a run; a job that never stops sending messages violates liveness."""
 _LOOK = 0.25
-"""Virtual seconds between two looks at whether a calm job is well."""
+"""Virtual seconds between two checks whether a calm job is well."""
 _ASKED_AGAIN_S = 2.0
-"""Virtual seconds until a drain of the whole job is asked for again."""
+"""Virtual seconds between two drain requests to the whole job."""
 
 _SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4, 2)]
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What must never happen, and did. ``name``: an invariant, or one of the simulator's own:
-    ``liveness``, ``protocol_error`` (a refused event), ``crash`` (an exception in the core)."""
+    """A property that is violated. ``name`` is an invariant, or one of the simulator's own
+    properties: ``liveness``, ``protocol_error`` (a refused event), ``crash`` (an exception in the
+    core)."""
 
     name: str
     text: str
@@ -63,12 +65,12 @@ class Violation:
 
 
 class RunEnds(Exception):
-    """A violation that makes going on pointless."""
+    """A violation that makes it pointless to continue."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is collected while the job runs."""
+    """Data that are collected while the job runs."""
 
     events: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,7 @@ class _Seen:
 
 
 class World:
-    """Everything that exists in one run."""
+    """All objects of one run."""
 
     def __init__(
         self,
@@ -91,8 +93,11 @@ class World:
         stage: str = "",
         clock: Clock | None = None,
     ) -> None:
-        """``stage``: of a spec whose stages have scopes: the one that this is; each is a world of
-        its own, on a ``clock`` that they share."""
+        """Prepare the world of a seed.
+
+        ``stage`` is set for a spec whose stages have scopes: each stage is a world of its own, on a
+        ``clock`` that they share.
+        """
         self.spec = spec
         self._own_spec = spec.stage(spec.stages.index(stage)) if stage else spec
         self.name = stage
@@ -102,13 +107,14 @@ class World:
         self.clock = clock or Clock()
         self.latency = Latency(rng)
         self.count_groups, self.ranks = rng.choice(_SHAPES)
-        if stage:  # a rank of each group is of each stage
+        if stage:  # each stage has one rank of each group
             self.count_groups, _ = random.Random(f"groups of {seed}").choice(_SHAPES)
             self.ranks = 1
         self.group_timeout = rng.choice([1.0, 3.0, 10.0])
-        """Seconds until a reduction that somebody does not enter fails by itself."""
+        """Seconds until a reduction that a member does not enter fails by itself."""
         self.awaits_reductions = rng.random() < 0.5
-        """Whether errors of reductions show when the body is over (as in torchft's loop)."""
+        """Whether errors of reductions show at the end of the step function (as in torchft's
+        loop)."""
         self.reductions = 3
         self.weather = weather.drawn(rng)
         self.bus = SimBus(self)
@@ -118,7 +124,7 @@ class World:
         self.burst_until = 0.0
         self.is_calm = self.is_ending = self.hopeless = False
         self.leavers: list[Process] = []
-        """Who was asked to leave at the end."""
+        """Processes that were asked to leave at the end."""
         self.seen = _Seen()
         self._table = table
         self._participant = participant
@@ -129,18 +135,19 @@ class World:
         self._incarnations: Counter[tuple[str, int]] = Counter()
         self._skips: dict[Token, int] = {}
         self._all_skip: dict[Token, bool] = {}
-        whims = random.Random(f"whims of {seed}")  # so that what came before lives as before
+        # a second generator, so that the draws above stay as they were
+        whims = random.Random(f"whims of {seed}")
         if self.weather.shapes:
             self.count_groups, self.ranks = whims.choice(self.weather.shapes)
         corrupts = bool(self.weather.chances.get("corrupted"))
         self.compares = corrupts and whims.random() < 0.5
-        """Whether votes bring digests."""
+        """Whether votes contain digests."""
         self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
         self._whims = whims
         self.behind = whims.choice([1, 2, 4]) if spec.bound else 0
-        """By how many steps contributions of an asynchronous job may be behind."""
+        """Number of steps that contributions of an asynchronous job may be behind."""
         self._pace: dict[str, float] = {}
-        """Of its groups: how many times longer than others they take."""
+        """Group of an asynchronous job → the factor by which it is slower than others."""
         self._timeouts = self._draw_timeouts()
         self._alike = rng.random() < 0.5
         """Whether all groups start with equal states (``init_sync=False``)."""
@@ -162,7 +169,7 @@ class World:
             "join_window": rng.choice([1.0, 5.0]),
             "drain_window": rng.choice([2.0, 5.0]),
         }
-        if self.spec.bound:  # about as long as groups stand apart
+        if self.spec.bound:  # about as long as the local phase of a group
             drawn["join_window"] = self._whims.choice([0.05, 0.3, 1.0])
         if self.weather.intervals:
             interval = drawn["join_interval"] = self._whims.choice(self.weather.intervals)
@@ -173,8 +180,11 @@ class World:
     # --- processes ---
 
     def spawn(self, group: Group, rank: int, instance: int, replaces: bool = False) -> Process:
-        """A process comes up: a new incarnation of (group, rank). ``replaces``: one that was lost,
-        whose group lives; its weights are nobody's."""
+        """Start a process: a new incarnation of (group, rank).
+
+        ``replaces``: it takes the place of a lost process whose group lives; its weights equal
+        those of no other process.
+        """
         self._incarnations[(group.name, rank)] += 1
         peer = Peer(group.name, rank, self._incarnations[(group.name, rank)])
         store = f"store-{group.name}-{instance}"
@@ -211,15 +221,15 @@ class World:
         return process
 
     def live(self) -> list[Process]:
-        """Processes that have not ended, in the order of their starts."""
+        """Return the processes that have not ended, in the order of their starts."""
         return [p for p in self.processes.values() if p.alive]
 
     def is_alive(self, peer: Peer) -> bool:
-        """Whether the process is there."""
+        """Whether the process lives."""
         return peer in self.processes and self.processes[peer].alive
 
     def kill(self, process: Process) -> None:
-        """End a process by SIGKILL; whoever looks after its group knows."""
+        """End a process by SIGKILL, on behalf of the launcher of its group."""
         self._end(process, -9)
 
     def strike_down(self, process: Process) -> None:
@@ -229,7 +239,7 @@ class World:
             process.group.ended(process)
 
     def exited(self, process: Process, code: int) -> None:
-        """A process has ended by its own word."""
+        """Handle the end of a process that exited by itself."""
         self._end(process, code)
         process.group.ended(process)
 
@@ -242,7 +252,7 @@ class World:
     # --- what processes ask of the world ---
 
     def handle(self, process: Process, event: Event) -> list[Effect]:
-        """Let the core handle an event, note the move, and return the effects to carry out."""
+        """Let the core handle an event, record the move, and return the effects to carry out."""
         seen, now = self.seen, self.clock.now
         before = process.local
         try:
@@ -263,7 +273,7 @@ class World:
         return out.effects
 
     def tell_beside(self) -> None:
-        """The register has a new value: who is bound to this scope hears of it."""
+        """Send the new value of the register to the scopes that are bound to this one."""
         for world in self.beside.values():
             if any(e.scope == self.name for e in self.spec.bound_to(world.name)):
                 record = self.bus.scope_record()
@@ -271,24 +281,26 @@ class World:
                 self.clock.after(self.latency.hop(), None, world.bus.publish, record)
 
     def count_held(self) -> None:
-        """A process has told that it is held by another scope."""
+        """Count a report of a process that another scope holds it back."""
         self.seen.held += 1
 
     def violated(self, name: str, text: str, place: str = "") -> NoReturn:
-        """Something does not hold that must: the run ends."""
+        """Record a violation and end the run."""
         self.seen.violations.append(Violation(name, text[:1000], place))
         raise RunEnds
 
     def note(self, process: Process, name: str, data: dict[str, Any]) -> None:
-        """Put something that is no event into the trace of a process."""
+        """Write a note, which is not an event, into the trace of a process."""
         if self._traces:
             self._traces[process.peer].note(name, data, process.local)
 
     def consumed(self, process: Process, plan: StartTxn | None, base: int | None) -> None:
-        """The data loader notes that a slice went into a committed txn, if one has.
+        """Let the data loader note the slice of a committed txn, if it has one.
 
         Args:
-            base: of an asynchronous job, the job's step that the contribution began from.
+            process: The process.
+            plan: The txn.
+            base: In an asynchronous job, the job's step that the contribution began from.
         """
         if plan is None or (number := plan.slice) is None:
             return
@@ -299,7 +311,7 @@ class World:
             self.history.contributed.append((peer, plan.token, base, str(peer)))
 
     def announce(self, message: BusMessage) -> None:
-        """The supervisor says something on the bus; while the bus is away it waits or gives up."""
+        """Send a message as the supervisor does; while the bus is away it waits or gives up."""
         delay = self.latency.hop()
         if self.outage_until > self.clock.now:
             if self.rng.random() < 0.5:
@@ -308,19 +320,20 @@ class World:
         self.clock.after(delay, None, self.bus.publish, message)
 
     def meeting(self, key: tuple[int, ...], peers: tuple[Peer, ...]) -> Meeting:
-        """The meeting of that name; made by whoever comes first."""
+        """Return the meeting with that key; the first participant that arrives creates it."""
         if key not in self._meetings:
             self._meetings[key] = Meeting(self, peers)
         return self._meetings[key]
 
     def lost(self, peer: Peer, era: int | None) -> None:
-        """``peer`` is gone (None), or has dropped its connections of that era."""
+        """Handle that ``peer`` is gone (None), or has dropped its connections of that era."""
         for key, meeting in list(self._meetings.items())[-8:]:
             if peer in meeting.peers and era in (None, key[0]):
                 meeting.lose(peer)
 
     def told(self) -> History:
-        """The history in the order in which an audit reads the traces: equal order, equal words."""
+        """Return the history in the order in which an audit reads the traces, so their findings are
+        equal."""
         order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
         consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
         contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
@@ -330,11 +343,11 @@ class World:
     # --- faults ---
 
     def count(self, kind: str) -> None:
-        """A fault of this kind has happened."""
+        """Count a fault of this kind."""
         self.seen.faults[kind] += 1
 
     def strikes(self, kind: str) -> bool:
-        """Whether a fault of this kind strikes here and now."""
+        """Whether a fault of this kind occurs here and now; it is counted if so."""
         chance = self.weather.chances.get(kind, 0.0)
         if not chance or self.is_calm or self.rng.random() >= chance:
             return False
@@ -342,13 +355,14 @@ class World:
         return True
 
     def body_fault(self) -> str | None:
-        """The fault that will strike a body that begins now; counted when it does."""
+        """Return the fault for a step function that begins now; it is counted when it occurs."""
         if self.is_calm:
             return None
         return self.chaos.body_fault()
 
     def skips_alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
-        """Whether the caller may be the one that skips reductions: what all skip nobody can see."""
+        """Whether the caller may skip reductions alone; a skip by all members would be
+        undetectable."""
         if len(members) == 1 or token in self._skips:
             return False
         self.count("skipped")
@@ -356,7 +370,7 @@ class World:
         return True
 
     def skipped_by_all(self, token: Token) -> int:
-        """The rank number that skips a reduction in this txn, in every group; -1: none."""
+        """Return the rank number that skips a reduction in this txn, in every group, or -1."""
         if token not in self._skips:
             skips = self.strikes("skipped_by_all")
             self._skips[token] = self.rng.randrange(self.ranks) if skips else -1
@@ -369,19 +383,19 @@ class World:
         return self._all_skip[token]
 
     def digest_interval(self) -> int:
-        """Every how many steps a process takes a digest for its vote."""
+        """Return the number of steps between two digests that a process takes for its vote."""
         return self._whims.choice([1, 1, 2, 4])
 
     def apart_for(self, peer: Peer) -> float:
-        """How long a group of an asynchronous job computes between two synchronisations."""
+        """Return how long a group of an asynchronous job computes between two synchronizations."""
         if peer.group not in self._pace:
             self._pace[peer.group] = self._whims.choice([1.0, 1.0, 3.0, 10.0])
         return self.latency.compute() * self._pace[peer.group]
 
     def holds_state(self, without: Group | None = None) -> bool:
-        """Whether the job could go on with the whole groups that are there.
+        """Whether the job could go on with the whole groups that live.
 
-        ``without``: and that one gone.
+        ``without``: as if that group were gone.
         """
         head, groups = self.bus.head, [g for g in self.groups.values() if g is not without]
         if head is None:
@@ -401,13 +415,13 @@ class World:
     # --- the run ---
 
     def begin(self) -> None:
-        """All groups start, and faults strike from now on."""
+        """Start all groups and the faults."""
         for group in self.groups.values():
             group.start()
         self.chaos.begin()
 
     def is_due(self, since: float) -> bool:
-        """Whether the weather has lasted long enough, ``since`` the job began."""
+        """Whether the weather has lasted long enough, if the job began at ``since``."""
         return (
             self._step() >= self.target
             or self.seen.events >= _LIMIT_EVENTS
@@ -416,13 +430,13 @@ class World:
         )
 
     def calm_down(self) -> None:
-        """Faults stop."""
+        """Stop the faults."""
         self.is_calm = True
         self.latency.calm_work = 0.4
         self.chaos.end()
 
     def close(self) -> None:
-        """The traces are whole. Idempotent."""
+        """Close the traces. Idempotent."""
         for trace in self._traces.values():
             trace.close()
 
@@ -439,16 +453,17 @@ class World:
                 self.violated("liveness", f"more than {_LAST_EVENT} events: {self._where()}")
 
     def bound(self) -> float:
-        """Virtual seconds within which a calm job must be well again."""
+        """Return the virtual seconds within which a calm job must be well again."""
         t = self._timeouts
         windows = ("vote_window", "ready_window", "bus_limit", "join_window")
         waits = sum(t.get(name, 0.0) for name in windows)
         return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
 
     def settle(self) -> float | None:
-        """See that the calm job gets well. None: it is lost, as it must be."""
+        """Check that the calm job gets well. Returns the time it took, or None if it is lost as it
+        must be."""
         begun, deadline = self.clock.now, self.clock.now + self.bound()
-        self._pass(1.0)  # what was on its way arrives
+        self._pass(1.0)  # messages in transit arrive
         can = self.holds_state()
         self.hopeless = not can
         step = self._step()
@@ -457,7 +472,7 @@ class World:
                 can = False
                 self.hopeless = True
             if any(world._is_lost(begun) for world in self.beside.values()):
-                return None  # who waits for them waits for ever
+                return None  # participants that wait for them wait forever
             if can:
                 for world in (self, *self.beside.values()):
                     world._mend_groups()
@@ -474,15 +489,15 @@ class World:
         return None
 
     def _is_lost(self, begun: float) -> bool:
-        """Whether the scope cannot go on, as it must not."""
+        """Whether the scope cannot go on, and must not."""
         self.hopeless |= not self.holds_state()
         return self.hopeless or self._state_left(begun)
 
     def _state_left(self, begun: float) -> bool:
-        """Whether the state is gone because who held it left by its own word, or states differ.
+        """Whether the state is gone because its holders left regularly, or because states differ.
 
-        Asked to leave; or it had waited for others since before the calm began, at ``begun``, and
-        ``quorum`` ended.
+        The holders were asked to leave; or they had waited for others since before the calm began,
+        at ``begun``, and the ``quorum`` timer ended the wait.
         """
         head = self.bus.head
         if head is None or self.holds_state():
@@ -500,7 +515,7 @@ class World:
         return last.event.name == "quorum" and last.before.since < begun
 
     def _mend_groups(self) -> None:
-        """Whatever is not whole by now is replaced by the operator."""
+        """Let the operator replace every group that is not whole by now."""
         for group in self.groups.values():
             ended = [p for p in group.processes if not p.alive]
             leaves = bool(group.live) and all(p.code == 0 for p in ended)
@@ -530,16 +545,16 @@ class World:
         return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
 
     def ask_all_to_leave(self) -> None:
-        """Everyone is to leave."""
+        """Ask all groups to leave."""
         self.is_ending = True
         self.leavers, groups = self.live(), self.groups
         self.announce(Drain(groups=tuple(groups), by="supervisor"))
-        if self.rng.random() < 0.5:  # and passes a SIGTERM on
+        if self.rng.random() < 0.5:  # it also passes a SIGTERM on
             for group in groups.values():
                 group.drain(by_signal=True)
 
     def see_all_leave(self) -> None:
-        """Everyone must be out in good order; it is said again until then, as by ``fft drain``."""
+        """Check that all processes end regularly; the request is repeated, as by ``fft drain``."""
         deadline, again = self.clock.now + self.bound(), self.clock.now + _ASKED_AGAIN_S
         while self.live():
             if self.clock.now > deadline:
@@ -549,8 +564,8 @@ class World:
                 self.announce(Drain(groups=tuple(self.groups), by="supervisor"))
             self._pass(_LOOK)
         if self.bus.head is not None and self.bus.head.diverged:
-            return  # noticed only now, and the end of everyone
-        # Who has lost its place in the message order can only be ended, and its group with it.
+            return  # noticed only now; it ends all processes
+        # A process that has lost its place in the message order can only be ended, with its group.
         leavers = chain(self.leavers, *(stage.leavers for stage in self.beside.values()))
         deaf = {p.peer.group for p in leavers if p.local.deaf}
         badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
@@ -565,7 +580,7 @@ class World:
 
 
 def _holds(process: Process, head: Record) -> bool:
-    """Whether the process has the head's state, or will have it by its own means."""
+    """Whether the process has the head's state, or can compute it itself."""
     s = process.local
     if s.role == "terminal":
         return False

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from fft.prove.simulator.process import Process
 
 STATE_BYTES = 1000
-"""What one transfer of state counts."""
+"""Size of one transfer of state, in bytes."""
 _SHUTDOWN = 5.0
 """Seconds that a manager's shutdown waits for its engine."""
 
 
 @dataclass(frozen=True)
 class _Came:
-    """How a fetch has ended. ``bits``: None, it failed."""
+    """The result of a fetch. ``bits`` is None if it failed."""
 
     cause: str
     bits: Bits | None = None
@@ -51,7 +51,7 @@ class _Came:
 
 
 class MainThread:
-    """What the user's thread does; ``bits`` is what its memory really holds."""
+    """The user's thread; ``bits`` models the real contents of its memory."""
 
     def __init__(self, process: Process, bits: Bits) -> None:
         self.bits = bits
@@ -62,34 +62,36 @@ class MainThread:
         self._slot: Command | None = None
         self._stands = Standing(process)
         self._waits = True
-        """For a command; else it is at work, or for ever done."""
+        """It waits for a command; otherwise it is working, or has ended."""
         self._quits = False
         """Its user's code gives up."""
         self._plan: StartTxn | None = None
         self._meeting: Meeting | None = None
         self._serial = 0
-        """Of the newest wait; what comes for an older one is void."""
+        """Number of the newest wait; results of older waits are ignored."""
         self._era = -1
-        """Record number of the epoch that the process groups were built for, and who is in them."""
+        """Record number of the epoch that the process groups were built for; ``_members`` has their
+        members."""
         self._members: tuple[Peer, ...] = ()
         self._aborted = True
         self._failing: str | None = None
-        """The fault that will strike this body."""
+        """The fault that will occur in this step function."""
         self._heal: Heal | None = None
         self._held = 0, False
-        """What the vote will tell of, once the state has come: reductions, and whether to skip."""
+        """Contents of the vote once the state has arrived: number of reductions, and whether to
+        skip."""
         self._interval = self._world.digest_interval()
         self._learning: Heal | None = None
-        """Of a learner: what its state is on its way for."""
+        """For a learner: the heal that it is fetching its state for."""
         self._came: _Came | None = None
-        """How that ended."""
+        """The result of that fetch."""
         self._computed: tuple[int | None, int] | None = None
-        """Of an asynchronous job: lease and base of what this group brings; None: nothing yet."""
+        """In an asynchronous job: lease and base of the group's contribution, or None."""
 
     # --- commands ---
 
     def command(self, command: Command) -> None:
-        """The engine has put a command into the slot; the newest counts."""
+        """Take a command that the engine has put into the slot; the newest one counts."""
         self._slot = command
         if self._quits and isinstance(command, Finish):
             self._exit(1)
@@ -130,7 +132,7 @@ class MainThread:
         self._look()
 
     def _give_up(self) -> None:
-        """The body is over without a vote."""
+        """End the step function without a vote."""
         self._stands.moves_on("unwound")
         self._wait()
 
@@ -156,7 +158,7 @@ class MainThread:
         self._wait()
 
     def _stand_apart(self) -> None:
-        """Compute what this group brings to a later synchronisation, then ask to be in it."""
+        """Compute this group's contribution to a later synchronization, then ask to be in it."""
         process = self._process
         record = process.local.head
         assert record is not None, "a txn was committed"
@@ -165,7 +167,7 @@ class MainThread:
         process.later(after, process.post, Synchronise())
 
     def _bring(self, plan: StartTxn) -> None:
-        """Go on with what was computed, or compute it anew in the txn, from the epoch's state."""
+        """Keep the computed contribution, or recompute it in the txn from the epoch's state."""
         if not self._world.spec.bound:
             return
         config, epoch = self._process.participant.config, self._process.local.epoch
@@ -177,7 +179,8 @@ class MainThread:
     # --- the process groups ---
 
     def abort(self) -> None:
-        """The engine aborts the groups: whoever is blocked in them is freed, here and elsewhere."""
+        """Abort the groups for the engine, which unblocks every thread in them, here and on other
+        ranks."""
         if self._aborted:
             return
         self._aborted = True
@@ -191,7 +194,7 @@ class MainThread:
         self._meeting.join(self._process, self._serial, limit)
 
     def met(self, serial: int) -> None:
-        """Everybody came."""
+        """Continue after all members came."""
         if serial != self._serial or self._meeting is None:
             return
         self._meeting = None
@@ -203,7 +206,7 @@ class MainThread:
             self._rebuilt(self._heal)
 
     def missed(self, serial: int, cause: str) -> None:
-        """Somebody did not come, or the groups were aborted."""
+        """Continue after a member did not come or the groups were aborted."""
         if serial != self._serial or self._meeting is None:
             return
         self._meeting = None
@@ -214,7 +217,7 @@ class MainThread:
         else:
             self._fail(f"a reduction failed: {cause}")
 
-    # --- the body ---
+    # --- the step function ---
 
     def _enter(self, plan: StartTxn) -> None:
         world = self._world
@@ -228,7 +231,7 @@ class MainThread:
         self._failing = world.body_fault()
         compute = world.latency.compute()
         if not world.data_notes.takes(self._process, plan):
-            self._process.later(compute, self._quit)  # of a loader that has failed
+            self._process.later(compute, self._quit)  # as of a loader that has failed
         elif self._failing in ("exception", "quit"):
             self._process.later(compute * world.rng.random(), self._raise, self._failing)
         else:
@@ -292,7 +295,7 @@ class MainThread:
         self._give_up()
 
     def _fail(self, cause: str) -> None:
-        """A reduction failed here: what lies in the gradients is not what the peers have."""
+        """Handle a failed reduction: the gradients here differ from those of the peers."""
         self.bits = self.bits.spoil(self._process.peer)
         self._fault(cause)
         if self._world.awaits_reductions:
@@ -301,7 +304,7 @@ class MainThread:
             self._give_up()
 
     def _unwind(self) -> None:
-        """An abort has ended the body."""
+        """End the step function after an abort."""
         if self._world.awaits_reductions:
             self._vote(self._world.reductions, "the process group was aborted")
         else:
@@ -326,7 +329,7 @@ class MainThread:
         self._wait()
 
     def _learn(self) -> None:
-        """The body of a learner has ended: vote, once its state has come."""
+        """Vote for a learner whose step function has ended, once its state has arrived."""
         learning, came = self._learning, self._came
         is_over = self._waits and self._stands.role == "computing"
         if not is_over or learning is None or came is None:
@@ -368,7 +371,7 @@ class MainThread:
             self._wait()
 
     def _fetch(self, command: Heal, give_up: float) -> None:
-        """The transfer could be through, if its source was there; else wait for it."""
+        """Complete the transfer if its source is ready; otherwise wait for it."""
         world, record = self._world, command.record
         if command is not (self._heal or self._learning):
             return  # a rollback has ended it

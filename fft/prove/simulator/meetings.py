@@ -1,8 +1,8 @@
-"""Where all members of an epoch must come before any goes on: reductions, and rebuilding groups.
+"""Meetings, which all members of an epoch must enter before any goes on: reductions and rebuilds.
 
 A collective cannot complete before every member has entered it. If a member dies or drops its
-connections, those who wait fail: some at once, because they were its neighbours, others only when
-their own patience is at an end, as gloo does.
+connections, the waiting members fail: some at once, because they were its neighbours, others only
+when their own timeout expires, as with gloo.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """One txn's reductions, or one epoch's rendezvous."""
+    """The reductions of one txn, or the rendezvous of one epoch."""
 
     def __init__(self, world: World, peers: tuple[Peer, ...]) -> None:
         self.peers = peers
         self._world = world
         self._came: dict[Peer, tuple[Process, int]] = {}
         self._missing = next((p for p in peers if not world.is_alive(p)), None)
-        """Who will never come."""
+        """A member that will never come."""
         self._complete = False
 
     def join(self, process: Process, serial: int, limit: float) -> None:
-        """``process`` waits: ``main.met`` or ``main.missed`` follows, within ``limit`` seconds."""
+        """Let ``process`` wait: ``main.met`` or ``main.missed`` follows, within ``limit``
+        seconds."""
         world = self._world
         self._came[process.peer] = (process, serial)
         if self._missing is not None:
@@ -41,9 +42,9 @@ class Meeting:
             world.clock.after(limit, process, process.main.missed, serial, "timed out")
 
     def lose(self, peer: Peer) -> None:
-        """``peer`` is gone, or has dropped its connections."""
+        """Handle that ``peer`` is gone, or has dropped its connections."""
         if self._complete:
-            # It was through, but not all who wait have heard the last of it.
+            # The meeting was complete, but some waiting members may lack the last part of it.
             for member, serial in self._came.values():
                 if self._world.rng.random() < 0.3:
                     cause = f"connection closed by {peer}"
@@ -56,7 +57,7 @@ class Meeting:
                     self._disappoint(member, serial, None)
 
     def _disappoint(self, member: Process, serial: int, limit: float | None) -> None:
-        """At once, or only by its own timeout (``None``: that is planned already)."""
+        """Fail a member at once, or by its own timeout only (``None``: that is planned already)."""
         world, cause = self._world, f"connection closed by {self._missing}"
         if world.rng.random() < 0.6:
             world.clock.after(world.latency.notice(), member, member.main.missed, serial, cause)

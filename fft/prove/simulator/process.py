@@ -1,9 +1,9 @@
 """One simulated process: the engine's thread with the shipped core, and the main thread.
 
-``Process`` does in virtual time what ``fft.engine.loop`` does: one queue, answers of the bus before
-due timers before everything else, effects one after another, each shared operation taking its time,
-main-thread work handed over through a slot that holds the newest command. It can be stopped, slowed
-or killed between any two things that it does.
+``Process`` does in virtual time what ``fft.engine.loop`` does. There is one queue. Answers of the
+bus come before due timers, and these before everything else. Effects are carried out one after
+another, and each shared operation takes its time. Work for the main thread goes through a slot that
+holds the newest command. A process can be stopped, slowed or killed between any two of its actions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Process:
         self.local = local
         self.group = group
         self.instance = instance
-        """Which start of the group this process belongs to."""
+        """The start of the group that this process belongs to."""
         self.peer: Peer = participant.config.me
         self.link = Link()
         self.alive = True
@@ -72,7 +72,7 @@ class Process:
         self.parked: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.slow = 1.0
         self.doom: int | None = None
-        """It is killed before so many more effects are carried out."""
+        """Number of effects after which it is killed."""
         self.main = MainThread(self, bits)
         self._inbox: deque[Event] = deque()
         self._front: deque[Event] = deque()
@@ -82,11 +82,11 @@ class Process:
         self._done = 0
 
     def start(self) -> None:
-        """Connected to the bus: ask to join."""
+        """Ask to join, after connecting to the bus."""
         self.post(Start())
 
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
-        """Plan something that this process does, slow processes later than others."""
+        """Plan an action of this process; a slow process acts later."""
         self.world.clock.after(delay * self.slow, self, action, *args)
 
     # --- the queue ---
@@ -97,7 +97,7 @@ class Process:
         self._wake()
 
     def answered(self, event: Event | None) -> None:
-        """The shared operation is over; its answer, if any, comes before everything else."""
+        """Finish the shared operation; its answer, if any, comes before everything else."""
         if event is not None:
             self._front.append(event)
         self._go_on()
@@ -123,7 +123,7 @@ class Process:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Carry out effects until one takes time, then the next event."""
+        """Carry out effects until one takes time, then handle the next event."""
         while self._done < len(self._effects):
             if self.doom is not None:
                 self.doom -= 1
@@ -152,7 +152,7 @@ class Process:
                     self._timers = [t for t in self._timers if t[2].name not in names]
                     heapify(self._timers)
                 case CancelFutures():
-                    pass  # an aborted group tells the main thread the same
+                    pass  # an aborted group has the same effect on the main thread
                 case TellHeld():
                     self.world.count_held()
                 case AbortGroups():
@@ -167,7 +167,7 @@ class Process:
             self._wake()
 
     def resume(self) -> None:
-        """SIGCONT: what came meanwhile happens now, in its order."""
+        """Resume, as by SIGCONT: actions that came up meanwhile run now, in order."""
         self.stopped = False
         parked, self.parked = self.parked, []
         for action, args in parked:

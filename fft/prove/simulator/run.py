@@ -1,7 +1,7 @@
-"""One seed: the worlds that it makes, their whole life, and what is found in it.
+"""One seed: its worlds, the whole run, and the findings.
 
-A job has one world; where stages have scopes of their own, each has one, on a clock that they
-share, and each hears what the scopes that it is bound to have committed.
+A job has one world. If stages have scopes of their own, each stage has a world, on a shared clock,
+and each receives the commits of the scopes that it is bound to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fft.trace.format import scope_folder
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one seed did. Seconds are virtual."""
+    """Result of one seed. Seconds are virtual."""
 
     seed: int
     groups: int
@@ -39,8 +39,8 @@ class Result:
     epochs: int
     seconds: float
     settled_in: float | None
-    """From calm until everyone was in one epoch and had committed again; None: no state is left,
-    and the job has stopped as it must."""
+    """Time from the calm until all processes were in one epoch and had committed again; None if no
+    state is left and the job has stopped as it must."""
     checks: int
     rows: frozenset[str]
     """Rows of the table that were taken."""
@@ -53,16 +53,17 @@ def run_seed(
     trace_dir: Path | None = None,
     participant: type[Participant] = Participant,
 ) -> Result:
-    """Live one seed and judge it.
+    """Run one seed and judge it.
 
     Args:
-        spec: the table everyone runs, or the name or path of one.
-        weather: the faults; None: the mix for the spec.
-        trace_dir: where every participant's trace goes; None: none is written.
-        participant: the core; another class plants a bug.
+        seed: The seed.
+        spec: The table that all participants run, or its name or path.
+        weather: The faults; None: the mix for the spec.
+        trace_dir: Directory for the traces of all participants; None: no traces are written.
+        participant: The core; another class plants a bug.
 
     Raises:
-        SpecError: the spec cannot be used.
+        SpecError: The spec cannot be used.
     """
     loaded = load_spec(spec) if isinstance(spec, str) else spec
     clock, table = Clock(), _table(loaded)
@@ -79,14 +80,17 @@ def run_seed(
 
 
 def _places(root: Path | None, stages: list[str]) -> list[tuple[str, Path | None]]:
-    """Stages, and where the processes of each trace: as those of a real job do."""
+    """Return the stages with the trace directories of their processes, as in a real job."""
     folders = [root and scope_folder(root, name if i else "") for i, name in enumerate(stages)]
     return list(zip(stages, folders, strict=True))
 
 
 def live(worlds: list[World], clock: Clock) -> float | None:
-    """The whole life of a job. Returns how long it took to settle when it was calm; None: it is
-    lost, as it must be."""
+    """Run the whole life of a job.
+
+    Returns:
+        The time that it took to settle when it was calm, or None if it is lost, as it must be.
+    """
     settled: float | None = None
     try:
         for world in worlds:
@@ -121,7 +125,7 @@ def _flow_of(world: World) -> Flow:
 
 
 def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None) -> Result:
-    """What the seed did, and what is wrong with it."""
+    """Judge the worlds of a seed and return its result."""
     first, told, checks = worlds[0], list[Violation](), 0
     kinds: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -158,14 +162,15 @@ _tables: list[tuple[FsmSpec, Table]] = []
 
 
 def _table(spec: FsmSpec) -> Table:
-    """Tables are costly to build and can be shared; the newest is kept."""
+    """Return the table of a spec. Tables are costly to build, so the newest one is cached."""
     if not _tables or _tables[0][0] is not spec:
         _tables[:] = [(spec, Table(spec))]
     return _tables[0][1]
 
 
 def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
+    """Name every row, by state and identity of the row: ``STATE event 1``, where 1 is the first
+    row."""
     names: dict[tuple[str, int], str] = {}
     for state, leaf in spec.leaves.items():
         for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
@@ -179,19 +184,21 @@ class RowUse:
     """One row of a table, which several states may share."""
 
     name: str
-    """Where it stands, its event, and its guards."""
+    """The row's place, its event, and its guards."""
     taken_in: int
-    """States in which seeds have taken it."""
+    """Number of states in which seeds have taken it."""
     states: int
     elsewhere: str
-    """What shows the row instead, by the spec; empty: only searches and seeds do."""
+    """The test that covers the row instead, by the spec; empty if only searches and seeds cover
+    it."""
 
 
 def row_uses(spec: FsmSpec, taken: Collection[str]) -> list[RowUse]:
     """Return every row of the table, and where it was taken.
 
     Args:
-        taken: names by `row_names`.
+        spec: The table.
+        taken: Names as of `row_names`.
     """
     places: dict[int, list[tuple[str, str, str, Row]]] = {}
     for state, leaf in spec.leaves.items():
@@ -211,7 +218,7 @@ def row_uses(spec: FsmSpec, taken: Collection[str]) -> list[RowUse]:
 
 
 def never_taken(spec: FsmSpec, taken: Collection[str]) -> list[str]:
-    """Return the rows that no seed has taken in any state, and that no test is named for."""
+    """Return the rows that no seed has taken in any state and that no named test covers."""
     uses = row_uses(spec, taken)
     return sorted(use.name for use in uses if not use.taken_in and not use.elsewhere)
 

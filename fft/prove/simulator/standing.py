@@ -1,4 +1,4 @@
-"""Where a simulated main thread stands, by its table (``fsm_specs/main_thread.yaml``)."""
+"""The state of a simulated main thread, by its table (``fsm_specs/main_thread.yaml``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFa
 
 
 class Standing:
-    """The state of one main thread. What its table has no row for is a violation."""
+    """The state of one main thread. An event without a row in its table is a violation."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -37,11 +37,11 @@ class Standing:
 
     @property
     def role(self) -> Role:
-        """What the state is for."""
+        """Role of the state."""
         return self._table.role(self._state)
 
     def hears(self, command: Command) -> tuple[str, ...]:
-        """The thread takes a command. What there is to do."""
+        """Take a command. Returns the effects to carry out."""
         facts: Set[str] = NO_FACTS
         if isinstance(command, Heal) and command.fetch_from is not None:
             late = self._process.peer.group in command.record.learners
@@ -49,13 +49,13 @@ class Standing:
         return self.moves_on(COMMANDS[type(command)], facts)
 
     def says(self, word: Word) -> None:
-        """The thread tells the engine what came of a command."""
+        """Report the result of a command to the engine."""
         no = isinstance(word, Prepared) and not word.yes
         self.moves_on(word.type, {"says_no"} if no else NO_FACTS)
         self._process.post(word)
 
     def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """The event happens. What there is to do."""
+        """Apply an event. Returns the effects to carry out."""
         try:
             self._state, effects = self._table.react(self._state, event, facts)
         except ProtocolError as error:
