@@ -1,8 +1,8 @@
-"""Training loops as people write them: each ends with the same bits, whatever fault came.
+"""Tests that training loops, written as users write them, end with the same bits under any fault.
 
 Two groups train each recipe undisturbed, with an exception and a one-sided failure, and with a
-kill, at a step, rank and phase drawn from a seed (RECIPES_SEED, else from the clock), which a
-failure names.
+kill. Step, rank and phase are drawn from a seed (RECIPES_SEED, else from the clock), which a
+failure prints.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ PHASES = (
 )
 
 BOTH = "both"
-"""An exception and a one-sided failure, in one run."""
+"""The kind of a run with an exception and a one-sided failure."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a recipe is run."""
+    """A recipe and how it is run."""
 
     name: str
     """``module.function``."""
     steps: int = 8
     parts: int = 1
     phases: tuple[str, ...] = PHASES
-    """Those that it comes to, on every rank and in every step."""
+    """Phases that it reaches on every rank and in every step."""
     long: bool = False
     kill: bool = False
     """Whether a kill is tried by default, and not only in the long tests."""
     falls_by: float = 0.1
-    """How much lower the last two losses are than the first two, in the mean, at least."""
+    """Minimum by which the mean of the last two losses is lower than that of the first two."""
     ranks: int = 1
-    """Of each group."""
+    """Number of ranks of each group."""
     replays: bool = True
-    """Whether a step that failed is done again; else groups go on with what they have."""
+    """Whether a failed step is repeated; otherwise groups continue with their current state."""
     saves: bool = False
-    """Whether it goes on from a checkpoint when it is started again."""
+    """Whether it resumes from a checkpoint when it is restarted."""
     meets_between: bool = False
-    """Whether ranks of a group meet between two txns, where a lost connection ends them."""
+    """Whether ranks of a group communicate between two txns, where a lost connection ends them."""
     is_exact_after_kill: bool = True
-    """Whether all of the state comes with a heal, and only at the end of a step."""
+    """Whether a heal brings all of the state, and only at the end of a step."""
 
 
 BY_HAND = ("before_allreduce", "during_allreduce", "vote", "after_vote")
-"""Without `sync_gradients`."""
+"""Phases of loops without `sync_gradients`."""
 UNCAUGHT = ("vote", "after_vote")
-"""An exception that is none of the loop's own code, in loops that catch none."""
+"""Phases in which an exception is not one of the loop's code, in loops that catch none."""
 
 RECIPES = [
     Recipe("language.clipping_accumulation_ema", kill=True),
@@ -108,7 +108,7 @@ def _marks(recipe: Recipe, long: bool = False) -> Any:
 
 
 class Stage:
-    """Runs cases, and each run without a fault once."""
+    """A runner of cases, which runs each recipe without a fault once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -116,14 +116,14 @@ class Stage:
         self._clean: dict[tuple[str, float], Run] = {}
 
     def clean(self, recipe: Recipe, dropout: float = 0.1) -> Run:
-        """The run without a fault."""
+        """Return the run without a fault."""
         key = recipe.name, dropout
         if key not in self._clean:
             self._clean[key] = self.run(recipe, f"clean-{dropout}", (), dropout)
         return self._clean[key]
 
     def faulty(self, recipe: Recipe, kind: str, again: int = 0) -> tuple[Run, Run, str]:
-        """One with a fault, the one without, and words for a failure."""
+        """Return a run with a fault, the run without one, and a text for a failure."""
         faults = _both(recipe) if kind == BOTH else (_drawn(recipe, kind, again),)
         dropout = 0.0 if kind == "kill" else 0.1
         run = self.run(recipe, f"{kind}-{again}", faults, dropout, kind == "kill")
@@ -152,7 +152,7 @@ class Stage:
         dropout: float = 0.1,
         kills: bool = False,
     ) -> Run:
-        """One run of a recipe. Raises CaseFailed."""
+        """Run a recipe once. Raises CaseFailed."""
         name = f"{recipe.name}-{name}"
         case = Case(recipe.name, name, recipe.steps, dropout, recipe.parts, faults, kills)
         try:
@@ -180,7 +180,7 @@ def _drawn(recipe: Recipe, kind: str, again: int = 0) -> dict[str, Any]:
 
 
 def _both(recipe: Recipe) -> tuple[dict[str, Any], ...]:
-    """An exception and a one-sided failure, in different steps."""
+    """Return an exception and a one-sided failure in different steps."""
     one, other = _drawn(recipe, "exception"), _drawn(recipe, "one_sided")
     if one["step"] == other["step"]:
         other["step"] = (one["step"] + 1) % (recipe.steps - 1)
@@ -195,7 +195,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def _assert_same(run: Run, clean: Run, what: tuple[str, ...], words: str) -> None:
-    """Bit for bit, by the name of each tensor."""
+    """Compare bit for bit, by the name of each tensor."""
     for place, expected in clean.results[-1].items():
         found = run.results[-1][place]["bits"]
         for part in what:
@@ -233,7 +233,7 @@ def _fetches(run: Run) -> list[tuple[str, int]]:
 
 
 def _aborts(run: Run) -> list[str]:
-    """Causes of rollbacks; what comes when a group has left after the last step is none."""
+    """Return the causes of rollbacks, without those after a group has left after the last step."""
     seen = {}
     for part in range(len(run.results)):
         for line in read_lines(run.traces(part)):
@@ -244,7 +244,8 @@ def _aborts(run: Run) -> list[str]:
 
 
 def _slices(run: Run, first_part_until: int = 10**9) -> dict[int, list[int]]:
-    """Slices of the data by committed step, of all groups; of the first of two parts, some."""
+    """Return the slices of the data by committed step of all groups; only some of the first
+    part."""
     found: dict[int, list[int]] = {}
     for part in range(len(run.results)):
         for line in read_lines(run.traces(part)):
@@ -260,7 +261,7 @@ def _parts(run: Run, *without: str) -> tuple[str, ...]:
 
 
 def _assert_groups_agree(run: Run) -> None:
-    """Bit for bit in what they share; buffers and generators are a rank's own."""
+    """Compare the shared state bit for bit; buffers and generators belong to a rank."""
     for (_, rank), result in run.results[-1].items():
         for part in _parts(run, "buffers", "rng"):
             assert result["bits"][part] == run.results[-1][0, rank]["bits"][part], part
@@ -314,13 +315,13 @@ def test_a_transient_fault_leaves_no_bit_changed(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [_marks(recipe, long=not recipe.kill) for recipe in RECIPES])
 def test_a_kill_leaves_no_bit_of_the_state_changed(stage: Stage, name: str) -> None:
-    """But for module buffers and generators, which are a rank's own: a heal brings a peer's."""
+    """Module buffers and generators belong to a rank, and are excepted: a heal brings a peer's."""
     recipe = BY_NAME[name]
     run, clean, words = stage.faulty(recipe, "kill")
     assert run.killed, words
     _assert_audited(run, words)
     fetched = [group for group, _ in _fetches(run)]
-    if not (recipe.saves and fetched == []):  # what it has saved may be the newest state
+    if not (recipe.saves and fetched == []):  # its own checkpoint may be the newest state
         assert fetched == [str(g) for g, _ in run.killed], words
     if not recipe.is_exact_after_kill:
         _assert_groups_agree(run)
@@ -372,7 +373,8 @@ def test_a_peer_killed_while_a_metric_is_averaged_costs_nobody_else_its_state(
 def test_an_error_that_comes_after_the_decision_is_none_of_the_next_reductions(
     stage: Stage,
 ) -> None:
-    """Else this rank leaves out the averaging of its loss, and the next one meets a wrong size."""
+    """Otherwise this rank would skip the averaging of its loss, and the next one would meet a wrong
+    size."""
     clean = stage.clean(BY_NAME["torchft_loops.metrics_after_the_step"])
     run = stage.run(Recipe("torchft_loops.error_after_the_decision"), "itself")
     assert any("came late" in str(line.get("data")) for line in _lines(run))
@@ -398,7 +400,7 @@ def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
     saved = 3
     assert _slices(run, first_part_until=saved) == _slices(clean), words
     if kind == "kill":
-        return  # who was killed has told only what it did since
+        return  # a killed process has reported only its results since the restart
     for place, expected in clean.results[-1].items():
         before, after = (part[place]["consumed"] for part in run.results)
         assert before[:saved] + after == expected["consumed"], words
@@ -406,7 +408,7 @@ def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
         assert len(set(samples)) == len(samples), "a sample was trained twice"
 
 
-@pytest.mark.long  # torch alone hangs at its end at times, when its process groups are destroyed
+@pytest.mark.long  # torch alone sometimes hangs at its end, when it destroys its process groups
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "name",

@@ -1,4 +1,4 @@
-"""A slow link is as slow as it says, both ways, and changes nothing that goes through it."""
+"""Tests that a slow link has the given speed, both ways, and does not change the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slow_link import Link
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """The address of a server that sends back what it gets, on one connection."""
+    """Yield the address of a server that returns what it receives, on one connection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

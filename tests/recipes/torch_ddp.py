@@ -1,4 +1,4 @@
-"""Some recipes under torch's own DistributedDataParallel, on the batches that FFT's groups take."""
+"""Some recipes under torch's own DistributedDataParallel, on the batches that FFT's groups use."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _wrapped(job: Job, model: nn.Module, **options: Any) -> DistributedDataParal
 
 
 def _batch(job: Job, seed: int, size: int, step: int) -> Any:
-    """The slice after the cursor of two groups that have committed ``step`` steps."""
+    """Return the slice after the cursor of two groups that have committed ``step`` steps."""
     return fft.CursorLoader(Text(), batch_size=size, seed=seed)[2 * step + job.group]
 
 
 def clipping_accumulation_ema(job: Job) -> None:
-    """Recipe of the same name in `language`."""
+    """Train as the recipe of the same name in `language`."""
     model = GPT(job.dropout)
     optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2, betas=(0.9, 0.95))
     schedule = cosine(optimizer, job.steps)
@@ -53,7 +53,7 @@ def clipping_accumulation_ema(job: Job) -> None:
 
 
 def accumulation_without_no_sync(job: Job) -> None:
-    """Recipe of the same name in `language`."""
+    """Train as the recipe of the same name in `language`."""
     model = GPT(job.dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     ddp = _wrapped(job, model, bucket_cap_mb=0.01)
@@ -71,7 +71,7 @@ def accumulation_without_no_sync(job: Job) -> None:
 
 
 def tied_shared_unused(job: Job) -> None:
-    """Recipe of the same name in `scenes`."""
+    """Train as the recipe of the same name in `scenes`."""
     model = Branches(job.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ddp = _wrapped(job, model, find_unused_parameters=True)

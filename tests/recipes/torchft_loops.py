@@ -1,6 +1,6 @@
-"""Loops as users of torchft write them, with the manager in the place of torchft's.
+"""Loops as users of torchft write them, with FFT's manager in the place of torchft's.
 
-The batch of a step follows from what was committed, so that a step that failed has it again.
+The batch of a step depends only on the commits, so a failed step gets it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _batch(number: int) -> Batch:
-    """Vectors, targets and sample numbers of batch ``number``."""
+    """Return vectors, targets and sample numbers of batch ``number``."""
     data = Vectors()
     indices = [(number * BATCH + i) % len(data) for i in range(BATCH)]
     x, y, _ = zip(*(data[i] for i in indices), strict=True)
@@ -52,7 +52,8 @@ def _functions(**parts: Any) -> dict[str, Any]:
 
 
 def ddp_with_scaler(job: Job) -> None:
-    """torchft's DDP; a scaler that is too large at first, so that it does not call ``step()``."""
+    """Train with torchft's DDP and a scaler that is too large at first, so it does not call
+    ``step()``."""
     model = perceptron()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -78,7 +79,7 @@ def ddp_with_scaler(job: Job) -> None:
 
 
 def by_hand(job: Job) -> None:
-    """No wrapper; what is raised in a step is reported."""
+    """Train without a wrapper; errors in a step are reported."""
     model = perceptron(job.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager(max_retries=None)
@@ -104,17 +105,18 @@ def by_hand(job: Job) -> None:
 
 
 def metrics_after_the_step(job: Job) -> None:
-    """The loss is averaged for the log after every step, as most training code does."""
+    """Train and average the loss for the log after every step, as most training code does."""
     _metrics(job, killed_at=None)
 
 
 def killed_in_the_metrics(job: Job) -> None:
-    """The same, where group 1 is killed while the others average the loss of step 4."""
+    """Run `metrics_after_the_step` while group 1 is killed as the others average the loss of step
+    4."""
     _metrics(job, killed_at=4)
 
 
 def error_after_the_decision(job: Job) -> None:
-    """The same, where group 1 reports an error of step 3 when that is committed already."""
+    """Run `metrics_after_the_step` while group 1 reports an error of step 3 after its commit."""
 
     def late(manager: fft.ManagerFFT, phase: str) -> None:
         if phase == "after_vote" and job.group == 1 and manager.current_step() == 3:
@@ -154,7 +156,7 @@ def _metrics(
 
 
 def local_sgd(job: Job) -> None:
-    """Groups train for themselves, and average their weights every third step."""
+    """Let groups train locally and average their weights every third step."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     manager = job.manager(**_functions(model=model, optimizer=optimizer))
@@ -178,9 +180,9 @@ def local_sgd(job: Job) -> None:
 
 
 def _local_sgd_alone(synced: list[bool]) -> nn.Module:
-    """What LocalSGD comes to by its definition, both groups in one process.
+    """Compute the result of LocalSGD by its definition, with both groups in one process.
 
-    Where a synchronisation failed torchft goes on with what each group has.
+    After a failed synchronization, torchft continues with each group's own weights.
     """
     torch.manual_seed(3)
     models = [perceptron()]
@@ -201,7 +203,7 @@ def _local_sgd_alone(synced: list[bool]) -> nn.Module:
 
 
 def diloco(job: Job) -> None:
-    """As LocalSGD, with an outer optimizer over what the inner one has changed."""
+    """Train as `local_sgd`, with an outer optimizer over the changes of the inner one."""
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -1,7 +1,7 @@
-"""The operations that FFT's process groups pass on, as users call them: one `Row` for each.
+"""The operations that FFT's process groups support, as users call them: one `Row` for each.
 
-Two ranks. Rank 1 is the one that cannot go on alone. Rank ``r`` gives ``x(r)``; what comes of it
-is written out, so that no other implementation is needed to know it.
+There are two ranks. Rank 1 is the one that cannot proceed alone. Rank ``r`` contributes ``x(r)``;
+the results are written out, so that they need no other implementation.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def empty(*size: int) -> torch.Tensor:
 
 @dataclass
 class Place:
-    """Where an op is called: one rank's group, and what is known of it."""
+    """The place where an op is called: one rank's group and its surroundings."""
 
     pg: Any
     rank: int
     name: str
     mesh: Any = None
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """What the op under way writes, noted before anybody waits for it."""
+    """Outputs of the op in progress, recorded before any wait for it."""
 
     def out(self, *size: int) -> torch.Tensor:
         self.outputs.append(empty(*size))
@@ -65,13 +65,13 @@ class Row:
 
     name: str
     run: Callable[[Place], Result]
-    """Call it, wait for it, return what came of it."""
+    """Call it, wait for it, and return the result."""
     want: tuple[list[list[float]], list[list[float]]]
-    """What comes of it, flat, on rank 0 and on rank 1."""
+    """The flattened results on rank 0 and on rank 1."""
     shard_only: bool = False
-    """torchft's gloo group does not pass it on, or it needs a mesh."""
+    """Whether torchft's gloo group does not support it, or it needs a mesh."""
     world: bool = False
-    """torch asks the default process group for this rank's number."""
+    """Whether torch takes this rank's number from the default process group."""
 
 
 ROWS: dict[str, Row] = {}
@@ -80,7 +80,10 @@ ROWS: dict[str, Row] = {}
 def row(
     want: Any, shard_only: bool = False, world: bool = False
 ) -> Callable[[Callable[[Place], Result]], Callable[[Place], Result]]:
-    """Decorator: the function is a row. ``want``: for both ranks, or a tuple of one for each."""
+    """Decorate a function as a row.
+
+    ``want`` holds one result for both ranks, or a tuple with one each.
+    """
 
     def note(run: Callable[[Place], Result]) -> Callable[[Place], Result]:
         wants = want if isinstance(want, tuple) else (want, want)
@@ -438,7 +441,7 @@ GRADIENT = torch.tensor([3.0, 0.0, 0.0, 4.0])
 
 
 def _clipped() -> list[float]:
-    """The gradient as one process clips it."""
+    """Return the gradient as one process clips it."""
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = GRADIENT.clone()
     nn.utils.clip_grad_norm_([parameter], 1.0)
@@ -472,7 +475,7 @@ def compiled(at: Place) -> Result:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call that is refused where it is made, with nothing left pending."""
+    """A call that must be refused when it is made, with nothing left pending."""
 
     call: Callable[[Place], Any]
     kind: type[BaseException]
@@ -512,7 +515,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
     "replicate": {
         "functional_batch_p2p": Refusal(_batch_p2p, *NO_BACKEND),
         "functional_all_gather_out": Refusal(_gather_out, *NO_BACKEND),
-        # what torchft's group does not pass on
+        # not supported by torchft's group
         "all_gather_into_tensor": Refusal(all_gather_into_tensor, *NO_BACKEND),
         "all_gather_coalesced": Refusal(
             lambda at: at.pg.allgather_coalesced(

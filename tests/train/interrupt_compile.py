@@ -1,8 +1,8 @@
-"""Bodies whose first compilation is interrupted; says what is left half done.
+"""Step functions whose first compilation is interrupted, with a report of what is left half done.
 
-``interrupt_compile.py BACKEND BODIES``, in a process of its own, in which Dynamo was never loaded.
-Prints, as JSON: the errors of bodies, and of what was compiled in them; how often an interruption
-was asked for while a body compiled; and which functions of FFT's Dynamo has looked at.
+``interrupt_compile.py BACKEND BODIES`` runs in its own process, in which Dynamo was never loaded.
+It prints as JSON: the errors of step functions, and of code compiled in them; how often an
+interruption was requested while one compiled; and which functions of FFT Dynamo has looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONG_S = 5.0
 
 
 class Body:
-    """What ``with txn:`` does with an interrupter."""
+    """The use of an interrupter in ``with txn:``."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self.interrupter = interrupter
@@ -39,14 +39,14 @@ class Body:
 
 
 def gradients(step: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of all parameters; they are dropped."""
+    """Return the gradients of all parameters and drop them from these."""
     step.zero_grad()
     step(x).square().mean().backward()
     return [p.grad.clone() for p in step.parameters() if p.grad is not None]
 
 
 class Step(torch.nn.Module):
-    """Its compiled form has two graphs, with Python between them."""
+    """A step whose compiled form has two graphs, with Python between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Step(torch.nn.Module):
 
 
 def main() -> None:
-    """Compile in each body, until it is unwound."""
+    """Compile in each step function until it is unwound."""
     backend, bodies = sys.argv[1], int(sys.argv[2])
     dice = random.Random(3)
     interrupter = Interrupter()

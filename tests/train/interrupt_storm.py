@@ -40,20 +40,23 @@ from fft.train.interrupt import Interrupted, Interrupter
 from fft.train.unsafe_places import Safety, guarded, look
 
 SWITCH_S = 1e-4
-"""Threads take turns so often; else an interruption takes 5 ms to be asked for."""
+"""Interval in which threads take turns; by default an interruption takes 5 ms to be requested."""
 MOST = 300
-"""Bodies of one thing, of which each is interrupted one bytecode later than the one before."""
+"""Maximum number of interruptions per resource, each one bytecode later than the one before."""
 
 
 class Thing:
-    """What a body uses: `use` leaves everything as it was, and `left` is how much it did not."""
+    """A resource that a step function uses.
+
+    `use` must restore everything; `left` measures the rest.
+    """
 
     def use(self) -> None:
-        """Once; called in a loop without an end."""
+        """Use it once; called in an endless loop."""
         raise NotImplementedError
 
     def left(self) -> int:
-        """How much is left over, which is then put right."""
+        """Return how much is left over, and clean it up."""
         raise NotImplementedError
 
 
@@ -71,7 +74,7 @@ class Locked(Thing):
     def left(self) -> int:
         free: list[bool] = []
 
-        def ask() -> None:  # on another thread: who holds an RLock may take it again
+        def ask() -> None:  # on another thread, because the owner of an RLock may take it again
             free.append(self.lock.acquire(False))
             if free[0]:
                 self.lock.release()
@@ -90,13 +93,13 @@ class Tried(Locked):
     def use(self) -> None:
         self.lock.acquire()
         try:
-            self.uses += 1  # without anything in it there is no ``try`` in the bytecode
+            self.uses += 1  # an empty ``try`` would leave no trace in the bytecode
         finally:
             self.lock.release()
 
 
 class TakenIfFree(Locked):
-    """A lock that is tried for before a ``try``, and taken at once."""
+    """A lock that is tried without blocking before a ``try``."""
 
     def use(self) -> None:
         taken = self.lock.acquire(False)
@@ -132,7 +135,7 @@ class Stacked(Locked):
 
 
 class Counted(Thing):
-    """A ``@contextmanager`` that does and undoes, as a statement and as a decorator."""
+    """A ``@contextmanager`` as a statement and as a decorator."""
 
     def __init__(self) -> None:
         self.entered = self.left_again = 0
@@ -141,7 +144,7 @@ class Counted(Thing):
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         self.entered += 1
-        os.getpid()  # a call, at which a signal may be heard
+        os.getpid()  # a call, at which a signal may be handled
         try:
             yield
         finally:
@@ -159,7 +162,7 @@ class Counted(Thing):
 
 
 class Switch(Thing):
-    """A setting of the process's or the thread's that a ``with`` changes."""
+    """A setting of the process or the thread that a ``with`` changes."""
 
     def __init__(
         self,
@@ -205,7 +208,7 @@ class Files(Thing):
 
 
 class Queued(Thing):
-    """A queue, of which what was put in is taken out."""
+    """A queue whose items are taken out again."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[int] = queue.Queue(2)
@@ -221,7 +224,7 @@ class Queued(Thing):
 
 
 class Started(Thing):
-    """Threads that are started and waited for, and an event."""
+    """Threads that are started and joined, and an event."""
 
     def use(self) -> None:
         event = threading.Event()
@@ -292,7 +295,7 @@ THINGS: dict[str, Callable[[Path], Thing]] = {
         torch.no_grad, torch.is_grad_enabled, lambda: torch.set_grad_enabled(True)
     ),
     "set_grad_enabled": lambda _: Switch(
-        partial(torch.set_grad_enabled, False),  # a lambda would be one more place to be cut in
+        partial(torch.set_grad_enabled, False),  # a lambda would be one more place to interrupt
         torch.is_grad_enabled,
         lambda: torch.set_grad_enabled(True),
     ),
@@ -305,7 +308,7 @@ THINGS: dict[str, Callable[[Path], Thing]] = {
 
 
 class Body:
-    """What ``with txn:`` does with an interrupter."""
+    """The use of an interrupter in ``with txn:``."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self.interrupter = interrupter
@@ -321,14 +324,14 @@ class Body:
 
 
 def storm(thing: Thing, rounds: int) -> tuple[int, int]:
-    """(bodies, those that left something), interrupted at random moments."""
+    """Interrupt at random moments; return (runs, runs that left something)."""
     dice = random.Random(7)
     begun, ended = threading.Semaphore(0), threading.Event()
     interrupter = Interrupter()
 
     def ask() -> None:
         while begun.acquire() and not ended.is_set():
-            time.sleep(dice.random() * 1e-3)  # where in the body it strikes is for the dice
+            time.sleep(dice.random() * 1e-3)  # a random place in the step function
             while not interrupter.request("asked"):
                 time.sleep(1e-5)
 
@@ -349,7 +352,8 @@ def storm(thing: Thing, rounds: int) -> tuple[int, int]:
 
 
 class Steps:
-    """Raises at the n-th bytecode at which a signal can be heard, or at the first safe one after.
+    """A tracer that raises at the n-th bytecode that handles signals, or at the first safe one
+    after.
 
     A handler that has the signal sent again each time runs at every such bytecode.
     """
@@ -383,7 +387,7 @@ class Steps:
 
 
 def at_every_step(thing: Thing, blind: bool) -> tuple[int, int]:
-    """(bodies, those that left something)."""
+    """Interrupt at every bytecode; return (runs, runs that left something)."""
     steps = Steps(blind)
     assert not steps.run(thing.use, sys.maxsize)
     thing.left()
@@ -396,13 +400,13 @@ def at_every_step(thing: Thing, blind: bool) -> tuple[int, int]:
         except Exception:
             if not blind:
                 raise
-            failed = True  # something else does not work any more
+            failed = True  # something else is broken by now
         left += bool(thing.left()) or failed
     return len(at), left
 
 
 def main() -> None:
-    """Interrupt, each thing in turn."""
+    """Interrupt the uses of each resource in turn."""
     how, rounds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     sys.setswitchinterval(SWITCH_S)
     found = {}
@@ -414,7 +418,7 @@ def main() -> None:
             storm(thing, rounds) if how == "storm" else at_every_step(thing, how == "blind")
         )
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads that wait for what was left half done would be waited for
+    os._exit(0)  # a normal exit would wait for threads that wait for what was left half done
 
 
 if __name__ == "__main__":

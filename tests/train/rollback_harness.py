@@ -1,4 +1,4 @@
-"""Real processes for the rollback tests: starts them, hands back what they return, ends them."""
+"""Real processes for the rollback tests: starts them, returns their results, and ends them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 LIMIT = 240.0  # seconds that one set of processes may take
 NOISE_S = 15.0
-"""What a busy machine may add to a wait; a test that bounds one excludes a group's 60 s."""
+"""Time that a busy machine may add to a wait; a test that bounds one rules out a group's 60 s."""
 
 
 def store_server() -> TCPStore:

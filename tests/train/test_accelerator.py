@@ -1,8 +1,8 @@
-"""What the rollback does with a device, on a device that is none: no accelerator is needed.
+"""Tests of the rollback with a simulated device; they need no accelerator.
 
-`Device` stands for ``torch.cuda``: streams in pools that hand them out in turn, events that are
-over when the work before them is, generators, and errors that come with every call once the device
-has failed. It is no GPU; ``python -m benchmarks.gpu`` is for one.
+`Device` replaces ``torch.cuda``: streams in pools that are handed out in turn, events that complete
+with the work before them, generators, and errors from every call once the device has failed.
+``python -m benchmarks.gpu`` tests a real GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POOL = 4
 
 
 class Stream:
-    """One queue: how much was queued, and how much of it is done."""
+    """One queue with its numbers of queued and completed operations."""
 
     def __init__(self, device: Device, number: int) -> None:
         self.device, self.stream_id = device, number
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Event:
-    """Over when its stream has come so far."""
+    """An event that completes when its stream has reached it."""
 
     def __init__(self, stream: Stream, at: int) -> None:
         self.stream, self.at = stream, at
@@ -58,7 +58,7 @@ class Event:
 
 
 class Device:
-    """In the place of ``torch.cuda``."""
+    """The replacement for ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.default = Stream(self, 0)
@@ -72,7 +72,7 @@ class Device:
         device = self
 
         class Streams:
-            """``torch.cuda.Stream``: the next one of a pool."""
+            """The replacement for ``torch.cuda.Stream``: the next stream of a pool."""
 
             @staticmethod
             def priority_range() -> tuple[int, int]:
@@ -127,7 +127,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def failure(text: str, code: int | None = None) -> RuntimeError:
-    """As torch raises it for a call that the device has refused."""
+    """Return the error that torch raises for a call that the device has refused."""
     error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be …")
     if code is not None:
         error.error_code = code
@@ -148,7 +148,7 @@ def test_a_stream_that_is_busy_is_waited_for(device: Device, where: str) -> None
         "high": device.pools[-1][2],
         "last of a pool": device.pools[0][-1],
     }.get(where) or Stream(device, 999)
-    if where == "current":  # of other code than torch's, which no pool has
+    if where == "current":  # a stream of code other than torch's, which is in no pool
         device.current = stream
     stream.queued = 1
     with pytest.raises(TimeoutError, match=r"1 of the device's streams are still busy after 0\.03"):
@@ -168,7 +168,7 @@ def test_work_queued_later_is_not_awaited(device: Device) -> None:
     stream = device.pools[0][1]
     stream.queued = 1
 
-    def go_on() -> None:  # as a prefetch that never ends
+    def go_on() -> None:  # a prefetch that never ends
         stream.queued += 1
         stream.done += 1
 
@@ -190,7 +190,7 @@ def test_all_streams_are_found_while_others_make_some(
 
     def disturbed(priority: int) -> Stream:
         made.append(priority)
-        if len(made) in (2, 5):  # another thread has taken one of the turn
+        if len(made) in (2, 5):  # another thread has taken one of the pool's streams
             plain(priority)
         return plain(priority)
 
@@ -220,7 +220,7 @@ def group() -> Iterator[AbortableGroup]:
 
 
 def test_a_group_is_not_quiet_before_the_streams_are(group: AbortableGroup, device: Device) -> None:
-    """As when gloo has reduced a tensor of the device, and its copy back is queued."""
+    """gloo has reduced a tensor of the device, and its copy back is queued."""
     stream = device.pools[-1][0]
     stream.queued = 1
     group.abort("rollback")
@@ -257,7 +257,7 @@ def test_behind_any_error_the_device_is_asked(device: Device) -> None:
     with pytest.raises(DeviceLost, match="device-side assert") as caught:
         accelerator.refuse_lost(ValueError("of the script"))
     assert isinstance(caught.value.__cause__, ValueError), "what the body has raised"
-    device.error = failure("unspecified launch failure")  # an older torch gives no number
+    device.error = failure("unspecified launch failure")  # an older torch gives no error code
     with pytest.raises(DeviceLost, match="unspecified launch failure"):
         accelerator.refuse_lost(ValueError("of the script"))
 
@@ -284,7 +284,7 @@ def test_a_lost_device_is_no_mistake_of_the_script() -> None:
 
 
 def test_fingerprints_are_what_they_were() -> None:
-    """Sums are taken on the device since; replicas of two versions would differ else."""
+    """Sums are taken on the device by now; otherwise replicas of two versions would differ."""
     generator = torch.Generator().manual_seed(4)
     tensors = [torch.randn(n, generator=generator) for n in (3, 40_000, 17, 300_000)]
     assert fingerprint(tensors) == "0353b9d674b0f218"
@@ -292,7 +292,7 @@ def test_fingerprints_are_what_they_were() -> None:
 
 
 def test_the_wait_ends_no_other_thread(device: Device) -> None:
-    """It sleeps between two looks, so the thread that aborts a group gets its turn."""
+    """It sleeps between two checks, so the thread that aborts a group can run."""
     stream, ended = device.pools[0][0], threading.Event()
     stream.queued = 1
 
@@ -314,7 +314,7 @@ def test_the_wait_ends_no_other_thread(device: Device) -> None:
 def test_random_states_of_devices_travel_with_the_state(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one rank to another, which has drawn other numbers."""
+    """The receiving rank has drawn other numbers."""
     monkeypatch.setattr(torch, "cuda", device)
     there = export_random(None)
     device.rng = [torch.tensor([7]), torch.tensor([8])]
@@ -344,7 +344,7 @@ def test_a_rollback_puts_back_the_generators_of_all_devices(device: Device) -> N
 def test_every_device_in_use_is_waited_for_and_no_other(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three devices this process has contexts on the first and the last."""
+    """This process has contexts on the first and the last of three devices."""
     device.rng = [torch.tensor([0])] * 3
     streams = {number: Stream(device, 0) for number in (0, 2)}
     monkeypatch.setattr(device, "default_stream", lambda number: streams[number])

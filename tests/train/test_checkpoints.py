@@ -1,7 +1,7 @@
-"""Durable checkpoints of one rank: what they hold, what disturbs them, and what they never do.
+"""Tests of durable checkpoints of one rank: their contents, disturbances, and what they never do.
 
-Each job here is one process without a launcher; a start after another is a new manager, with a new
-model whose weights are others until the checkpoint is loaded. `test_durable.py` has whole jobs.
+Each job is one process without a launcher. The next start is a new manager with a new model, whose
+weights differ until the checkpoint is loaded. `test_durable.py` runs whole jobs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counter:
-    """Something else that is registered, with values that JSON has no form for."""
+    """A registered object with values that JSON cannot represent."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, Any] = {1: 0.0, "nan": float("nan"), "pair": (1, b"x")}
@@ -80,8 +80,8 @@ class Counter:
 
 
 class Stream:
-    """A stateful loader that, as some do, is right only if its state is put back before it begins,
-    and that gives the state of what was drawn last."""
+    """A stateful loader that, like some, is right only if its state is restored before iteration,
+    and that returns the state of the item drawn last."""
 
     def __init__(self, items: int = 64) -> None:
         self.items, self.at, self.resumed = items, 0, 0
@@ -138,10 +138,11 @@ class Start:
         outruns: bool = False,
         between: Callable[[], bool] = lambda: False,
     ) -> Start:
-        """To the end of step ``steps``; from ``clamp_from`` on the body changes parameters.
+        """Train to the end of step ``steps``; from ``clamp_from`` on the step function changes
+        parameters.
 
-        ``outruns``: it does not wait for the disk. Else a checkpoint is written before the next.
-        ``between``: done after each commit; whether to leave the loop.
+        With ``outruns`` it does not wait for the disk; otherwise each checkpoint is written before
+        the next step. ``between`` runs after each commit and returns whether to leave the loop.
         """
         try:
             for txn in self.manager.transactions(loader, max_steps=steps):
@@ -165,7 +166,7 @@ class Start:
             self.model[0].weight.clamp_(-0.01, 0.01)
 
     def all(self) -> tuple[Any, ...]:
-        """Every bit that counts."""
+        """Return every bit of the state."""
         rest = (self.schedule.state_dict(), self.scaler.state_dict(), self.counter.seen[1])
         return (self.manager.digest(), *rest, torch.rand(3).tolist(), random.random())
 
@@ -175,7 +176,7 @@ def is_writing() -> bool:
 
 
 def reports(start: Start) -> list[CheckpointReport]:
-    """What is said on the bus of its checkpoints, in the order in which it comes."""
+    """Return the reports on the bus about its checkpoints, in order."""
     heard = list[CheckpointReport]()
 
     def hear(payload: bytes) -> None:
@@ -200,7 +201,7 @@ def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
 ) -> None:
     whole = Start(tmp_path / "whole").train(loader(), 18).all()
     place = tmp_path / "checkpoints"
-    for number, steps in enumerate((5, 6, 13, 18)):  # the second time after a single step
+    for number, steps in enumerate((5, 6, 13, 18)):  # the second start makes a single step
         traces = tmp_path / f"start{number}"
         start = Start(traces, seed=3 + 90 * number, checkpoint=at(place))
         start.train(loader(), steps)
@@ -210,7 +211,7 @@ def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
 
 
 class Validated(Start):
-    """Halves its rate by a loss that it measures between two txns, with random numbers."""
+    """A schedule that halves its rate by a loss measured between two txns, with random numbers."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -233,7 +234,7 @@ class Validated(Start):
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_changes_made_after_a_commit_are_in_its_checkpoint(leaves: bool, tmp_path: Path) -> None:
-    """Nothing repeats it when the job is resumed. ``leaves``: the loop, by ``break``."""
+    """A resumed job does not repeat them. ``leaves``: the loop is left by ``break``."""
 
     def run(name: str, steps: Sequence[int], **settings: Any) -> Validated:
         for number, until in enumerate(steps):
@@ -287,7 +288,7 @@ def data() -> Tensors:
 def test_first_change_during_the_copy_discards_the_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the next checkpoint, for which it is copied at once, is that of its step."""
+    """The next checkpoint, which is copied at once, is correct for its step."""
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place, keep=0)).train(Stream(), 12, clamp_from=4)
     found = Checkpoints(open_store(str(place)))
@@ -301,7 +302,7 @@ def test_first_change_during_the_copy_discards_the_copy(
 def test_unchanged_tensors_are_copied_at_once_from_the_second_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loader does, with each item."""
+    """A loader changes its tensors with each item."""
     place, stream = tmp_path / "checkpoints", Stream()
     start = Start(tmp_path / "traces", checkpoint=at(place, keep=0))
     stream.drawn = start.clamp
@@ -315,7 +316,7 @@ def test_unchanged_tensors_are_copied_at_once_from_the_second_time(
 def test_no_update_is_applied_before_the_copy_is_done(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that takes until the next vote, and is let go on only when that waits for it."""
+    """The copy lasts until the next vote, and is released only when that waits for it."""
     from fft.train.checkpoint import snapshot
 
     go_on, copy = threading.Event(), getattr(snapshot.Snapshot, part)
@@ -333,14 +334,15 @@ def test_no_update_is_applied_before_the_copy_is_done(
     monkeypatch.setattr(snapshot.Snapshot, "finish", waits)
     place = tmp_path / "checkpoints"
     Start(tmp_path / "a", checkpoint=at(place)).train(Stream(), 7)
-    (tmp_path / "checkpoints" / "step-7").rename(tmp_path / "step-7")  # that of the end
+    # The checkpoint at the end of the job
+    (tmp_path / "checkpoints" / "step-7").rename(tmp_path / "step-7")
     again = Start(tmp_path / "b", 7, checkpoint=at(place)).train(Stream(), 18)
     assert notes(tmp_path / "b", "resumed")[0]["step"] == 4
     assert again.all() == Start(tmp_path / "whole").train(Stream(), 18).all()
 
 
 class AwaitedEvent(threading.Event):
-    """An event that tells when somebody begins to wait for it."""
+    """An event that signals when a thread begins to wait for it."""
 
     def __init__(self, begun: threading.Event) -> None:
         super().__init__()
@@ -354,7 +356,8 @@ class AwaitedEvent(threading.Event):
 def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The body changes a parameter after the files are written: they are not those of the step."""
+    """The step function changes a parameter after the files are written, so they do not match the
+    step."""
     body_over, waited_for = threading.Event(), threading.Event()
     early: list[bool] = []
     made, deliver_ = snapshot.Snapshot.__init__, Checkpoints.deliver
@@ -419,7 +422,7 @@ def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() ->
 
     def fails() -> None:
         works()
-        raise SystemExit  # which no hook of threads reports
+        raise SystemExit  # hooks of threads do not report it
 
     def waits() -> None:
         works()
@@ -439,7 +442,7 @@ def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() ->
 
 
 def test_others_see_that_a_job_may_write_until_it_has_ended(tmp_path: Path) -> None:
-    """Also between two checkpoints, and while nobody of it is at work."""
+    """This also holds between two checkpoints, and while no process of the job is writing."""
     store, seen = open_store(str(tmp_path / "checkpoints")), list[bool | None]()
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
     start.manager.on_commit(lambda: seen.append(store.is_at_work()))
@@ -451,7 +454,7 @@ def test_others_see_that_a_job_may_write_until_it_has_ended(tmp_path: Path) -> N
 def test_a_store_that_goes_away_and_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on; log and trace say it, with the place; the next one is whole."""
+    """Training continues; log and trace report the place; the next checkpoint is complete."""
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     start = Start(traces, checkpoint=at(place, keep=0))
 
@@ -479,7 +482,7 @@ def test_a_store_that_goes_away_and_comes_back(
 def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one that is under way is finished; those that were due meanwhile are left out."""
+    """The checkpoint in progress is finished; those that were due meanwhile are skipped."""
     place, go_on, write = tmp_path / "checkpoints", threading.Event(), LocalStore.write
 
     def slow(self: LocalStore, path: str, data: bytes) -> None:
@@ -507,7 +510,7 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
 
 
 def test_an_attempt_that_others_remove_is_one_that_fails(tmp_path: Path) -> None:
-    """As what a newer checkpoint has made needless; the thread that writes goes on with others."""
+    """A newer checkpoint has made it superfluous; the thread that writes continues with others."""
 
     class Pruned(LocalStore):
         def files(self, directory: str) -> dict[str, int]:
@@ -521,7 +524,7 @@ def test_an_attempt_that_others_remove_is_one_that_fails(tmp_path: Path) -> None
 def test_checkpoint_in_progress_at_the_end_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last checkpoint waits for the one before, with a limit; its copy is another one then."""
+    """The last checkpoint waits for the previous one up to a limit, and then uses another copy."""
     last_is_written, same, write = threading.Event(), list[bool](), writer.write_rank
 
     def slow(*given: Any) -> Any:
@@ -544,7 +547,7 @@ def test_checkpoint_in_progress_at_the_end_is_not_overwritten(
 
 
 def _fill_the_disk(root: Path) -> None:
-    """In a process of its own: no file may be longer than half a checkpoint's."""
+    """Run in a process whose files cannot be longer than half a checkpoint's."""
     logging.basicConfig(filename=root / "log")
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
     start = Start(root / "traces", width=40_000, checkpoint=at(root / "checkpoints", keep=0))
@@ -578,14 +581,17 @@ def test_a_group_takes_the_random_states_that_were_its_own(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The only group of a job may have another name than before. Of several, who was not in the
-    checkpoint does not draw what another one draws."""
+    """The only group of a job may have another name than before.
+
+    If there are several, a group that was not in the checkpoint does not draw the numbers of
+    another one.
+    """
     monkeypatch.setenv("FFT_GROUP", "0")
     whole = Start(tmp_path / "whole").train(Stream(), 5)
     Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
     monkeypatch.setenv("FFT_GROUP", group)
     again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
-    again.manager._parts.checkpointer._groups = groups  # a process alone announces one
+    again.manager._parts.checkpointer._groups = groups  # a single process announces one group
     again.train(Stream(), 5)
     assert (again.losses == whole.losses[4:]) == is_own
     assert ("no buffers and random states of group 1" in caplog.text) == (not is_own)
@@ -598,7 +604,7 @@ def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_
     found = audit_job(traces)
     assert found.ok and found.resumed.checks == 1, found.render()
     assert "2 starts: resumed 1 checks  ok" in found.render()
-    Start(tmp_path / "other", seed=3).train(Stream(), 6)  # the same steps, on another lineage
+    Start(tmp_path / "other", seed=3).train(Stream(), 6)  # the same steps on another lineage
     for path in traces.glob("*.jsonl"):
         path.unlink()
     for path in (tmp_path / "other").glob("*.jsonl"):
@@ -610,7 +616,7 @@ def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_
 
 
 def test_start_with_removed_traces_is_missed(tmp_path: Path) -> None:
-    """Though it committed nothing that the next one goes on from."""
+    """This holds although it committed nothing from which the next one resumes."""
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place)).train(Stream(), 4)
     for number in (2, 3):
@@ -702,7 +708,7 @@ def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
 def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many loops compute it for each step. What lasts until the update is looked up after that."""
+    """Many loops compute it for each step. Values that last until the update are read after it."""
     from fft.train.checkpoint import snapshot
 
     is_set, look_up = threading.Event(), snapshot.Snapshot._look_up
@@ -791,7 +797,7 @@ def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_al
 
 
 def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
-    """Without its buffers a checkpoint is published; without the shared state it is given up."""
+    """A checkpoint is published without its buffers; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
     attempt = Attempt(named, record, ("0", "1"), 1, (), "async", "0" * 64, None)
@@ -814,7 +820,7 @@ def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
 def publisher_of(
     place: Path, closing: threading.Event, ranks: int = 1, snapshot: Any = None
 ) -> tuple[Attempt, RankWriter]:
-    """Who would publish an attempt of two groups, and takes no part in it."""
+    """Return the process that would publish an attempt of two groups, without taking part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
     attempt = Attempt(named, record, ("0", "1"), ranks, (), "hsdp", "0" * 64, None)
@@ -823,7 +829,7 @@ def publisher_of(
 
 
 def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_path: Path) -> None:
-    """At once, whether or not the other groups have said anything."""
+    """The attempt ends at once, whether or not the other groups have reported anything."""
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
     attempt, publisher = publisher_of(tmp_path, threading.Event(), ranks=2)
     deliver(found.store, attempt.directory, attempt.named.name, "0", 0, 5)
@@ -838,7 +844,7 @@ def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_
 def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the process is to end before that, it stays; so does one that has its manifest."""
+    """If the process ends before that, the attempt stays; so does one with a manifest."""
     monkeypatch.setattr(gathering, "_CLOSING_S", 0.1)
     closing = threading.Event()
     attempt, writer = publisher_of(tmp_path, closing)
@@ -898,8 +904,11 @@ def test_directory_remade_by_a_late_rank_is_removed_before_the_next(tmp_path: Pa
 def test_nobody_waits_long_for_receipts_that_cannot_be_written(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others cannot say that they write no more, either. It goes when the next one begins,
-    with what they left there; at the end nothing is waited for that is not there."""
+    """The others cannot report that they have stopped writing either.
+
+    The attempt is removed with its files when the next one begins; at the end the job does not wait
+    for a missing attempt.
+    """
     closing = threading.Event()
     attempt, writer = publisher_of(tmp_path / "place", closing)
     if case == "next one begins":
@@ -922,7 +931,7 @@ def test_nobody_waits_long_for_receipts_that_cannot_be_written(
 
 
 def test_leftovers_of_a_stopped_writer_are_removed_when_it_wakes(tmp_path: Path) -> None:
-    """A later one was published by others meanwhile, so nobody writes in this one any more."""
+    """Others have published a later one meanwhile, so no process writes in this one any more."""
 
     class Late:
         problem = "it was not copied in time"
@@ -943,7 +952,7 @@ def test_leftovers_of_a_stopped_writer_are_removed_when_it_wakes(tmp_path: Path)
 
 
 def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:
-    """The first stage's part of a checkpoint of two stages, at that place in the data."""
+    """Return the first stage's part of a checkpoint of two stages, at that place in the data."""
     held = Record(2, "commit", 1, 1, 5, "lineage", cursor, 9, Peer("0", 0, 1), **record)
     named = Named(attempt_name("life", "2"), 5, "0")
     stages = ("stage0", "stage1")
@@ -979,7 +988,7 @@ def test_group_with_stages_at_another_step_is_not_in_the_checkpoint(tmp_path: Pa
 
 
 def test_entries_that_are_on_their_way_at_the_cut_are_kept(tmp_path: Path) -> None:
-    """The next stage is less than a txn behind, but at the end of the job."""
+    """The next stage is less than a txn behind, except at the end of the job."""
     for cursor in (8, 9):
         attempt, _ = cut_of(tmp_path, cursor)
         assert attempt.gives == range(cursor - len(attempt.groups), cursor)
@@ -989,7 +998,7 @@ def test_entries_that_are_on_their_way_at_the_cut_are_kept(tmp_path: Path) -> No
 
 
 def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:
-    """Without `register`, and with the update made by the loop."""
+    """The loop uses no `register`, and makes the update itself."""
 
     def run(traces: Path, steps: int, seed: int, **settings: Any) -> torch.Tensor:
         torch.manual_seed(seed)

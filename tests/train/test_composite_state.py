@@ -1,4 +1,5 @@
-"""Tensor subclasses and DTensors of any layout in the state: carried over with the same bits."""
+"""Tests that tensor subclasses and DTensors of any layout in the state are carried over bit for
+bit."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Quantized(torch.Tensor):
 
 
 class Twice(torch.Tensor):
-    """A subclass around a subclass, with metadata that is not plain where it is asked for."""
+    """A subclass around a subclass, whose metadata is not plain."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, metadata: Any) -> Any:
@@ -80,7 +81,7 @@ class Twice(torch.Tensor):
 
 
 class Closed(torch.Tensor):
-    """A subclass that does not name the tensor inside."""
+    """A subclass that does not name its inner tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
@@ -125,7 +126,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None
 
 
 def by_heal(state: Any) -> Any:
-    """As `fft.train.state.transfer` carries it: nothing of it is run."""
+    """Carry a state as `fft.train.state.transfer` does, without executing any of it."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -133,7 +134,7 @@ def by_heal(state: Any) -> Any:
 
 
 def by_file(state: Any) -> Any:
-    """As a checkpoint carries it."""
+    """Carry a state as a checkpoint does."""
     data, tensors = packed(state)
     assert all(type(tensor) is torch.Tensor for tensor in tensors.values())
     return unpacked(json.loads(json.dumps(data)), tensors)
@@ -234,7 +235,7 @@ def test_state_that_cannot_be_rebuilt_is_refused_by_name(of: Any, message: str) 
     "name", ["os.system", "torch.Tensor", "test_composite_state.Missing", "builtins.eval"]
 )
 def test_a_class_that_is_no_subclass_of_this_process_is_refused(name: str) -> None:
-    """The name in a state is compared with classes that exist; it is never imported or called."""
+    """The name in a state is compared with existing classes; it is never imported or called."""
     _, _, state = trained(1)
     _, its_optimizer, its = trained(0)
     came = by_file(state.export())
@@ -301,7 +302,7 @@ def spread(local: torch.Tensor, mesh: DeviceMesh, placement: Any, shape: Any) ->
 
 
 def entries(mesh: DeviceMesh) -> dict[str, Any]:
-    """Layouts that optimizers give the state of a (6, 4) parameter of two ranks."""
+    """Return the layouts that optimizers give the state of a (6, 4) parameter of two ranks."""
     return {
         "as the parameter": spread(torch.randn(3, 4), mesh, Shard(0), (6, 4)),
         "rows": spread(torch.randn(3), mesh, Shard(0), (6,)),
@@ -316,7 +317,7 @@ def entries(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def kinds(value: Any) -> Any:
-    """Everything about the entries of a state but their bits."""
+    """Return every property of the state's entries except their bits."""
     if isinstance(value, DTensor):
         local = type(value._local_tensor)
         return (value.shape, value.stride(), value.placements, value.device_mesh, local)
@@ -362,7 +363,8 @@ def test_state_on_another_mesh_than_its_parameter_is_refused(mesh: DeviceMesh) -
 
 
 def test_copied_exports_do_not_follow_the_state() -> None:
-    """A learner is sent what a body may change as a copy: buffers of subclasses, too."""
+    """State that a step function may change is sent to a joiner as a copy, including buffers of
+    subclasses."""
     model, state = with_quantized_weight()
     sent = state.export(across_body=True)
     kept = copy.deepcopy(sent["buffers"])

@@ -1,4 +1,5 @@
-"""Data by the cursor: replay gives the same objects, joiners go on, the rest is refused."""
+"""Tests of data by the cursor: replay gives equal objects, joiners continue, invalid use is
+refused."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ class Stream:
 
 
 def plan(cursor: int, index: int | None, participants: int, step: int = 0) -> StartTxn:
-    """The begin of a txn, as the engine says it."""
+    """Return the begin of a txn as the engine sends it."""
     return StartTxn(Token(1, 1), step, "lineage", cursor, index, participants, ("0",), 0)
 
 
 def drawn(inputs: Inputs, begin: StartTxn) -> Drawn:
-    """The input of a txn that has one."""
+    """Return the input of a txn that has one."""
     found = inputs.draw(begin)
     assert found is not None
     return found
@@ -64,7 +65,7 @@ def test_a_replay_sees_the_same_objects() -> None:
 
 
 class Breaks(Stream):
-    """Its item 5 cannot be read."""
+    """A loader whose item 5 cannot be read."""
 
     def __next__(self) -> list[int]:
         if self.position == 5:
@@ -85,7 +86,7 @@ class Items(Sequence[int]):
 
 
 class Data(torch.utils.data.Dataset[int]):
-    """Its sample 11, which is in item 5, cannot be read."""
+    """A data set whose sample 11, in item 5, cannot be read."""
 
     def __len__(self) -> int:
         return 100
@@ -217,7 +218,7 @@ def test_each_rank_of_each_group_takes_an_item_of_its_own() -> None:
 
 
 def test_a_stream_of_groups_of_two_ranks_goes_on_at_the_item_of_the_cursor() -> None:
-    """The cursor counts slices; each of them is two items on for the loader of such a group."""
+    """The cursor counts slices; for the loader of such a group each slice is two items."""
     ranks, cursor = 2, 3
     source = StreamSource(Stream())
     for at in range(cursor):

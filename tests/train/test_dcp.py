@@ -1,4 +1,5 @@
-"""Checkpoints to and from torch.distributed.checkpoint: tied weights, tensor subclasses."""
+"""Tests of checkpoints to and from torch.distributed.checkpoint: tied weights, tensor
+subclasses."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Tied(nn.Module):
 
 
 def trained(folder: Path, steps: int, seed: int = 0, kind: Any = torch.optim.AdamW) -> Any:
-    """Train a group alone to step ``steps``, which is a checkpoint. The model and the digest."""
+    """Train a single group to step ``steps``, which is a checkpoint; return the model and the
+    digest."""
     torch.manual_seed(seed)
     model = Tied()
     manager = fft.ManagerFFT(

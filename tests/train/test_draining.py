@@ -1,4 +1,4 @@
-"""The clock of a drain: what it says and does, and when; and the words for what is waited for."""
+"""Tests of the clock of a drain: its messages, actions and times, and the texts about its waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 30.0
 
 
 class Place:
-    """A participant that leaves when it is told to, or has left already."""
+    """A participant that leaves when it is asked to, or has already left."""
 
     def __init__(self, why: str | None = "a long step", leaves: bool = True) -> None:
         self.why = why
@@ -71,7 +71,7 @@ def test_a_notice_without_a_deadline_waits_for_a_commit() -> None:
 
 
 def test_stop_with_an_error_is_no_drain() -> None:
-    """As in doubt, where the bus was lost on the way."""
+    """This happens in doubt, for example, if the bus is lost meanwhile."""
     place = Place()
     clock = DrainClock(place, 5.0)
     clock.hear(Notice("asked to"))
@@ -111,7 +111,7 @@ def test_late_drain_reports_the_cause_and_leaves() -> None:
     late = place.wait_for("drain_late")
     clock.left()
     ended(clock)
-    assert place.names == ["notice", "drain_late"]  # no success is told after it
+    assert place.names == ["notice", "drain_late"]  # success is not reported after it
     assert late["why"] == "a long step" and late["reason"] == "spot" and late["left"] <= 1.0
     assert place.at - began >= 1.0
     (cause,) = place.causes

@@ -1,6 +1,6 @@
-"""When checkpoints of groups that stand apart are due, and who is waited for; over a bus in memory.
+"""Tests of when checkpoints of local groups are due, and who is waited for, on a bus in memory.
 
-`tests/e2e/test_durable_async.py` has whole jobs.
+`tests/e2e/test_durable_async.py` runs whole jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def entry(group: str, inc: int = 1) -> GroupEntry:
 
 
 class Group:
-    """One group, as far as its checkpoints ask for it: where it stands, its bus, its trace."""
+    """The part of a group that its checkpoints use: its position, its bus and its trace."""
 
     def __init__(self, bus: ErrorBus, group: str, every: int | str) -> None:
         self.bus, self.peer = bus, Peer(group, 0, 1)
@@ -51,7 +51,7 @@ class Job:
         self.groups = {name: Group(bus, name, every) for name in "012"}
         self.step, self.n = 0, 0
         self.apart: dict[str, GroupEntry] = {}
-        """Of the job, with the process that each has."""
+        """Groups of the job, with the process of each."""
 
     def txn(
         self,
@@ -61,8 +61,10 @@ class Job:
         last: bool = False,
         foreseen: bool = True,
     ) -> set[str]:
-        """One of these members. Who says that a checkpoint is due. ``foreseen``: who votes knows of
-        the skip."""
+        """Run a txn of these members; return those that report a due checkpoint.
+
+        ``foreseen``: the voters know of the skip.
+        """
         epoch = self._epoch(members)
         token, inside = Token(epoch.epoch, 1), tuple(members)
         plan = StartTxn(token, self.step, "", 0, 0, len(members), inside, 0)
@@ -107,7 +109,8 @@ def test_all_members_of_the_txn_take_it_and_nobody_else(bus: ErrorBus) -> None:
 
 
 def test_late_rank_finds_the_message_of_the_previous_commit(bus: ErrorBus) -> None:
-    """The first member may vote in the next txn, and name it, before another has applied this."""
+    """The first member may vote in the next txn, and name the checkpoint, before another has
+    applied this."""
     job = Job(bus, every=1)
     epoch = job._epoch("01")
     members = tuple("01")
@@ -166,12 +169,12 @@ def test_the_last_commit_needs_no_word(bus: ErrorBus) -> None:
 
 
 def test_the_last_commit_is_taken_though_it_is_a_skip(bus: ErrorBus) -> None:
-    """Else the steps before it would be in none."""
+    """Otherwise the steps before it would be in no checkpoint."""
     assert Job(bus, every=1000).txn("01", last=True, skip=True) == {"0", "1"}
 
 
 def test_data_that_end_with_a_skip_end_with_a_checkpoint() -> None:
-    """No commit is the last then. Of a skip after another, nothing would be new."""
+    """No commit is the last then. A checkpoint of a second skip would contain nothing new."""
     job: Any = None
     due = DueByRecord(Checkpointing("somewhere", 1000), job)
     epoch = Record(1, "epoch", 1, 0, 7, "", 0, 0, Peer("0", 0, 1), (entry("0"),))

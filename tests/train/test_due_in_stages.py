@@ -1,6 +1,6 @@
-"""Where checkpoints of stages that step by themselves cut each of them; over buses in memory.
+"""Tests of where checkpoints cut stages that step by themselves, on buses in memory.
 
-`tests/e2e/test_durable_ahead.py` has whole jobs.
+`tests/e2e/test_durable_ahead.py` runs whole jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, refuse_fo
 
 
 class Rank:
-    """Of one group and stage, as far as its checkpoints ask for it."""
+    """The part of a rank of one group and stage that its checkpoints use."""
 
     def __init__(self, of_job: ErrorBus, group: str, stage: int) -> None:
         self.bus, self.peer = of_job, Peer(group, stage, 1)
@@ -46,7 +46,7 @@ class Rank:
 
 
 class Stage:
-    """The ranks of one stage, and the records of its scope as its txns would leave them."""
+    """The ranks of one stage, and its scope's records as its txns would leave them."""
 
     def __init__(self, number: int, buses: list[ErrorBus], every: int | str, groups: int) -> None:
         self.number, self.step, self.cursor, self.n = number, 0, 0, 0
@@ -69,8 +69,11 @@ class Stage:
         foreseen: bool = True,
         **record: Any,
     ) -> dict[str, Named]:
-        """One of these groups. What each has due after it. ``asked``: groups that are to leave, as
-        far as it is known; also such as have left. ``foreseen``: who votes knows of a skip."""
+        """Run a txn of these groups; return what each has due after it.
+
+        ``asked``: groups known to be leaving, including those that have left. ``foreseen``: the
+        voters know of a skip.
+        """
         self.n += 1
         skip = record.get("skip", False)
         after = self.cursor + len(members)
@@ -157,7 +160,7 @@ def test_a_txn_that_came_to_nothing_is_named_again(stack: ExitStack) -> None:
 
 
 def test_a_stage_that_steps_over_the_place_is_cut_before_it(stack: ExitStack) -> None:
-    """After a txn of one group alone, which the other stage had with both."""
+    """This happens after a txn of one group alone, if the other stage's had both groups."""
     first, last = Job(stack).stages
     first.txn("0")
     named = first.txn()
@@ -198,7 +201,8 @@ def test_rank_that_missed_its_checkpoint_step_reports_it_with_the_next_commit(
 def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards(
     stack: ExitStack,
 ) -> None:
-    """Both by a skip: the first one names it when it finds that the data have ended."""
+    """Both end by a skip; the first stage names its place when it finds that the data have
+    ended."""
     first, last = Job(stack, every=1000).stages
     first.txn()
     last.txn()
@@ -214,7 +218,7 @@ def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards
 
 
 def test_a_stage_ends_with_the_last_word_alone_and_not_with_the_newest(stack: ExitStack) -> None:
-    """That of a place to come it finds afterwards, and names it for the stage after it."""
+    """It finds the last place only afterwards, and then names it for the stage after it."""
     first, last = Job(stack).stages
     first.txn()
     assert first.txn()
@@ -254,7 +258,7 @@ def test_the_next_stage_is_waited_for_until_it_has_come_to_the_place(stack: Exit
 def test_a_stage_that_has_ended_waits_for_no_word_of_the_first_but_its_last(
     stack: ExitStack,
 ) -> None:
-    """The newest may be one that this stage has had no part in."""
+    """The newest message may be about a checkpoint in which this stage takes no part."""
     job = Job(stack)
     first, last = job.stages
     first.txn()
@@ -315,7 +319,7 @@ def test_unknown_last_txn_has_no_checkpoint_and_is_reported(stack: ExitStack) ->
 
 
 def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitStack) -> None:
-    """With the state in which it has ended; the stage after it hears of that."""
+    """Its part is the state in which it has ended; the stage after it is informed."""
     job = Job(stack, stages=3)
     first, middle, last = job.stages
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Digests of drawn data, orders of samples, and attempts at items whose loading fails."""
+"""Tests of digests of drawn data, orders of samples, and retries of items whose loading fails."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_loader_that_restores_its_order_continues() -> None:
 
 
 class Fails(Counter):
-    """Its items 3 and 5 cannot be read the first ``times`` times."""
+    """A loader whose items 3 and 5 cannot be read the first ``times`` times."""
 
     def __init__(self, error: Exception, times: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Fails(Counter):
 
 
 class FailingData(Fails, torch.utils.data.Dataset[int]):
-    """The same as a dataset; its workers count for themselves."""
+    """The same as a data set, whose workers count their own attempts."""
 
     def __len__(self) -> int:
         return 10

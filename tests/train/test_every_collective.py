@@ -1,7 +1,8 @@
-"""Every operation on FFT's process groups: undisturbed, with a late peer, aborted, and again.
+"""Tests of every operation on FFT's process groups: undisturbed, with a late peer, aborted,
+repeated.
 
-Two real ranks go through the table in `collective_table`, once for each kind of group; each row is
-then a test of its own. What gloo, or torchft's group, cannot do at all is listed with its refusal.
+Two real ranks run the table in `collective_table` once for each kind of group; each row is then a
+separate test. Operations that gloo or torchft's group cannot do are listed with their refusal.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)
 LATE_S = 0.2
-"""How late the late peer is: several times as long as one look for an abort lasts."""
+"""Delay of the late peer: several times the interval of checks for an abort."""
 SENTINEL = 12345.0
 KINDS = ("shard", "replicate")
 
 
 class Rank:
-    """One rank of the table's two, its group, and a store to meet the other through."""
+    """One rank of the table's two, its group, and a store to meet the other rank through."""
 
     def __init__(self, rank: int, port: int, kind: str) -> None:
         self.rank, self.port, self.kind = rank, port, kind
@@ -69,7 +70,7 @@ class Rank:
     def together(self, row: Row) -> None:
         self.finish(row)
         self.meet()
-        # gloo tells a future of the end before it notes it in the Work
+        # gloo completes a future before it records the end in the Work
         wait_until(lambda: self.group.pending() == 0, "the op to be over")
 
     def late(self, row: Row) -> None:
@@ -81,7 +82,7 @@ class Rank:
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(self.finish, row)
                 wait_until(lambda: self.group.pending() > 0, "the op to start")
-                threading.Event().wait(LATE_S)  # it has this long to end too early
+                threading.Event().wait(LATE_S)  # it must not end within this time
                 early = waiting.done()
                 self.meet()
                 waiting.result(NOISE_S)
@@ -89,7 +90,8 @@ class Rank:
         self.meet()
 
     def aborted(self, row: Row) -> dict[str, Any]:
-        """Rank 0 enters when rank 1, blocked, was aborted and is quiet; then it aborts itself."""
+        """Rank 0 enters when rank 1, blocked, was aborted and is quiet; then rank 0 aborts
+        itself."""
         if self.rank == 0:
             self.meet()
         place = self.place()
@@ -104,16 +106,16 @@ class Rank:
 
         waiter = threading.Thread(target=block)
         waiter.start()
-        # the one that comes late mostly fails at once; gloo forgets some of its sends, though
+        # the late rank usually fails at once, but gloo loses some of its sends
         wait_until(lambda: self.group.pending() > 0 or not waiter.is_alive(), "the op to start")
-        waiter.join(0.01)  # most are in their wait by now; a few are not, which must do as well
+        waiter.join(0.01)  # most ops are waiting by now; the few others must work as well
         assert waiter.is_alive() or self.rank == 0, f"it does not block: {errors}"
         begin = time.monotonic()
         self.group.abort("test")
         waiter.join(NOISE_S)
         assert not waiter.is_alive(), "the abort did not free it"
         self.group.quiesce(LIMIT)
-        # a send that gloo has forgotten writes nothing, but ends only with its timeout
+        # a send that gloo has lost writes nothing, but ends only with its timeout
         assert self.group.pending() == 0 or self.group._era.stranded
         for tensor in place.outputs:
             tensor.fill_(SENTINEL)
@@ -127,7 +129,7 @@ class Rank:
         return {"error": f"{type(errors[0]).__name__}: {errors[0]}", "freed": ended[0] - begin}
 
     def judge(self, row: Row) -> dict[str, Any]:
-        """All that is asked of a row. ``failed``: what went wrong, and where."""
+        """Run all checks of a row. ``failed``: the failures and their places."""
         result: dict[str, Any] = {}
         for part in (self.together, self.late, self.aborted):
             try:
@@ -142,7 +144,7 @@ class Rank:
         return result
 
     def refused(self, refusal: Refusal) -> str:
-        """Nothing, or what is wrong with the refusal."""
+        """Return nothing, or the problem with the refusal."""
         try:
             refusal.call(self.place())
         except refusal.kind as error:
@@ -154,10 +156,11 @@ class Rank:
         return wrong or ("" if self.group.pending() == 0 else "it left an op pending")
 
     def mend(self, name: str, bad: bool) -> None:
-        """After a row: a common new start if it failed on either rank."""
+        """Start both ranks anew after a row, if it failed on either."""
         self.store.set(f"row/{name}/{self.rank}", "bad" if bad else "good")
         keys = [f"row/{name}/{r}" for r in range(RANKS)]
-        self.store.wait(keys, 4 * LIMIT)  # the other one may have to give up first, at each meeting
+        # The other rank may have to give up first, at each meeting
+        self.store.wait(keys, 4 * LIMIT)
         if b"bad" not in self.store.multi_get(keys):
             return
         self.group.abort("a row failed")
@@ -189,7 +192,7 @@ def _through_the_table(rank: int, ranks: int, port: int, kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[tuple[dict[str, Any], dict[str, str]]]]:
-    """What both ranks say of every row and every refusal, by kind of group."""
+    """Return both ranks' results of every row and every refusal, by kind of group."""
     return {kind: run(RANKS, _through_the_table, kind) for kind in KINDS}
 
 
@@ -203,7 +206,7 @@ def test_an_operation(tables: dict[str, Any], kind: str, name: str) -> None:
     failed = [
         f"rank {n}: {told['failed']}" for n, told in enumerate((peer, blocked)) if "failed" in told
     ]
-    assert not failed, "\n".join(failed)  # both: the one often waits for the other in vain
+    assert not failed, "\n".join(failed)  # show both, as one often waits for the other in vain
     print(f"\nfreed {blocked['freed'] * 1e3:.1f} ms after the abort: {blocked['error']}")
     assert blocked["error"].startswith("GroupAborted: ")
     assert f"on the {kind} group (rank 1 of 2): test" in blocked["error"]

@@ -1,4 +1,4 @@
-"""The fingerprint sees each change of a bit or a place; the checks know when it is due."""
+"""Tests that the fingerprint detects each change of a bit or a place, and of when it is due."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from fft.train.state.fingerprint import fingerprint
 from fft.util.errors import FftError
 
 ROW = (1 << 15) * 8
-"""Bytes that the fingerprint takes at once."""
+"""Bytes that the fingerprint processes at once."""
 SIZES = {"small": 1001, "one row": ROW, "rows and a tail": 2 * ROW + 40, "odd": 3 * ROW + 13}
-"""Bytes of a tensor; the dtype rounds them down."""
+"""Sizes of a tensor in bytes; the dtype rounds them down."""
 DTYPES = [torch.float32, torch.float64, torch.int8, torch.bool, torch.bfloat16]
 MAKE = torch.Generator
 
 
 def made(nbytes: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
-    """A flat tensor with random content."""
+    """Return a flat tensor with random content."""
     count = nbytes // dtype.itemsize
     drawn = torch.randint(-100, 100, (count,), generator=MAKE().manual_seed(seed))
     return (drawn > 0) if dtype is torch.bool else (drawn / 8).to(dtype)
 
 
 def flipped(tensor: torch.Tensor, byte: int, bit: int) -> torch.Tensor:
-    """A copy with one bit changed."""
+    """Return a copy with one bit changed."""
     copy = tensor.clone(memory_format=torch.preserve_format)
     copy.view(-1).view(torch.uint8)[byte] ^= 1 << bit
     return copy
 
 
 def places(nbytes: int) -> Iterator[int]:
-    """Bytes to try: both ends, around the ends of rows, and some between."""
+    """Return bytes to try: both ends, around the ends of rows, and some between."""
     edges = {0, 1, 7, 8, nbytes // 3, nbytes // 2, nbytes - 9, nbytes - 8, nbytes - 2, nbytes - 1}
     edges |= {end + near for end in range(ROW, nbytes + 1, ROW) for near in (-8, -1, 0, 7)}
     return (place for place in sorted(edges) if 0 <= place < nbytes)
@@ -46,7 +46,7 @@ def places(nbytes: int) -> Iterator[int]:
 def test_a_flipped_bit_changes_it(size: str, dtype: torch.dtype) -> None:
     tensor = made(SIZES[size], dtype)
     nbytes = tensor.nbytes
-    bits = [0] if dtype is torch.bool else [0, 3, 7]  # another bit makes no bool
+    bits = [0] if dtype is torch.bool else [0, 3, 7]  # a bool has no other valid bit
     before = fingerprint([tensor])
     for byte in places(nbytes):
         for bit in bits:
@@ -62,7 +62,7 @@ def test_every_bit_of_a_few_words_counts() -> None:
 
 @pytest.mark.parametrize("which", range(5))
 def test_every_one_of_several_tensors_counts(which: int) -> None:
-    sizes = (40, ROW + 8, 13, 2 * ROW, 24)  # laid together and not, by turns
+    sizes = (40, ROW + 8, 13, 2 * ROW, 24)  # some are concatenated, some are not
     tensors = [made(size, torch.int8, seed) for seed, size in enumerate(sizes)]
     before = fingerprint(tensors)
     last = tensors[which].nbytes - 1
@@ -184,7 +184,7 @@ def test_empty_tensors_and_none_at_all() -> None:
 
 
 class Work:
-    """A fingerprint that takes the time it is told to, by the clock that the checks read."""
+    """A fingerprint that takes a given time, by the clock that the checks read."""
 
     def __init__(self) -> None:
         self.cost_s = 0.0
@@ -199,7 +199,7 @@ class Work:
 
 
 def steps_with_a_digest(checks: EqualityChecks, steps: Iterable[int]) -> list[int]:
-    """Each step is committed."""
+    """Return the steps with a digest; each step is committed."""
     taken = []
     for step in steps:
         if checks.digest(step) is not None:
@@ -237,7 +237,7 @@ def test_the_interval_follows_the_measured_cost_up_and_down() -> None:
     assert steps_with_a_digest(checks, range(1025)) == [0, 16, 1024]
     assert checks.every == 1024
     work.cost_s = 0.0
-    for attempt in range(2, 22):  # a machine under load may take long over nothing
+    for attempt in range(2, 22):  # a machine under load may take long even for nothing
         end = time.monotonic() + 0.02
         while time.monotonic() < end:
             pass
@@ -252,7 +252,7 @@ def test_the_interval_follows_the_measured_cost_up_and_down() -> None:
     [(0.0, 1), (0.01, 1), (0.011, 2), (0.02, 2), (0.021, 4), (0.5, 64), (10.2, 1024), (99.0, 1024)],
 )
 def test_the_interval_is_the_shortest_that_takes_a_hundredth(cost_s: float, every: int) -> None:
-    """Steps of about a second (99.5 % to be clear of rounding), told by numbers, not by a clock."""
+    """The steps take about a second by given numbers, not by a clock (99.5 % to avoid rounding)."""
     checks = EqualityChecks(Work().fingerprint, None)
     for before in (0.0, 99.0):  # first down from 16 or up; then back from the longest
         begun = checks._since

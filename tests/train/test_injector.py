@@ -1,4 +1,5 @@
-"""The injector besides raising and killing: hangs, stops, delays, and what is commanded."""
+"""Tests of the injector's hangs, stops, delays and commanded faults, besides raising and
+killing."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def a_function(model: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def compiled_with(model: nn.Module, how: Callable[..., Any]) -> tuple[dict[str, int], int]:
-    """What Dynamo counts of three steps: graphs and the like, and breaks."""
+    """Return Dynamo's counters for three steps: graphs, breaks and others."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = how(model)
@@ -198,7 +199,7 @@ def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(
     run = model if how is None else how(model)
     for step in (2, 3, 4):
         one.begin(step, 1, 0)
-        place = phase if how is None else "backward"  # in a graph only gradients tell
+        place = phase if how is None else "backward"  # in a graph only gradients show the phase
         expected = pytest.raises(InjectedFault, match=f"at {place}, step 3")
         with expected if step == 3 else nullcontext():
             loss = run(torch.ones(2, 4)).sum()
@@ -274,7 +275,7 @@ def test_the_waker_ends_with_a_process_that_is_killed_while_it_is_stopped() -> N
     )
     os.waitpid(child.pid, os.WUNTRACED)
     child.kill()
-    # the waker has inherited the other end of this pipe, which ends with the last who holds it
+    # the waker has inherited the other end of this pipe, which closes with its last holder
     assert child.communicate(timeout=LIMIT_S)[1] == b""
 
 

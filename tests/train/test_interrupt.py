@@ -1,4 +1,5 @@
-"""Bodies are unwound wherever they are: once for a request, never elsewhere, none is lost."""
+"""Tests that step functions are unwound anywhere: once per request, nowhere else, and none is
+lost."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def interrupter() -> Iterator[Interrupter]:
 
 
 class Body:
-    """What `with txn:` does with an interrupter. Swallows what is its own."""
+    """The use of an interrupter in `with txn:`. It swallows its own exception."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self.interrupter = interrupter
@@ -63,7 +64,8 @@ class Body:
 
 
 class Asker:
-    """A thread that asks for one unwinding of each body, some time after it was told to."""
+    """A thread that requests one unwinding of each step function, some time after it was
+    triggered."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self._interrupter = interrupter
@@ -84,7 +86,7 @@ class Asker:
 
     def _run(self) -> None:
         while self._go.acquire() and not self._ended:
-            time.sleep(self._delays.pop(0))  # where in the body it strikes is for the dice
+            time.sleep(self._delays.pop(0))  # a random place in the step function
             while not self._interrupter.request("asked"):
                 time.sleep(1e-5)
 
@@ -119,7 +121,7 @@ def wait_on_condition() -> None:
 
 
 class Collected:
-    """Its destructor takes a while."""
+    """An object whose destructor takes a while."""
 
     def __del__(self) -> None:
         busy()
@@ -138,7 +140,7 @@ def collect() -> None:
 
 
 def call_back() -> None:
-    """Python drops what is raised in a callback of a weak reference."""
+    """Raise in a callback of a weak reference, from which Python drops exceptions."""
     while True:
         watched = Asked()
         _reference = weakref.ref(watched, busy)
@@ -147,7 +149,7 @@ def call_back() -> None:
 
 
 class Asked:
-    """May be referred to weakly."""
+    """An object that supports weak references."""
 
 
 def log() -> None:
@@ -172,7 +174,7 @@ def sleep_before_try() -> None:
 
 
 def compute_before_try() -> None:
-    """A signal is heard at the call only, where it would come before the ``try``."""
+    """Handle a signal at the call only, where it would come before the ``try``."""
     while True:
         sum(range(200_000))
         try:
@@ -212,7 +214,7 @@ def held(lock: Any) -> Iterator[None]:
 
 
 def enter_a_lock_that_is_held(make: Callable[[], Any]) -> None:
-    """As ``__enter__``, of Python's and of a generator's, and by name."""
+    """Enter a lock as ``__enter__`` of Python and of a generator do, and by name."""
     lock = make()
     with lock, held(lock):
         raise AssertionError("nobody gives it back")
@@ -299,7 +301,8 @@ def test_a_callback_of_the_garbage_collector_is_never_cut(
 def test_an_exception_that_python_drops_is_raised_again(
     interrupter: Interrupter, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps it for a report
+    # Pytest's hook stores it for a report
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     rng = random.Random(3)
     rounds = 0
     while interrupter.repeated < 3:
@@ -388,7 +391,7 @@ def test_an_import_is_never_cut(
     monkeypatch: pytest.MonkeyPatch,
     packages: int,
 ) -> None:
-    """Each module says its name to another, as operators do: a second time is an error."""
+    """Each module registers its name with another, as operators do: a second time is an error."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "interrupted_register.py").write_text(REGISTER)
     names = [f"interrupted_{n}" for n in range(packages)]
@@ -444,7 +447,7 @@ def test_a_signal_of_somebody_else_does_not_cut_an_atomic_section_either(
 
 
 def test_at_random_points_no_atomic_section_is_cut(interrupter: Interrupter, asker: Asker) -> None:
-    """A signal may be under way when the section begins."""
+    """A signal may be pending when the section begins."""
     rng = random.Random(13)
     for _ in range(60):
         begun = ended = 0
@@ -462,7 +465,7 @@ def test_at_random_points_no_atomic_section_is_cut(interrupter: Interrupter, ask
 def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrupter) -> None:
     with Body(interrupter) as body, interrupter.atomic():
         interrupter.request("late")
-        # the end of the section and that of the body are one for the handler
+        # the end of the section and that of the step function are the same to the handler
         interrupter.leave()
     assert not body.unwound
 
@@ -508,4 +511,4 @@ def test_off_the_main_thread_nothing_is_interrupted(interrupter: Interrupter) ->
     thread.join()
     assert asked == [False]
     assert "main thread" in str(errors[0])
-    signal.raise_signal(signal.SIGUSR2)  # is passed on to nobody, and hurts nobody
+    signal.raise_signal(signal.SIGUSR2)  # it is not forwarded, and has no effect

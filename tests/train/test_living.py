@@ -1,4 +1,5 @@
-"""The look at all objects of the process: what it finds, and that nobody else notices it."""
+"""Tests of the search through all objects of the process: its results, and no effect on other
+code."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from fft.util.living import living
 
 
 class Kind(nn.Module):
-    """Looked for."""
+    """The class that is searched for."""
 
 
 class Special(Kind):
-    """One of the kind."""
+    """A subclass of it."""
 
 
 class HalfMade(Kind):
-    """Looks for itself before it is made."""
+    """A class that runs the search before its instance is complete."""
 
     def __init__(self) -> None:
         self.__dict__["found"] = living((Kind,))
@@ -34,8 +35,8 @@ def test_it_finds_instances_and_those_of_subclasses_and_no_other() -> None:
 
 
 def test_a_thread_that_builds_a_tuple_meanwhile_does_not_notice() -> None:
-    """``tuple(…)`` makes its tuple longer as it goes, which Python refuses if others hold it."""
-    heap: list[object] = [[] for _ in range(200_000)]  # so that the look takes a while
+    """``tuple(…)`` resizes its tuple while it builds it, which Python refuses if others hold it."""
+    heap: list[object] = [[] for _ in range(200_000)]  # makes the search take a while
     errors: list[SystemError] = []
     over = threading.Event()
 

@@ -1,4 +1,5 @@
-"""Loaders by number with real worker processes: same bits, this rank's items only, and an end."""
+"""Tests of loaders by number with real worker processes: same bits, only this rank's items, their
+end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from fft.train.data.source import DataError, Due
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Samples with noise from all three global generators; notes in a file what is loaded."""
+    """Samples with noise from all three global generators; what is loaded is recorded in a file."""
 
     def __init__(self, log: Path | None = None, size: int = 96) -> None:
         self.log, self.size = log, size
@@ -39,12 +40,12 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 def bits(batch: dict[str, Any]) -> list[Any]:
-    """Every bit of a batch of `Noisy`, comparable."""
+    """Return every bit of a batch of `Noisy`, comparable."""
     return [batch[name].tolist() for name in ("i", "x", "r", "n")]
 
 
 def workers(loader: Any) -> list[int]:
-    """Process ids of the workers of an open loader."""
+    """Return the process ids of the workers of an open loader."""
     return [worker.pid for worker in loader._iterator._workers]
 
 
@@ -59,7 +60,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Any]]:
-    """Makes loaders, which are closed at the end."""
+    """Yield a function that makes loaders, which are closed at the end."""
     made: list[Any] = []
 
     def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -222,7 +223,7 @@ def test_a_replay_comes_from_memory(opened: Callable[..., Any], tmp_path: Path) 
 
 
 class Broken(Noisy):
-    """Sample 5 cannot be loaded."""
+    """A data set whose sample 5 cannot be loaded."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == 5:
@@ -249,7 +250,7 @@ def test_an_exception_names_the_item_and_comes_when_that_is_due(
 
 
 class Unsendable(Noisy):
-    """Sample 5 is, or raises, what no process can send to another."""
+    """A data set whose sample 5 is, or raises, an object that cannot be sent between processes."""
 
     def __init__(self, raises: bool) -> None:
         super().__init__()
@@ -317,7 +318,7 @@ def test_a_killed_worker_is_an_error_and_the_loader_can_begin_again(
 
 
 class Shards:
-    """Opens a stream of noisy batches; notes in a file what it opened."""
+    """A data set that opens streams of noisy batches, and records in a file what it opened."""
 
     def __init__(self, log: Path, end: int = 1_000_000) -> None:
         self.log, self.end = log, end
@@ -360,7 +361,7 @@ def test_a_stream_that_ends_too_early_says_so(opened: Callable[..., Any], tmp_pa
 
 
 class Marked(Noisy):
-    """Says who set it up."""
+    """A data set that knows which worker set it up."""
 
     mark = -1
 
@@ -369,7 +370,7 @@ class Marked(Noisy):
 
 
 def mark(worker: int) -> None:
-    """A ``worker_init_fn`` as people write them."""
+    """Mark the worker, as a user's ``worker_init_fn`` does."""
     info = torch.utils.data.get_worker_info()
     assert info is not None
     info.dataset.mark = worker  # type: ignore[attr-defined]
@@ -443,7 +444,7 @@ def test_workers_end_with_the_loader(how: str) -> None:
 
 
 def compute_for_ever(_: int) -> None:
-    """As a thread that sends tensors: most of the time inside torch's C++, without the GIL."""
+    """Compute as a thread that sends tensors: mostly inside torch's C++, without the GIL."""
 
     def compute() -> None:
         a = torch.rand(64, 64)

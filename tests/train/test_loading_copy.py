@@ -1,4 +1,5 @@
-"""The copy of a batch that a body gets: equal, of the same form, and nothing shared."""
+"""Tests of the copy of a batch that a step function gets: equal, of the same form, nothing
+shared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Sample:
-    """A class of the user's."""
+    """A user's class."""
 
     x: torch.Tensor
     name: str

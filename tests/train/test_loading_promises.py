@@ -1,4 +1,4 @@
-"""Promises of the loaders that go wrong silently if they are broken: bits, places, memory, ends."""
+"""Tests of guarantees of the loaders whose violation is silent: bits, places, memory, ends."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_the_passes_of_one_seed_are_not_those_of_the_next() -> None:
 
 
 def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
-    """The generators are those of the process: while one item is read no other one is."""
+    """The generators belong to the process, so only one item is read at a time."""
     inside, seeded, done = (threading.Event() for _ in range(3))
 
     class Slow(Noisy):
         def __getitem__(self, index: int) -> dict[str, Any]:
             first = super().__getitem__(index)
             inside.set()
-            seeded.wait(0.2)  # all of it, if the other one is kept out
+            seeded.wait(0.2)  # it waits in full if the other one is kept out
             found = {**first, "n": np.random.rand()}
             done.set()
             return found
@@ -75,7 +75,7 @@ def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
 
 
 def test_an_item_that_cannot_be_read_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
-    """On the main thread, where the trainer draws from them: its replay is to draw the same."""
+    """The trainer draws from the main thread's generators, and its replay must draw the same."""
 
     def drawn() -> list[float]:
         return [torch.rand(1).item(), random.random(), np.random.rand()]
@@ -119,7 +119,8 @@ def test_a_batch_that_is_committed_is_not_kept(count: int) -> None:
 
 
 class OnceBroken(Noisy):
-    """Sample 5 cannot be loaded the first time, as with a file system that was away."""
+    """A data set whose sample 5 cannot be loaded the first time, as from a file system that was
+    away."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
@@ -171,7 +172,8 @@ def test_cancelled_item_is_not_loaded_by_its_worker(tmp_path: Path, wanted: Due)
 
 @pytest.mark.multiprocess
 def test_deferred_item_is_loaded_when_requested_again(tmp_path: Path) -> None:
-    """Two rollbacks in a row: the members change, and back, before the answers are taken."""
+    """Two rollbacks in a row change the members and change them back before the answers are
+    taken."""
     gate = tmp_path / "gate"
 
     class Gated(Noisy):
@@ -184,7 +186,7 @@ def test_deferred_item_is_loaded_when_requested_again(tmp_path: Path) -> None:
     with closing(made) as loader:
         loader.take(Due(0, 0, 2))  # asked for ahead: 2, 4, 6, 8
         loader.take(Due(1, 1, 1))  # and now 3, on which the worker waits, 5, 7, 9
-        loader.take(Due(2, 2, 2))  # is there; 5, 7 and 9 are for others
+        loader.take(Due(2, 2, 2))  # it is loaded; 5, 7 and 9 are for others
         gate.touch()
         answers = loader._iterator._worker_result_queue
         wait_until(lambda: answers.qsize() == 4, "3 is read, and the others are put aside", 10)
@@ -209,7 +211,7 @@ def test_ctrl_c_is_not_for_the_workers() -> None:
 
 
 class Numbers:
-    """An iterator with ``close``: every ``step``-th number; item 4 fails the first time."""
+    """An iterator with ``close`` over every ``step``-th number; item 4 fails the first time."""
 
     def __init__(self, log: list[str], first: int, step: int) -> None:
         self.log, self.at, self.step = log, first, step
@@ -231,7 +233,7 @@ class Numbers:
 
 
 def numbered(log: list[str]) -> fft.StreamLoader:
-    """A loader of such streams."""
+    """Return a loader of such streams."""
     return fft.StreamLoader(lambda first, step: Numbers(log, first, step))
 
 
@@ -294,7 +296,8 @@ def test_a_joiner_with_another_stream_is_told_what_differs(name: str, value: int
 
 
 class Stateful:
-    """Reads its place when it is iterated over, as torchdata's do; its state is a live object."""
+    """A loader that reads its place when it is iterated over, as torchdata's do; its state is a
+    live object."""
 
     def __init__(self) -> None:
         self.state = {"next": 0}
@@ -318,7 +321,7 @@ def test_a_state_is_of_its_moment_and_stays_what_it_was() -> None:
     state = source.export(2)
     assert state["loader_state"] == {"next": 2}
     source.take(Due(2, 5, 4))
-    for _ in range(2):  # a checkpoint is resumed from more than once
+    for _ in range(2):  # a job resumes from a checkpoint more than once
         resumed = StreamSource(Stateful())
         resumed.load(state, 2)
         assert resumed.take(Due(2, 3, 4)) == [3]
@@ -326,7 +329,7 @@ def test_a_state_is_of_its_moment_and_stays_what_it_was() -> None:
 
 
 def test_prefetched_loader_continues_at_a_new_position() -> None:
-    """A group that was away: what it drew before is nobody's any more."""
+    """The group was away; the items that it drew before are discarded."""
     ahead, away = StreamSource(Stateful()), StreamSource(Stateful())
     assert away.holds(0, 4)
     for number in range(0, 10, 2):

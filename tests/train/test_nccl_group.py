@@ -1,7 +1,8 @@
-"""`ShardProcessGroupNCCL` on a library that records its calls: their order, and whose id is used.
+"""Tests of `ShardProcessGroupNCCL` on a library that records its calls: their order, and the ids
+used.
 
 The library connects as torch's backend does: rank 0 draws an id and puts it into the store of the
-rendezvous, the others read it there. The store, the rendezvous and all of FFT's are real.
+rendezvous, and the others read it there. The store, the rendezvous and all FFT code are real.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OTHER = "fft-other"
 
 
 class Op(Work):
-    """A collective that is over when all ranks have issued it, or its communicator is aborted."""
+    """A collective that completes when all ranks have issued it, or its communicator is aborted."""
 
     def __init__(self, over: threading.Event) -> None:
         super().__init__()
@@ -50,9 +51,9 @@ class Op(Work):
 
 
 class Recorder:
-    """The library. ``calls``: of all ranks, in order; ``hangs``: ranks whose connecting does.
+    """The library. ``calls``: of all ranks, in order; ``hangs``: ranks that hang in connecting.
 
-    ``sticks``: ranks that wait within NCCL, as torch has it: what they hold, an abort needs, too.
+    ``sticks``: ranks that wait inside NCCL with the lock that an abort needs, as in torch.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class Recorder:
             raise RuntimeError("NCCL error: aborted")
 
     def of(self, rank: int) -> list[str]:
-        """What was called on one rank."""
+        """Return the calls of one rank."""
         return [call for call, who, _ in self.calls if who == rank]
 
 
@@ -185,7 +186,7 @@ def test_every_epoch_has_an_id_of_its_own_and_is_aborted_before_the_next(pair: P
 
 def test_a_rank_that_waits_for_the_other_is_freed_and_the_group_is_built_anew(pair: Pair) -> None:
     pair.build("1")
-    work = pair.reduce(0)  # the other never comes
+    work = pair.reduce(0)  # the other rank never comes
     assert pair.groups[0].pending() == 1
     for group in pair.groups:
         group.abort("rollback")
@@ -247,7 +248,7 @@ def test_failed_connect_is_aborted_once(pair: Pair) -> None:
 
 
 def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
-    """Rank 1 does not come: rank 0 waits at the store, and a rollback frees its thread at once."""
+    """Rank 1 does not come; rank 0 waits at the store, and a rollback frees its thread at once."""
     pair.library.hangs = {1}
     deadline = time.monotonic() + LIMIT.total_seconds()
     with ThreadPoolExecutor(2) as pool:
@@ -269,8 +270,8 @@ def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
 def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch lets no abort in meanwhile: the rollback goes on without, and the next group is not
-    touched when the thread that was left comes free."""
+    """torch permits no abort meanwhile: the rollback continues without it, and the next group is
+    not affected when the remaining thread is released."""
     pair.library.sticks = {0, 1}
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(pair.configure, number, "1") for number in range(2)]
@@ -294,7 +295,7 @@ def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
     with ThreadPoolExecutor(2) as pool:
         again = [pool.submit(pair.configure, number, "2") for number in range(2)]
         assert pair.library.connecting.wait(LIMIT.total_seconds())
-        pair.library.let_go.set()  # the first one comes free while the second connects
+        pair.library.let_go.set()  # the first one is released while the second connects
         for worker in left:
             assert worker is not None
             worker.join(LIMIT.total_seconds())
@@ -310,7 +311,7 @@ def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
 
 
 def test_late_abort_error_of_a_connecting_group_is_dropped() -> None:
-    """`is_aborted`: a group whose connecting was aborted is given to nobody."""
+    """`is_aborted`: a group whose connection was aborted is not handed out."""
     library, store = Recorder(), store_server()
     group = fft.ShardProcessGroupNCCL(LIMIT, library)
     finish = library.finish
@@ -326,8 +327,9 @@ def test_late_abort_error_of_a_connecting_group_is_dropped() -> None:
 
 
 def test_unused_group_is_aborted(pair: Pair) -> None:
-    """The rollback comes when the communicator is connected, and the group has it not yet."""
-    both = threading.Barrier(2)  # who aborts takes back the id, which the other would wait for
+    """The rollback comes when the communicator is connected but the group does not have it yet."""
+    # A rank that aborts withdraws the id, for which the other would wait
+    both = threading.Barrier(2)
     for group in pair.groups:
         build = group._target._create_pg
 
@@ -371,7 +373,7 @@ def test_its_mesh_is_of_the_device_and_stays_good(pair: Pair) -> None:
 
 
 class Native:
-    """In the place of torch's ProcessGroupNCCL, with what it was made with."""
+    """A replacement for torch's ProcessGroupNCCL that records its arguments."""
 
     made: Native
 
@@ -395,7 +397,7 @@ class Native:
 
 
 class Outer:
-    """In the place of torch's ProcessGroup."""
+    """A replacement for torch's ProcessGroup."""
 
     BackendType = torch.distributed.ProcessGroup.BackendType
 
@@ -414,12 +416,12 @@ class Outer:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """torch as it is where there is a GPU."""
+    """torch as it is on a machine with a GPU."""
     for name in list(os.environ):
         if name.startswith("TORCH_NCCL_"):
             monkeypatch.delenv(name)
     for name in (*nccl_library._SETTINGS, nccl_library._LIMIT):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken back
+        monkeypatch.setenv(name, "")  # registered so that changes are undone
         del os.environ[name]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

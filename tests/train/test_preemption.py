@@ -1,4 +1,4 @@
-"""Notices: files and servers as they are, and which of several deadlines counts."""
+"""Tests of notices: real files and servers, and which of several deadlines counts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_anything_else_is_a_notice_and_a_warning(
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """What the metadata servers of three clouds do, one path each."""
+    """A server that behaves as the metadata servers of three clouds, with one path each."""
 
     answer: ClassVar[tuple[int, bytes]] = (200, b"")
     tokens: ClassVar[list[str]] = []
@@ -176,7 +176,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @contextmanager
 def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
-    """The address of a server, and what it answers with."""
+    """Yield the address of a server, and its answers."""
     kind = type("Here", (Metadata,), {"tokens": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -194,7 +194,7 @@ def in_(seconds: float) -> datetime:
 
 
 def test_a_spot_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody shall ask it
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # this proxy must not be used
     with metadata_server() as (base, server):
         source = HttpNotice.aws(base)
         server.answer = (404, b"<html>not found</html>")
@@ -276,7 +276,7 @@ def test_a_server_that_does_not_answer_is_an_error() -> None:
 
 
 class Scripted:
-    """A source that answers by a script, and then with its last answer."""
+    """A source with scripted answers, which repeats the last one."""
 
     def __init__(self, *answers: Notice | Exception | None) -> None:
         self.answers = list(answers)

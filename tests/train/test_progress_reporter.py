@@ -1,4 +1,4 @@
-"""Words of progress: what they say, how a body is timed, and that a bus in trouble hurts nobody."""
+"""Tests of progress messages: contents, the timing of step functions, and trouble with the bus."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_body_is_timed_without_what_it_waited() -> None:
         pacer = ProgressReporter(mine, ME, 0.0, clock)
         for step, own in enumerate((0.5, 0.25, 8.0), 1):
             body(pacer, clock, own, 3.0, step)
-        pacer.begin()  # an attempt that is rolled back says nothing
+        pacer.begin()  # an attempt that is rolled back sends nothing
         clock.now += 60
         pacer.end()
         assert pacer.word() == SpeedReport("1", 0, 3, 3, 0.5)
@@ -117,7 +117,7 @@ def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
 
 
 class Lost(MemoryBus):
-    """Nobody answers there."""
+    """A bus that does not answer."""
 
     asked: threading.Event
 
@@ -127,7 +127,7 @@ class Lost(MemoryBus):
 
 
 class Stuck(Lost):
-    """Answers never, until it is released."""
+    """A bus that does not answer until it is released."""
 
     release: threading.Event
 
@@ -163,7 +163,7 @@ def test_the_interval_is_a_number_of_seconds_or_none() -> None:
 
 
 def test_pending_reports_are_sent_before_closing() -> None:
-    """By the thread, in its order; without words of its own, too; and nothing after that."""
+    """The thread sends them in order, also without messages of its own, and nothing after that."""
     heard: queue.Queue[bytes] = queue.Queue()
     words = [CheckpointReport("1", 0, 3, step, "failed", "x") for step in range(3)]
     with bus() as mine:
@@ -217,7 +217,7 @@ def test_the_longest_cause_fits_into_a_word() -> None:
 
 
 def test_no_interval_no_thread() -> None:
-    before = set(threading.enumerate())  # those that a stuck bus held may end late
+    before = set(threading.enumerate())  # threads that a stuck bus held may end late
     with bus() as mine:
         pacer = ProgressReporter(mine, ME, 0.0)
         assert not [t for t in set(threading.enumerate()) - before if t.name == "fft-progress"]

@@ -1,4 +1,5 @@
-"""What an answer of the lighthouse says of a txn; and asking a real one, without a job."""
+"""Tests of the meaning of a lighthouse's answer for a txn, and of requests to a real one, without a
+job."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_torchfts_constructor_still_makes_what_is_put_in_their_place() -> None:
 
 
 def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(place: Place) -> None:
-    """Why only the first rank asks: one that was rolled back before puts all out of step."""
+    """This is why only the first rank asks: a rank that was rolled back before puts all out of
+    step."""
     server = ManagerServer(
         lighthouse_addr=f"http://127.0.0.1:{place.port}", **{**SETTINGS, "world_size": 2}
     )
@@ -132,7 +134,7 @@ def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(pl
 
     first = threading.Thread(target=one_after_the_other)
     first.start()
-    quorum(1, 2)  # of txn 1 it knows nothing
+    quorum(1, 2)  # it does not know txn 1
     first.join()
     server.shutdown()
     assert sorted(got.get(timeout=0) for _ in range(got.qsize())) == [1, 2], "txn 2 of rank 0: none"
@@ -152,14 +154,14 @@ class Place:
         self._ends: list[Callable[[], None]] = []
 
     def close_lighthouse(self) -> None:
-        """It ends; what it knew is lost."""
+        """End the lighthouse, which loses its state."""
         self._server.shutdown()
         self._server = None  # its connections end with it
 
     def open_lighthouse(self) -> None:
-        """A new one at its place."""
+        """Start a new one at the same address."""
         deadline = time.monotonic() + 10
-        while self._server is None:  # the port is let go of some time after the shutdown
+        while self._server is None:  # the port is released some time after the shutdown
             try:
                 self._server = LighthouseServer(
                     f"127.0.0.1:{self.port}", min_replicas=1, heartbeat_timeout_ms=500
@@ -169,7 +171,7 @@ class Place:
                 time.sleep(0.01)
 
     def group(self, name: str, timeout_s: float = 30.0) -> Group:
-        """One that asks."""
+        """Return a group that asks."""
         made = Group(f"http://127.0.0.1:{self.port}", name, timeout_s)
         self._ends.append(made.close)
         return made
@@ -181,7 +183,7 @@ class Place:
 
 
 class Group:
-    """A beacon, what asks, and what it said."""
+    """A group's beacon, its requests, and their answers."""
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.beacon = Beacon(address, **{**SETTINGS, "replica_id": f"{name}:x"})
@@ -218,11 +220,11 @@ def place() -> Iterator[Place]:
 
 
 def test_groups_get_a_quorum_for_each_txn_and_none_is_a_step_behind(place: Place) -> None:
-    """Also when one was rolled back before it asked, and while a third one only stands by."""
+    """This holds also when one was rolled back before it asked, and while a third one stands by."""
     first, second, _other = (place.group(name) for name in "012")
     for txn in range(1, 40):
         first.begin(txn, "0", "1")
-        if txn % 3 == 0:  # rolled back: nobody had this one
+        if txn % 3 == 0:  # rolled back: no group got this quorum
             first.quorums.end()
             continue
         second.begin(txn, "0", "1")
@@ -290,7 +292,7 @@ def test_end_of_a_txn_releases_waiters(place: Place) -> None:
 
 def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Place) -> None:
     group = place.group("0", timeout_s=0.4)
-    group.quorums.pause()  # nothing has failed: none
+    group.quorums.pause()  # without a failure there is no pause
     place.close_lighthouse()
     group.begin(1, "0")
     assert group.quorums.wait(Token(1, 1)) is not None

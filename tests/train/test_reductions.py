@@ -1,4 +1,4 @@
-"""Futures of a txn that is rolled back: whoever waits for one is freed, whenever it was made."""
+"""Tests that a rollback frees every waiter for a txn's futures, whenever they were created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _as_it_is(future: Any, default: Any, timeout: Any) -> Any:
 
 
 def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> None:
-    """The engine cancels on a thread of its own, and the main thread may just be reducing."""
+    """The engine cancels on its own thread while the main thread may be reducing."""
     reductions = TxnReductions(cast("Manager", None), Watchers(), None)
     never: torch.futures.Future[int] = torch.futures.Future()
     before = reductions.wrap(_as_it_is, never, 1, None)
@@ -54,7 +54,7 @@ def test_manifests_are_equal_exactly_where_reductions_are(
     """Two ranks that differ in one operator, type or shape of one reduction must not commit."""
     place = data.draw(st.integers(0, len(reductions)))
     changed = [*reductions[:place], *other, *reductions[place + 1 :]]
-    for part in range(3):  # the same reduction but for one part of it
+    for part in range(3):  # the same reduction except for one part
         if place < len(reductions):
             one = list(reductions[place])
             one[part] = other[0][part]

@@ -1,4 +1,5 @@
-"""Refusals of `register`: replaced parameters, and process groups that FFT cannot abort."""
+"""Tests of the refusals of `register`: replaced parameters, and process groups that FFT cannot
+abort."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def test_optimizer_made_before_fully_shard_is_refused_with_that_cause(
 ) -> None:
     model = nn.Sequential(linear(), linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fully_shard(model[1], mesh=shard.mesh())  # the other one is still stepped
+    # The optimizer still has the other layer's old parameters
+    fully_shard(model[1], mesh=shard.mesh())
     with pytest.raises(
         FftError, match=r"1.weight of the model.*fully_shard\(\) has put new"
     ) as raised:
@@ -119,7 +121,7 @@ def test_buffers_and_optimizer_tensors_on_another_process_group_are_refused(worl
 def test_meshes_of_two_dimensions_are_warned_of_once(
     world: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`shard_mesh()` has one dimension, so that a refusal would leave no way."""
+    """`shard_mesh()` has one dimension, so a refusal would leave users without an alternative."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = fully_shard(linear(), mesh=mesh["shard"])
     made = groups(None)

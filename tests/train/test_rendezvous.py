@@ -1,4 +1,5 @@
-"""A rendezvous whose store is on a host that vanished: who takes its keys back stops nobody."""
+"""Tests of a rendezvous whose store is on a vanished host: withdrawing keys blocks no other
+rank."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SAFETY_S = 15.0
 
 
 def serve() -> None:
-    """Say the port of a store, until nobody is there to read it."""
+    """Print the port of a store, until there is no reader."""
     _store, port = host_store()
     print(port, flush=True)
     sys.stdin.read()
@@ -39,7 +40,7 @@ def server() -> Iterator[Forked]:
 
 
 def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
-    """A process that lets ``pid`` go on, should nobody here be able to."""
+    """Return a process that resumes ``pid`` if this process cannot."""
     return subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
 
 
@@ -55,7 +56,7 @@ def test_silent_store_blocks_only_its_cleaner(
         server.stop()
         thread = threading.Thread(target=store.reclaim, args=(True,))
         thread.start()
-        time.sleep(0.2)  # the chance to keep the lock
+        time.sleep(0.2)  # gives the other the chance to keep the lock
         assert thread.is_alive(), "this thread did not run until the store answered"
     finally:
         os.kill(server.pid, signal.SIGCONT)
@@ -67,7 +68,7 @@ def test_silent_store_blocks_only_its_cleaner(
 
 
 class TakenBack(PrefixStore):
-    """Its writer takes a key back as soon as somebody has seen it."""
+    """A store whose writer withdraws a key as soon as it was read."""
 
     def check(self, keys: list[str]) -> bool:
         found: bool = super().check(keys)
@@ -77,7 +78,7 @@ class TakenBack(PrefixStore):
 
 
 def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> None:
-    """Who was aborted takes its keys back; who just reads one of them is aborted, too."""
+    """An aborted rank withdraws its keys; the rank that just reads one of them is aborted, too."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
     inner = TakenBack("fft", server)
     store = RendezvousStore(inner, LIMIT)
@@ -101,7 +102,8 @@ def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> No
 
 
 def test_a_key_that_is_taken_back_between_wait_and_read_has_no_empty_value() -> None:
-    """torch's store reads one then, and gloo takes it for an address: the process would end."""
+    """torch's store reads an empty value then, which gloo takes for an address, and the process
+    ends."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
     writer, reader = (
         dist.TCPStore("127.0.0.1", server.port, None, False, LIMIT, wait_for_workers=False)

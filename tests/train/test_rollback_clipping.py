@@ -1,7 +1,7 @@
-"""Gradients clipped by their norm over FSDP2 shards: two groups of two ranks under ManagerFFT.
+"""Tests of gradients clipped by their norm over FSDP2 shards: two groups of two ranks.
 
-The norm is a collective of DTensor's, on the shard group, which native code waits for. Real
-processes; every case is a job of its own on one bus, and ends with the bits of the calm one.
+The norm is a collective of DTensor on the shard group, and native code waits for it. The processes
+are real; every case is its own job on one bus, and ends with the bits of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 6
 FAULT_STEP = 3
 WIDTH = 16
 LATE_S = 0.2
-"""Several times as long as one look for an abort lasts."""
+"""A delay of several times the interval of checks for an abort."""
 MINUTE = timedelta(seconds=60)
 FAULTS: dict[str, dict[str, Any]] = {
     "exception": {"kind": "exception", "phase": "backward", "group": 0, "rank": 1},
@@ -118,7 +118,7 @@ def _rank(number: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What all four ranks ended with, by case; and where the traces are."""
+    """Return the final state of all four ranks by case, and the folder of the traces."""
     root = tmp_path_factory.mktemp("clipping")
     bus = serve_tcp()
     address = bus.url.rsplit("/", 1)[0]

@@ -1,4 +1,5 @@
-"""FSDP2 on two real ranks: a failed attempt, rolled back and replayed, leaves no trace."""
+"""Tests that a failed attempt of FSDP2 on two real ranks, rolled back and replayed, leaves no
+trace."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LIMIT = timedelta(seconds=20)
 
 
 class Block(nn.Module):
-    """Attention, dropout and a batch norm, whose buffers change in every forward."""
+    """A model with attention, dropout and a batch norm, whose buffers change in every forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Trainer:
         )
 
     def compute(self, rank: int, fault: tuple[str, int] | None = None) -> float:
-        """Forward and backward over the next batch; `fault` says where to fail."""
+        """Run forward and backward over the next batch; `fault` names the place to fail."""
         generator = torch.Generator().manual_seed(100 * self.cursor.position + rank)
         words = torch.randint(0, 23, (4, 8), generator=generator)
         self.cursor.position += 1
@@ -130,7 +131,7 @@ class Trainer:
 
 
 class Member:
-    """One rank: its group, and votes over the store in place of FFT's bus."""
+    """One rank: its group, and votes over the store in the place of FFT's bus."""
 
     def __init__(self, rank: int, ranks: int, port: int) -> None:
         self.rank, self.ranks, self.port = rank, ranks, port
@@ -152,7 +153,7 @@ class Member:
         )
 
     def attempt(self, trainer: Trainer, fault: tuple[str, int] | None) -> bool:
-        """One attempt at a step; True if both ranks came through."""
+        """Make one attempt at a step; return True if both ranks succeeded."""
         key, peer = f"vote/{self.epoch}", 1 - self.rank
         votes: list[bytes] = []
 
@@ -183,7 +184,7 @@ class Member:
             self.configure()
             committed = self.attempt(trainer, None)
         trainer.apply()
-        self.configure()  # a new epoch, so that votes have keys of their own
+        self.configure()  # a new epoch, so that votes have new keys
 
     def close(self) -> None:
         self.group.close()
@@ -237,7 +238,7 @@ def test_faults_in_forward_and_backward_leave_no_trace(prefetch: bool) -> None:
         assert plain[2:] == faulty[2:], "random state and learning rate"
         assert _equal(_read(plain[1]), _read(faulty[1]))
         assert "Fault" in causes
-    # whoever did not fail itself was blocked in a collective, and came free by its own abort
+    # a rank that did not fail itself was blocked in a collective, and its own abort freed it
     assert sum(len(causes) for *_, causes in results) > len(FAULTS)
 
 

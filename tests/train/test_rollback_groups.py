@@ -1,4 +1,5 @@
-"""Aborting gloo for real: who comes free, who is left alone, and what is left behind."""
+"""Tests of aborting real gloo: which waiters are freed, which groups are unaffected, what is
+left."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def on_threads(ranks: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def _blocked(rank: int, ranks: int, port: int) -> Any:
-    """Ranks 0 and 1 enter a large allreduce; the last one enters only when 0 has rolled back."""
+    """Let ranks 0 and 1 enter a large allreduce; the last one enters only when 0 has rolled
+    back."""
     store = client(port)
     group = AbortableGroup(ProcessGroupGloo(MINUTE))
     configure(group, port, "e1", rank, ranks)
@@ -83,7 +85,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     wait_until(lambda: group.pending() == 1, "the allreduce to start")
     assert waiter.is_alive()
     store.set(f"blocked {rank}", "1")
-    store.wait(["blocked 0", "blocked 1"])  # from here on the other one's abort may free this one
+    store.wait(["blocked 0", "blocked 1"])  # from here on the other rank's abort may free this one
     start = time.monotonic()
     group.abort("test")
     returned = time.monotonic()
@@ -117,7 +119,7 @@ def test_abort_frees_a_blocked_rank_and_its_tensor_is_never_written_again() -> N
 
 
 def _connections() -> int:
-    """TCP connections of this process, listeners left out."""
+    """Return the TCP connections of this process, without listeners."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -175,7 +177,7 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
 def test_a_look_at_a_socket_leaves_its_flags_to_its_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's store client, that just connects on another thread, lost its blocking mode so."""
+    """Otherwise torch's store client, connecting on another thread, lost its blocking mode."""
     make: Any = socket.socket
     with socket.create_server(("localhost", 0)) as listener:
         listener.setblocking(False)  # as a connection is while it is being made
@@ -219,7 +221,7 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
 
 
 def test_first_of_two_aborts_gives_the_cause() -> None:
-    """A rollback's and then that of a shutdown, say: who was at work is told what went wrong."""
+    """If a rollback is followed by a shutdown, the working thread gets the rollback's cause."""
     server = store_server()
     groups = [AbortableGroup(ProcessGroupGloo(MINUTE)) for _ in range(2)]
     on_threads(2, lambda r: configure(groups[r], server.port, "e1", r, 2))
@@ -252,9 +254,9 @@ def test_configure_names_the_missing_rank() -> None:
 
 
 def _leave_addresses(server: TCPStore) -> dict[str, bytes]:
-    """What a member that died right after it published its addresses left in the store.
+    """Write what a member leaves in the store that died right after publishing its addresses.
 
-    Its address is made to be the greater one, so that gloo waits for it to connect.
+    Its address is made the greater one, so that gloo waits for it to connect.
     """
     groups = [AbortableGroup(ProcessGroupGloo(MINUTE)) for _ in range(2)]
     on_threads(2, lambda r: configure(groups[r], server.port, "old", r, 2))
@@ -281,7 +283,7 @@ def test_abort_releases_configure_after_a_peer_died(
         group.abort("the peer died")
         with pytest.raises(GroupAborted, match="the peer died"):
             waiting.result(10)
-    # what is left of it ends by its own limit, without having touched the group
+    # the rest of it ends by its own limit, without affecting the group
     wait_until(lambda: not _helper_threads(), "the helper thread to end", 10)
     with pytest.raises(GroupAborted):
         allreduce(group, torch.ones(1))
@@ -309,7 +311,7 @@ def _helper_threads() -> list[str]:
 
 
 def test_a_configured_group_works_through_torchfts_own_methods() -> None:
-    """torchft's Manager calls pg.configure() itself; that has to lead to the same place."""
+    """torchft's Manager calls pg.configure() itself, which must have the same effect."""
     server = store_server()
     groups = [ProcessGroupGloo(MINUTE) for _ in range(2)]
     handles = [AbortableGroup(pg) for pg in groups]
@@ -356,7 +358,7 @@ def test_a_shard_group_keeps_its_shape() -> None:
     configure(handle, server.port, "e3", 0, 1)
     assert other.mesh("a").get_group().group_name != pg.mesh("a").get_group().group_name
     assert pg.mesh("a") == pg.mesh("a")
-    # DTensor would take what it knows of the one for the other's, its group included
+    # DTensor would apply what it caches of one to the other, including the group
     assert other.mesh("a") != pg.mesh("a")
     for shard, owner in ((pg, group), (other, handle)):
         owner.close()
@@ -450,8 +452,8 @@ def _cycle(rank: int, ranks: int, port: int, cycles: int) -> Any:
 def test_two_hundred_reconfigurations_leave_nothing_behind() -> None:
     for usage, keys, median, end in run(2, _cycle, 200):
         print(f"configure() {median * 1e3:.2f} ms; fds, threads {usage[10]} .. {usage[-1]}")
-        # Threads and sockets of the group before may still be on their way out; what is left behind
-        # by every tenth cycle would be 10 more.
+        # Threads and sockets of the previous group may still be ending. A leak in every tenth cycle
+        # would add 10.
         assert max(fds for fds, _ in usage[100:]) <= max(fds for fds, _ in usage[:100]) + 5
         assert max(n for _, n in usage[100:]) <= max(n for _, n in usage[:100]) + 5
         assert max(keys) <= 12, "at most this rendezvous and the one before"

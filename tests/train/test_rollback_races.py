@@ -1,7 +1,7 @@
-"""Aborts that race with transfers under way: every waiter is freed, not only those gloo tells.
+"""Tests of aborts during transfers: every waiter is freed, including those that gloo forgets.
 
-gloo forgets the waiter of a send that is queued, and of a receive that has begun, when the
-connection ends. A run under many faults showed it as a rank that slept for the group's 60 s.
+gloo forgets the waiter of a queued send, and of a receive that has begun, when the connection ends.
+In a run under many faults a rank slept for the group's 60 s because of this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _scatter(group: Any, size: int) -> Any:
 
 
 def _racing(rank: int, ranks: int, port: int, seed: int) -> float:
-    """Longest time, in seconds, from an abort to the end of the thread that was at work."""
+    """Return the longest time in seconds from an abort to the end of the working thread."""
     pg = ShardProcessGroupGloo(MINUTE)
     group = AbortableGroup(pg)
     longest = _race(pg, group, rank, ranks, port, seed)
@@ -73,8 +73,8 @@ def _race(
 
 
 def _stranded(rank: int, ranks: int, port: int, seed: int) -> int:
-    """How many backends have ops that gloo has forgotten; none is kept in the epoch after these
-    have timed out."""
+    """Return how many backends have ops that gloo has forgotten; none is kept in the epoch after
+    these have timed out."""
     pg = ShardProcessGroupGloo(timedelta(seconds=3))
     group, store = AbortableGroup(pg), client(port)
     _race(pg, group, rank, ranks, port, seed)
@@ -115,7 +115,8 @@ def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
 
 @pytest.mark.multiprocess
 def test_forgotten_gloo_work_is_dropped_in_the_epoch_after_its_timeout() -> None:
-    """Two threads, a listener and tensors; not only when it forgets once more."""
+    """These are two threads, a listener and tensors; another forgotten op is not needed to drop
+    them."""
     assert any(sum(run(2, _stranded, seed)) for seed in (11, 12, 13)), "it has forgotten nothing"
 
 
@@ -123,7 +124,7 @@ CUTS = 50
 
 
 def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
-    """Longest time, in seconds, until nothing can write any more after a cut in mid-transfer."""
+    """Return the longest time in seconds until no write can happen after a cut in mid-transfer."""
     pg = ProcessGroupGloo(MINUTE)
     group, mine, theirs = AbortableGroup(pg), client(port), client(port)
     rng, own = random.Random(seed), random.Random(rank)  # the first is equal on all
@@ -166,7 +167,7 @@ def _abort_when_told(group: AbortableGroup, store: TCPStore, key: str) -> None:
 
 @pytest.mark.multiprocess
 def test_a_cut_between_the_head_and_the_body_of_a_message_holds_nobody_up() -> None:
-    """gloo never reads again from such a connection, nor closes it: 60 s of a rollback, once."""
+    """gloo neither reads from such a connection nor closes it: this once cost a rollback 60 s."""
     longest = run(3, _cutting, 5)
     print(f"\ncut to quiet, longest of {CUTS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}")
     assert max(longest) < NOISE_S

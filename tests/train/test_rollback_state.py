@@ -1,4 +1,4 @@
-"""StepState on plain modules: what comes back, what goes over, what is refused."""
+"""Tests of StepState on plain modules: what is restored, what is transferred, what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fft.train.state.step_state import TornState
 
 
 class Model(nn.Module):
-    """Buffers of every sort: changed in place, replaced, filled late, not persistent."""
+    """A model with buffers that are changed in place, replaced, filled late, or not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_restore_makes_the_next_attempt_the_same_as_the_first() -> None:
     replaced = run.model.replaced
     before = run.state.digest()
     first = run.compute()
-    for _ in range(2):  # idempotent, and what was put back may be changed
+    for _ in range(2):  # idempotent, and restored values may be changed
         run.schedule.step()
         run.counter.seen["n"] = 99
         run.counter.seen["list"].append(2)
@@ -146,7 +146,7 @@ def carried(run: Setup) -> dict[str, Any]:
 def test_export_and_load_carry_everything_over() -> None:
     source, fresh = Setup(1), Setup(2)
     for run in (source, fresh):
-        run.model(torch.zeros(2, 4))  # so that the late buffers are there
+        run.model(torch.zeros(2, 4))  # creates the late buffers
     for _ in range(3):
         source.step()
     rate = fresh.adam.param_groups[0]["lr"]
@@ -176,14 +176,15 @@ def test_load_forgets_optimizer_state_that_the_source_does_not_have() -> None:
 
 
 def test_a_rollback_after_a_state_has_come_does_not_bring_the_old_one_back() -> None:
-    """A learner's body begins with its old state, and its vote waits for that of the job."""
+    """The joiner's step function begins with its old state, and its vote waits for the job's
+    state."""
     source, learner = Setup(1), Setup(2)
     for run in (source, learner):
         run.step()
     learner.state.capture()
     learner.compute()
     learner.state.load(carried(source), keep_gradients=True)
-    if learner.state.captured:  # as the main thread asks, when it rolls back
+    if learner.state.captured:  # as the main thread checks when it rolls back
         learner.state.restore()
     assert learner.state.digest() == source.state.digest()
 
@@ -299,7 +300,7 @@ def test_first_edit_in_a_rolled_back_step_is_tracked_afterwards() -> None:
                 weight.add_(1)
             run.state.restore()
             assert torch.equal(weight, before[0])
-        run.state.note_edits()  # a body that leaves it alone does not end that
+        run.state.note_edits()  # a step function without edits does not reset that
         run.state.forget()
     run.state.capture()
     with torch.no_grad():
@@ -377,7 +378,7 @@ def test_gradients_stay_with_a_state_that_comes_only_if_they_belong_to_it(keeps:
 
 
 def _memory(value: Any) -> set[int]:
-    """Where the tensors in nested containers are."""
+    """Return where the tensors in nested containers are stored."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage().data_ptr()}
     if isinstance(value, dict):

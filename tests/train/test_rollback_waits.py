@@ -1,4 +1,4 @@
-"""How long a wait on FFT's groups lasts, what it raises, and what is left of it."""
+"""Tests of waits on FFT's groups: their duration, their errors, and what is left of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPS: dict[str, Callable[[Any, int], Any]] = {"all_reduce": all_reduce, "send and
 
 @pytest.fixture
 def pair() -> Iterator[list[AbortableGroup]]:
-    """Two ranks of a group whose own timeout is `SHORT`."""
+    """Return two ranks of a group whose own timeout is `SHORT`."""
     server = store_server()
     groups = [AbortableGroup(ShardProcessGroupGloo(SHORT), "shard") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
@@ -65,7 +65,7 @@ def pair() -> Iterator[list[AbortableGroup]]:
 def test_reduced_tensors_are_released_without_garbage_collection(
     pair: list[AbortableGroup], by_future: bool
 ) -> None:
-    """Else each step's gradients stay in memory until the collector happens to run."""
+    """Otherwise each step's gradients stay in memory until the collector happens to run."""
 
     def reduce(rank: int) -> weakref.ref[torch.Tensor]:
         tensor = torch.ones(1000)
@@ -104,7 +104,7 @@ def test_zero_is_no_limit_but_the_groups_own(
     work = OPS[op](pair[1].pg, 1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(work.wait, none)
-        threading.Event().wait(0.15)  # it has this long to end too early
+        threading.Event().wait(0.15)  # it must not end within this time
         assert not waiting.done()
         OPS[op](pair[0].pg, 0).wait()
         assert waiting.result(NOISE_S)
@@ -148,7 +148,7 @@ def test_threads_that_wait_for_peers_are_used_again_and_end(pair: list[Abortable
         works = [exchange(group.pg, rank) for rank, group in enumerate(pair)]
         assert all(work.wait() for work in works)
     assert _attendants() <= 2
-    # gloo tells nobody who receives from anybody: its thread sleeps for the group's timeout
+    # gloo notifies no receiver from any source: its thread sleeps for the group's timeout
     forgotten = pair[1].pg.recv_anysource([torch.zeros(8)], 0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(forgotten.wait)
@@ -166,7 +166,7 @@ ROUNDS = 40
 
 
 def _racing(rank: int, ranks: int, port: int) -> float:
-    """Longest time, in seconds, until all is quiet after an abort in the middle of transfers."""
+    """Return the longest time in seconds until all is quiet after an abort in mid-transfer."""
     group = AbortableGroup(ShardProcessGroupGloo(timedelta(seconds=60)))
     rng = random.Random(3)  # equal on both ranks
     longest = 0.0
@@ -192,7 +192,7 @@ def _abort_amid(group: AbortableGroup, rank: int, size: int, after: int, any_sou
 
 
 def _shift(pg: Any, rank: int, size: int, any_source: bool, done: list[int]) -> None:
-    """Send to the other rank and receive from it, over and over."""
+    """Send to the other rank and receive from it, repeatedly."""
     out, there = torch.empty(size), torch.ones(size)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Lengths of schedules, their warnings, and the fraction of the data that is consumed."""
+"""Tests of the lengths of schedules, their warnings, and the consumed fraction of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders over a share of the data: counts, published states, restores and refusals."""
+"""Tests of loaders over a share of the data: counts, published states, restores and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fft.util.errors import UnequalData
 
 
 class Share:
-    """Item n of the shard of ``group`` is ``100 * group + n``."""
+    """A data set whose item n of the shard of ``group`` is ``100 * group + n``."""
 
     def __init__(self, group: int, end: int = 50, restores: bool = True) -> None:
         self.group, self.end, self.restores = group, end, restores

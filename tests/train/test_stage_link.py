@@ -1,4 +1,4 @@
-"""The connection between two stages: who may come, and what may be sent."""
+"""Tests of the connection between two stages: which peers may connect, and what they may send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = b"k" * 32
 
 
 def met(mine: bytes, theirs: bytes) -> list[object]:
-    """What both ends of a connection come to: what was heard, or the error."""
+    """Return the results of both ends of a connection: the message received, or the error."""
     ends, found = socket.socketpair(), [None, None]
 
     def meet(number: int, key: bytes) -> None:

@@ -15,7 +15,7 @@ from fft.train.process_group import ShardProcessGroupGloo, StepState
 from fft.train.reducer import Reducer
 
 _AFTER_THE_STEP = {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}
-"""Setters that need a default process group or CUDA; a test below sets what they set."""
+"""Setters that need a default process group or CUDA; a test below covers their effects."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""State transfer: what comes is what was sent, and each way in which it may not come."""
+"""Tests of state transfer: what arrives is what was sent, and every way in which it can fail."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_received_state_equals_the_sent_state(make: Make, token: JobToken | None
         got = receiver.recv_checkpoint(0, sender.metadata(), step, LIMIT)
         assert same(got, sent)
         assert got["long"].data_ptr() % got["long"].element_size() == 0
-        got["long"].add_(1)  # it can be written to, and is nobody else's
+        got["long"].add_(1)  # the tensor is writable, and shared with no other object
         assert not torch.equal(got["long"], sent["long"])
         sender.disallow_checkpoint()
 
@@ -148,7 +148,7 @@ def test_nothing_of_it_is_run_even_from_a_peer_with_the_token(make: Make) -> Non
 
 
 class Relay:
-    """Between the two: passes on what ``change`` makes of the answer, then closes."""
+    """A proxy between the two that forwards the answer after ``change``, then closes."""
 
     def __init__(self, sender: StateTransfer, change: Callable[[bytes], bytes]) -> None:
         self._to = urlsplit(sender.metadata())
@@ -252,7 +252,7 @@ def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make, e
     sender, receiver = make(), make()
     offered = SOON if ends == "its time" else timedelta(seconds=1000)
     sender.send_checkpoint([1], 1, {"a": torch.zeros(2**24)}, offered)
-    path = receiver._request_tag  # a request as the receiver would make it, and then no reading
+    path = receiver._request_tag  # a request as the receiver makes it, without reading the answer
     to, what = urlsplit(sender.metadata()), transfer_module._what(1, "")
     server = to.path.strip("/")
     request = f"GET /{server}/{what}/n/{path(server, what, 'n')} HTTP/1.0\r\n\r\n"

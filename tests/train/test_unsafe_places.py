@@ -1,4 +1,5 @@
-"""Where an exception would leave something half done there is none; elsewhere it comes at once."""
+"""Tests that an exception never comes where it would leave something half done, and elsewhere at
+once."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ FRAGILE = {
     "exit-stack", "contextmanager", "files", "threads", "warnings", "no_grad", "set_grad_enabled",
     "autocast",
 }  # fmt: skip
-"""What is left half done by an exception that comes anywhere. (Locks in C guard themselves.)"""
+"""Resources that an exception at any place leaves half done; locks in C protect themselves."""
 
 
 COMPILE = Path(__file__).with_name("interrupt_compile.py")
 
 
 def left(how: str, rounds: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """(bodies, those that left something) for each thing that bodies use."""
+    """Return (runs, runs that left something) for each resource that step functions use."""
     command = [sys.executable, str(STORM), how, str(rounds), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -65,7 +66,7 @@ def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> Non
 def test_a_compilation_is_never_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, bodies: int
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it compiles once, for ever
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it compiles only once
     log = tmp_path / "log"
     said = forked.run_script(COMPILE, backend, str(bodies), log=log, within=LIMIT_S)
     told = json.loads(said.splitlines()[-1])
@@ -77,7 +78,7 @@ def test_a_compilation_is_never_cut(
 
 
 class Here(Exception):
-    """Carries the frame that called."""
+    """An exception with the frame that called."""
 
 
 def _raise() -> None:
@@ -85,11 +86,11 @@ def _raise() -> None:
 
 
 here = functools.partial(_raise)
-"""In C, as what waits or takes is: signals are looked for when it has returned."""
+"""A function in C, as waits and locks are: signals are handled when it has returned."""
 
 
 def judged(function: Callable[[], object]) -> Safety:
-    """The judgement at ``function``'s own call of `here`."""
+    """Return the verdict at ``function``'s own call of `here`."""
     try:
         function()
     except Here as error:
@@ -99,7 +100,7 @@ def judged(function: Callable[[], object]) -> Safety:
         called = last.tb_frame
         found: list[Safety] = []
 
-        class At:  # a frame that has ended keeps its last instruction, but not where it was called
+        class At:  # an ended frame keeps its last instruction, but not the place of its call
             f_code, f_lasti, f_back = called.f_code, last.tb_lasti, None
 
         found.append(look(At, None))  # type: ignore[arg-type]
@@ -222,11 +223,11 @@ def test_frames_older_than_the_step_function_do_not_count() -> None:
 
 
 def test_a_condition_takes_its_lock_again_whatever_comes() -> None:
-    """Else the end of its ``with`` releases the lock of somebody else."""
+    """Otherwise the end of its ``with`` releases another thread's lock."""
     found: list[Safety] = []
 
     class Watching:
-        """A lock that looks when it is taken again."""
+        """A lock that runs the check when it is taken again."""
 
         def __init__(self) -> None:
             self.lock = threading.Lock()
