@@ -109,6 +109,31 @@ def test_a_body_cut_in_an_evaluation_or_with_a_part_frozen_is_repeated_as_it_beg
     assert [n for n, p in setup.model.named_parameters() if not p.requires_grad] == ["norm.weight"]
 
 
+class Counting(nn.Module):
+    """Registers its running sum at its first use, and had no buffer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(1))
+        self.seen += x.sum().detach()
+        return self.linear(x)
+
+
+def test_rollback_removes_the_first_buffer_of_a_module() -> None:
+    model = Counting()
+    state = StepState([model], [torch.optim.SGD(model.parameters(), 0.1)])
+    state.capture()
+    model(torch.ones(3, 2)).sum().backward()
+    state.restore()
+    assert not model._buffers
+    model(torch.ones(3, 2)).sum().backward()
+    assert model.seen.item() == 6.0
+
+
 def test_buffers_made_or_filled_since_go_away() -> None:
     run = Setup()
     run.state.capture()

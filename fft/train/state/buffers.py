@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,15 @@ def capture_buffers(modules: Sequence[nn.Module]) -> Iterator[Buffer]:
             yield Buffer(module, name, tensor, [] if tensor is None else bits_of(tensor))
 
 
-def restore_buffers(saved: list[Buffer]) -> None:
-    """Put the same tensor objects back, with their values; buffers made since go away."""
-    kept: dict[nn.Module, set[str]] = {}
+def restore_buffers(modules: Iterable[nn.Module], saved: list[Buffer]) -> None:
+    """Restore the buffers of ``modules``: the same tensor objects with their captured values.
+
+    Buffers that were registered since the capture are removed, also from modules without any at
+    that time: a lazily made running statistic would otherwise count the replayed batch twice.
+    """
+    kept: dict[nn.Module, set[str]] = {module: set() for module in modules}
     for entry in saved:
-        kept.setdefault(entry.module, set()).add(entry.name)
+        kept[entry.module].add(entry.name)
     for module, names in kept.items():
         for name in [n for n in module._buffers if n not in names]:
             del module._buffers[name]

@@ -201,7 +201,7 @@ class StepState:
             self._parameters[name].requires_grad_(trained)
         for put_back in saved.settings:
             put_back()
-        restore_buffers(saved.buffers)
+        restore_buffers((module for module, _ in saved.modes), saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # one that the user has added since has nothing to be put back
             for group, values in zip(optimizer.param_groups, groups, strict=False):
