@@ -50,6 +50,10 @@ class RankView:
     """It leaves on purpose: its group was asked to leave, or its last step is reached."""
     asked: bool = False
     """Its group was asked to leave."""
+    votes_last: bool = False
+    """Its newest vote reports that no step follows the present one."""
+    at_end: bool = False
+    """It left with the commit of its last step: by itself, whether or not it was asked to leave."""
     loop: str = ""
     """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
 
@@ -262,12 +266,16 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.state = str(_mapping(record.get("spec")).get("initial", view.state))
         view.reforms = record.get("reforms") is True
     elif record.get("kind") == "transition":
+        event = _mapping(record.get("event"))
+        if event.get("type") == "prepared":
+            view.votes_last = event.get("last") is True
         state, role = record.get("to"), _role(record)
         if isinstance(state, str) and role is not None:
             was = view.role
             view.commits += role in COMMITTING and role != was
             view.state, view.role, view.fetches = state, role, ""
             # At its end an asynchronous job does not wait for a group in its local phase.
+            view.at_end |= view.votes_last and role == "last_commit"
             view.leaves |= role == "last_commit" or (was, role) == ("apart", "terminal")
         members = record.get("members")
         if isinstance(members, list):

@@ -332,9 +332,8 @@ def test_exit_0_in_the_middle_of_the_job_is_a_loss(
     assert verdict.ok
     assert (text in caplog.text) == bool(again)
     if again:
-        assert "ended with exit status 0 in the middle of the job" in caplog.text
-        assert "at step 5" in caplog.text
-        assert caplog.text.count("in the middle of the job") == 1
+        assert "ended with exit status 0 at step 5, before the end of the job" in caplog.text
+        assert caplog.text.count("before the end of the job; its group is restarted") == 1
 
 
 def test_death_is_reported_at_once_with_signal_and_step(
@@ -346,7 +345,7 @@ def test_death_is_reported_at_once_with_signal_and_step(
         again = stage.enter(1)["1", "0"]
         pid = actors["1", "0"].pid
         text = f"group 1 rank 0 (pid {pid}) died: SIGKILL, possibly out of memory"
-        assert text in caplog.text and "at step 5; its log: " in caplog.text
+        assert text in caplog.text and "at step 5. Log: " in caplog.text
         again.order("raise cut")
         third = stage.enter(1)["1", "0"]
         assert "ended with ConnectionError at" in caplog.text
@@ -384,6 +383,25 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
             "failed": ExitStatus.FAILED,
         }[how]
     )
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_interrupted_job_that_finishes_its_last_step_is_complete(
+    run_job: StartJob, stage: Stage, is_last: bool
+) -> None:
+    vote = record(kind="transition", event={"type": "prepared", "last": is_last}, step=5)
+    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        job.supervisor.interrupt()
+        event = {"type": "drain", "groups": ["0", "1"], "by": "supervisor"}
+        for (group, _), actor in actors.items():
+            assert actor.says() == {"heard": "sigterm"}
+            drain = record(kind="transition", event=event, step=5)
+            trace(job, int(group), 0, 1, drain, vote, record(kind="transition", step=6, **left))
+            actor.order("exit 0")
+        status = job.verdict().exit_status
+    assert status == (ExitStatus.COMPLETE if is_last else ExitStatus.DRAINED)
 
 
 @pytest.mark.multiprocess

@@ -28,11 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 _ROUNDS = 3
-"""Deaths at one step without a commit in between, each of a process that was started after the one
-before had died, that are no accident."""
+"""Rounds of deaths at one step, without a commit in between, that end the job.
+
+A new round begins with the death of a process that was started after the round before. Processes
+that die together, as with their host, are one round.
+"""
 
 
-class Death(NamedTuple):
+class UnexplainedDeath(NamedTuple):
     """A death that neither the supervisor, nor a monitor, nor an injected fault explains."""
 
     group: str
@@ -57,7 +60,7 @@ class Deaths:
     def __init__(self) -> None:
         self.suspected: dict[int, str] = {}
         """Processes that were reported to hang, by pid, and why."""
-        self._at: dict[int, list[Death]] = {}
+        self._at: dict[int, list[UnexplainedDeath]] = {}
         """Deaths that nothing explains, by the step of the job."""
         self._told: set[tuple[str, int, str]] = set()
         self._look_at: float | None = time.monotonic()
@@ -95,8 +98,10 @@ class Deaths:
         self._told.add(key)
         seen = _seen(child, group, view)
         where = "before its first transaction" if seen is None else f"at step {seen.step}"
+        if child.left_early:
+            where += ", before the end of the job; its group is restarted"
         logger.warning(
-            "group %s rank %d (pid %d) %s %s; its log: %s",
+            "group %s rank %d (pid %d) %s %s. Log: %s",
             *(child.group, child.rank, child.pid, cause, where, child.log),
         )
 
@@ -110,7 +115,7 @@ class Deaths:
         cause = "exit status 0" if child.left_early else cause_of(child.code)
         line, now = child.decisive_line(), time.monotonic()
         who = child.group, child.rank, cause
-        death = Death(*who, view.cursor, line, child.log, child.began, now)
+        death = UnexplainedDeath(*who, view.cursor, line, child.log, child.began, now)
         self._at.setdefault(view.step, []).append(death)
 
     def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
@@ -149,7 +154,7 @@ class Deaths:
 
     def _cause(self, child: Child, group: Group, view: JobView) -> str:
         if child.left_early:
-            return "ended with exit status 0 in the middle of the job, which is a loss:"
+            return "ended with exit status 0"
         if child.last_words is not None:
             return f"ended with {child.last_words.short()}"
         text = f"died: {cause_of(child.code)}"

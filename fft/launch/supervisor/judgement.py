@@ -160,10 +160,11 @@ class Judgement:
         """
         if problems or self.is_plan_through:
             return None
-        if self.asked_to_end:
-            return ExitStatus.DRAINED
         ended = [group for group in self.groups if group.finished]
-        drained = [group for group in ended if _was_asked(group, view)]
+        at_end = [group for group in ended if _is_at_end(group, view)]
+        if self.asked_to_end and not at_end:
+            return ExitStatus.DRAINED
+        drained = [group for group in ended if group not in at_end and _was_asked(group, view)]
         if ended and len(drained) == len(ended):
             return ExitStatus.DRAINED
         lost = [group for group in self.groups if group.given_up or _is_evicted(group)]
@@ -200,7 +201,7 @@ class Judgement:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                # a scheduler may have sent SIGTERM to all processes of the step
+                # a scheduler may have sent SIGTERM to all processes of the SLURM job step
                 was_asked = child.ended_as_asked or (
                     self.asked_to_end and child.code == -signal.SIGTERM
                 )
@@ -261,6 +262,14 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
 def _was_asked(group: Group, view: JobView) -> bool:
     """Whether the group left because it was drained: by an operator, a signal or a notice."""
     return any(rank.asked for rank in view.of(group.name))
+
+
+def _is_at_end(group: Group, view: JobView) -> bool:
+    """Whether the group left with its last step.
+
+    One rank is enough: the ranks of later stages follow the first stage to its end.
+    """
+    return any(rank.at_end for rank in view.of(group.name))
 
 
 def _is_evicted(group: Group) -> bool:
