@@ -115,7 +115,7 @@ _WARNS = (signal.SIGUSR1, signal.SIGHUP)
 """Signals that drain the job and never kill it: a scheduler's warning, and a lost terminal."""
 _SAME_S = 2.0
 """Seconds within which a second SIGTERM counts as a repetition of the first: a scheduler may send
-it twice, to the process and to the whole step."""
+it twice, to the process and to the whole SLURM job step."""
 
 
 class Interrupts:
@@ -153,7 +153,7 @@ class Interrupts:
         if self._tell is not None:
             self._tell()
         else:
-            sys.stderr.write("fft: interrupted; what is being started is ended first\n")
+            sys.stderr.write("fft: interrupted; the job ends when its start is complete\n")
 
     def _is_repeated(self, number: int) -> bool:
         """Whether this is a second signal of `_KILLS`, and not a repeated SIGTERM."""
@@ -278,8 +278,6 @@ def run(
 
         if not join:
             refuse_launcher()
-            if groups == 0:
-                raise FftError("--groups 0, a host of spares only, needs --join")
 
         config = RunConfig(
             script=[str(script), *(arguments or [])],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fft.launch.exit_status import ExitStatus
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def plain_errors() -> Iterator[None]:
         yield
     except FftError as error:
         sys.stderr.write(f"fft: {error}\n")
-        raise typer.Exit(2) from error
+        raise typer.Exit(ExitStatus.REFUSED) from error
     except (OSError, RuntimeError, MemoryError) as error:
         if not _is_short(error):
             raise
@@ -35,7 +36,7 @@ def plain_errors() -> Iterator[None]:
             f"fft: this process may not have what it needs: {error or 'out of memory'}; look at "
             "ulimit -n (files), -v (memory), -u (processes and threads)\n"
         )
-        raise typer.Exit(2) from error
+        raise typer.Exit(ExitStatus.REFUSED) from error
 
 
 def _is_short(error: Exception) -> bool:

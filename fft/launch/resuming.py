@@ -22,10 +22,12 @@ from fft.durable.manifest import name_of
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import NoRoom, open_store
 from fft.launch.compiled import compile_cache
+from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
+from fft.util.errors import FftError
 
 _STARTS = 3
 """Starts in a row that die at the same step by the same signal: no accident."""
@@ -42,7 +44,7 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
     Gives ``config`` with the place of what its processes compile. Raises StoreError: no checkpoints
     can be kept there, or another job keeps its own there; SupervisorError.
     """
-    config.check()
+    config.check(joins)
     with ExitStack() as undo:
         job = Joined.from_env().bus_url.rpartition("/")[2] if joins else None
         undo.enter_context(held_traces(config.trace_dir, job))
@@ -74,7 +76,6 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
         SupervisorError: the job cannot be started as asked.
         BusError: the bus of the job to join cannot be reached.
     """
-    config.check()
     plan, step = config.checkpoint, None
     if plan is not None and not (joins and plan.resume is False):
         store = open_store(str(plan.place))
@@ -152,16 +153,32 @@ class Resumptions:
         """Starts in a row that have got no further."""
         self._errors: frozenset[tuple[str, str]] = frozenset()
         """Of the script, that have ended the start before."""
+        self._last: tuple[JobOutcome, RunConfig] | None = None
+        """The newest start that has ended."""
         self._died: dict[tuple[str, str], int] = {}
         """Deaths by which starts in a row have ended, and how many starts."""
 
     def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
-        """All starts. The outcome of the last, and what that was asked to do.
+        """Run all starts; return the outcome of the last one and its configuration.
 
-        ``traces``: the folder that has those of all starts.
+        Args:
+            traces: the folder with the traces of all starts.
 
-        Raises StoreError, CheckpointError: it cannot go on from a checkpoint.
+        Raises:
+            FftError: The first start cannot begin. A later failure is an outcome.
         """
+        try:
+            return self._all_starts(config, plan, traces)
+        except FftError as error:
+            if self._last is None:
+                raise
+            found, config = self._last
+            lines = (f"the job cannot be started again: {error}",)
+            return replace(found, ok=False, lines=lines, status=ExitStatus.FAILED), config
+
+    def _all_starts(
+        self, config: RunConfig, plan: FaultPlan, traces: Path
+    ) -> tuple[JobOutcome, RunConfig]:
         began = time.monotonic()
         if config.resume_step is not None:
             assert config.checkpoint is not None
@@ -169,18 +186,26 @@ class Resumptions:
         while True:
             config.make_place()
             found = self._run(config, plan)
+            self._last = found, config
             given = config.checkpoint
             if found.lost is None or given is None:
                 self._tell_of_nothing(found, config)
                 return found, config
             if found.errors & self._errors:
-                self._say("two starts in a row have ended by the same error of the script")
+                self._say(
+                    "two starts in a row have ended by the same error of the script: correct it, "
+                    f"and start the job again with --resume; logs: {config.trace_dir / 'logs'}"
+                )
                 return found, config
             self._errors = found.errors
             self._died = {death: self._died.get(death, 0) + 1 for death in found.deaths}
             if max(self._died.values(), default=0) == _STARTS:
                 place, cause = max(self._died, key=lambda death: self._died[death])
-                self._say(f"{_STARTS} starts in a row have died at {place} by {cause}")
+                self._say(
+                    f"{_STARTS} starts in a row have died at {place} by {cause}: the job is not "
+                    "started again. Correct the script or its data, or skip the data of this "
+                    f"step; logs: {config.trace_dir / 'logs'}"
+                )
                 return found, config
             for line in found.lines:
                 self._say(line)
@@ -189,7 +214,11 @@ class Resumptions:
             is_stuck = again.resume_step == config.resume_step
             self._in_vain = self._in_vain + 1 if is_stuck else 0
             if self._in_vain > config.max_restarts:
-                self._say(f"{self._in_vain} starts in a row have taken no checkpoint")
+                self._say(
+                    f"{self._in_vain} starts in a row have published no checkpoint: the job is not "
+                    "started again. Correct the cause of its deaths, or give a smaller --every; "
+                    f"logs: {config.trace_dir / 'logs'}"
+                )
                 return found, config
             step = again.resume_step
             where = "at the beginning" if step is None else f"from the checkpoint of step {step}"

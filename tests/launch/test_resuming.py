@@ -20,6 +20,7 @@ from refused_calls import refuse
 from fft.bus import serve_tcp
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import NoRoom, open_store
+from fft.launch.exit_status import ExitStatus
 from fft.launch.resuming import Resumptions, begun, held
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
@@ -86,7 +87,24 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
     job = Job(tmp_path, first_only)
     assert job.run() is LOST
     assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
-    assert f"{RESTARTS + 1} starts in a row have taken no checkpoint" in job.said
+    (said,) = [line for line in job.said if "starts in a row" in line]
+    assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in said
+    assert str(job.folders[-1] / "logs") in said
+
+
+def test_failed_resume_is_a_failed_job(tmp_path: Path) -> None:
+    """It is not reported as a job that was not started."""
+
+    def damaging(job: Job) -> JobOutcome:
+        job.publish(2)
+        for file in (tmp_path / "checkpoints" / "step-2").iterdir():
+            file.write_text("damaged")
+        return LOST
+
+    job = Job(tmp_path, damaging)
+    outcome = job.run()
+    assert outcome.exit_status == ExitStatus.FAILED
+    assert outcome.lines[0].startswith("the job cannot be started again: ")
 
 
 def test_starts_that_come_further_go_on_however_many_they_are(tmp_path: Path) -> None:

@@ -75,41 +75,63 @@ class RunConfig:
                 "or free room there"
             ) from error
 
-    def check(self) -> None:
-        """Raise SupervisorError unless the job can be started."""
+    def check(self, joins: bool = False) -> None:
+        """Raise SupervisorError unless the job can be started.
+
+        Args:
+            joins: The bus is served elsewhere.
+        """
         if not self.script or not Path(self.script[0]).is_file():
             named = self.script[0] if self.script else ""
             raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
-        if self.groups == 0 and not (self.spares >= self.ranks > 0 and self.all_groups):
+        is_complete = joins and self.spares >= self.ranks > 0 and self.all_groups
+        if self.groups == 0 and not is_complete:
             raise SupervisorError(
                 "--groups 0 is a host of spares only: give --join, --all-groups, and at least as "
                 f"many --spares as a group has ranks ({self.ranks}); found {self.spares}"
             )
-        if self.groups < 0 or self.ranks < 1:
-            raise SupervisorError("--groups and --ranks must be at least 1")
+        if self.groups < 0:
+            raise SupervisorError(
+                f"--groups {self.groups}: expected at least 1, or 0 for a host of spares only"
+            )
+        if self.ranks < 1:
+            raise SupervisorError(f"--ranks {self.ranks}: expected at least 1")
         if self.groups and not 1 <= self.min_groups <= self.groups:
-            raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
+            raise SupervisorError(
+                f"--min-groups {self.min_groups}: expected 1 to {self.groups}, the number of "
+                "--groups"
+            )
         if self.first_group < 0:
-            raise SupervisorError("--first-group must be at least 0")
+            raise SupervisorError(f"--first-group {self.first_group}: expected at least 0")
         if self.groups_in_all < self.first_group + self.groups:
             raise SupervisorError(
-                f"--all-groups must be at least {self.first_group + self.groups}: this host has "
-                f"group {self.first_group} to {self.first_group + self.groups - 1}"
+                f"--all-groups {self.all_groups}: expected at least "
+                f"{self.first_group + self.groups}, because this host has group "
+                f"{self.first_group} to {self.first_group + self.groups - 1}"
             )
         if not 0 < self.host_limit < math.inf:
-            raise SupervisorError("--host-limit must be a positive number of seconds")
+            raise SupervisorError(
+                f"--host-limit {self.host_limit:g}: expected a positive number of seconds"
+            )
         if self.diagnose_after < 0:
-            raise SupervisorError("--diagnose-after must be at least 0, which means never")
+            raise SupervisorError(
+                f"--diagnose-after {self.diagnose_after}: expected at least 0, which means never"
+            )
         if self.min_steps and self.stop_after_plan is None:
-            raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
+            raise SupervisorError(
+                f"--min-steps {self.min_steps} needs --stop-after-plan: give both or neither"
+            )
         if self.evict_stragglers is not None and not self.evict_stragglers > 1:
             raise SupervisorError(
-                "--evict-stragglers must be more than 1: how many times slower a rank is"
+                f"--evict-stragglers {self.evict_stragglers:g}: expected more than 1, the "
+                "factor by which a rank is slower than the median rank"
             )
         if self.spares < 0:
-            raise SupervisorError("--spares must be at least 0")
+            raise SupervisorError(f"--spares {self.spares}: expected at least 0")
         if self.reform_window is not None and not 0 <= self.reform_window < math.inf:
-            raise SupervisorError("--reform-window must be a number of seconds, at least 0")
+            raise SupervisorError(
+                f"--reform-window {self.reform_window:g}: expected a number of seconds, at least 0"
+            )
 
     @property
     def groups_in_all(self) -> int:

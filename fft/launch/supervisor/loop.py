@@ -86,7 +86,7 @@ class Supervisor:
         token: JobToken | None = None,
     ) -> None:
         """``token``: of the job; its children get it in their environment."""
-        config.check()
+        config.check(joins=isinstance(services, Joined))
         self._config = config
         self._plan = plan
         self._services = services
@@ -478,8 +478,12 @@ class Supervisor:
         given_up = sum(other.given_up for other in self._groups.values())
         needed = self._tail.view.min_groups
         if 0 < self._config.groups_in_all - given_up < needed:
-            reason = f"group {group.name} cannot be brought back, and {needed} groups are needed"
-            self._judgement.problems.append(f"{reason} (min_replica_size): the job was ended")
+            gone = ", ".join(name for name, other in self._groups.items() if other.given_up)
+            reason = f"group {gone} cannot be brought back, and {needed} groups are needed"
+            self._judgement.problems.append(
+                f"{reason} (min_replica_size of the script): the job was ended. Correct the cause "
+                "of the group's deaths, raise --max-restarts, or lower min_replica_size"
+            )
             self._end_in_vain(reason, in_order=True)
         elif len(self._groups) - given_up < self._config.min_groups or self._watch is not None:
             self._drain(f"group {group.name} cannot be brought back", forward=True)

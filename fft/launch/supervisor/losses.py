@@ -36,7 +36,8 @@ def loss_of(
         return None
     if any(view.committed_since(group.name, group.known_incs) for group in living):
         return None
-    return NOBODY_HAS_IT
+    fix = "" if config.can_resume else "; give --checkpoint, so that a job can continue from one"
+    return f"{NOBODY_HAS_IT}{fix}"
 
 
 def lost_shard(groups: Collection[Group], view: JobView) -> int | None:
