@@ -290,7 +290,7 @@ class _Announcer:
 
 def main() -> None:
     """Run the monitor: the entry point of ``python -m fft.health.monitor``."""
-    # A scheduler may send these signals to all processes of a step; the monitor ends with its
+    # A scheduler may send these signals to all processes of a SLURM job step; it ends with its
     # trainer.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -36,7 +36,8 @@ def main() -> None:
 def ignore_warnings() -> None:
     """Ignore SIGUSR1 and SIGHUP in this process, and in the programs that it starts.
 
-    A scheduler may send them to all processes of a step; `fft run` handles them for the whole job.
+    A scheduler may send them to all processes of a SLURM job step; `fft run` handles them for the
+    whole job.
     """
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

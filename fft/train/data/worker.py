@@ -115,8 +115,10 @@ class Substreams:
             close()
 
 
-_TERM_S = 30.0
-"""From SIGTERM to the end of a worker; longer than a drain should take."""
+_LAUNCHERS_S = 30.0
+"""Seconds from SIGTERM to SIGKILL by a launcher that does not name a limit, as torchrun."""
+_AFTER_S = 10.0
+"""Seconds from the limit of a drain to the end of a worker whose trainer still lives."""
 
 
 class Reader(Dataset[Any]):
@@ -191,13 +193,21 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
 def _end_later(_number: int, _frame: FrameType | None) -> None:
     """Handle SIGTERM in a worker: end it after the time for a drain.
 
-    A scheduler may send SIGTERM to all processes of a step. The trainer needs its data to commit
-    once more, and ends its workers itself then. Python ends by SIGTERM what it could not end
-    otherwise, so the signal must have an effect.
+    A scheduler may send SIGTERM to all processes of a SLURM job step. The trainer needs its data
+    to commit once more, and ends its workers itself then. Python ends by SIGTERM what it could not
+    end otherwise, so the signal must have an effect.
     """
-    timer = threading.Timer(_TERM_S, os.kill, (os.getpid(), signal.SIGKILL))
+    timer = threading.Timer(_limit_s() + _AFTER_S, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
+
+
+def _limit_s() -> float:
+    """Return the seconds that a drain may take; the trainer has refused a value that is invalid."""
+    try:
+        return float(os.environ["FFT_DRAIN_WITHIN"])
+    except (KeyError, ValueError):
+        return _LAUNCHERS_S
 
 
 def _end_now() -> None:
