@@ -20,8 +20,8 @@ from fft.launch.supervisor.spares import GROUP, Spares
 from fft.trace.tail import JobView
 from fft.util.new_file import claimed
 
-_MOST_CALLED = 3
-"""Successors in one start of a group that may be lost before they take part."""
+_MOST_IN_A_ROW = 3
+"""Successors of one rank that may be lost in a row before they take part."""
 SUCCESSOR = "FFT_SUCCESSOR"
 """Set in the environment of a process that comes for a lost one, whose group lives."""
 
@@ -40,6 +40,8 @@ class Reforming:
         self._config = config
         self._coming: dict[Child, float] = {}
         """Successors that have not begun their first txn, and since when they run."""
+        self._in_a_row: dict[tuple[str, int, int], int] = {}
+        """Successors since one took part, by group, start of the group, and rank."""
         self._launcher = launcher
         self.spares = Spares(config.spares, self._start_spare)
 
@@ -79,8 +81,8 @@ class Reforming:
 
     def _may_call_next(self, group: Group, lost: Child) -> bool:
         """Whether another spare may take the place of a successor, which took no part yet."""
-        called = sum(child.rank == lost.rank for child in group.lost)
-        return lost in self._coming and self.spares.ready > 0 and called < _MOST_CALLED
+        count = self._in_a_row.get((group.name, group.starts, lost.rank), 0)
+        return lost in self._coming and self.spares.ready > 0 and count < _MOST_IN_A_ROW
 
     def late(self, groups: Mapping[str, Group], view: JobView) -> Iterator[tuple[Child, str]]:
         """Spares and successors that hang, each once, and what to say of it."""
@@ -126,6 +128,9 @@ class Reforming:
         mates = [child for child in group.living if not child.dies_within(0)]
         if not mates:
             return None
+        place = (group.name, group.starts, lost.rank)
+        took_part = lost.rank in view.since(group.name, group.incs_before)
+        self._in_a_row[place] = 1 if took_part else self._in_a_row.get(place, 0) + 1
         inc = view.incs(group.name).get(lost.rank, 0)
         env = {**group.place(lost.rank), SUCCESSOR: "1"}
         start = partial(self._start, group, lost.rank, env)
