@@ -151,9 +151,9 @@ def _read(file: IO[str]) -> dict[str, Any]:
 
 def _in_use(root: Path, holder: Mapping[str, Any]) -> str:
     name = holder.get("job")
-    job = "a job" if name is None else f"job {name}"
+    job = "" if name is None else f", for job {name}"
     where = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}"
     return (
-        f"--trace-dir {root} is in use by the `fft run` with {where}, for {job}: end it, or name "
+        f"--trace-dir {root} is in use by the `fft run` with {where}{job}: end it, or name "
         "another --trace-dir. One directory holds the traces of one job"
     )

@@ -128,11 +128,11 @@ class TraceWriter:
                 self._refuse_used(self._fd)
 
     def _refuse_used(self, fd: int) -> None:
-        """Raise FftError if the file has lines: then it is the trace of another job."""
+        """Raise FftError if the file has lines: another job or an earlier start wrote them."""
         if os.fstat(fd).st_size:
             self.close()
             raise FftError(
-                f"{self.path} is the trace of another job: expected a new file; give each job "
+                f"{self.path} already has lines: expected a new or empty file; give each job "
                 "a directory of its own (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
             )
 

@@ -76,8 +76,8 @@ def _wait(
     deadline, told = time.monotonic() + limit_s, ""
     while (why := _unreached(_donors(client, me))) and _is_alive(client) and not is_over():
         text = (
-            f"rank {me.group}/{me.rank} waits outside the job, because it could not fetch the "
-            f"state: {why}; {HOW_TO_REACH}"
+            f"rank {me.group}/{me.rank} waits outside the job, because it cannot reach a rank that "
+            f"has the state: {why}; {HOW_TO_REACH}"
         )
         if time.monotonic() > deadline:
             raise NoState(f"{text}. It waited for {limit_s:g} s")

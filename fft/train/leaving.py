@@ -25,6 +25,7 @@ from fft.train.preemption import Notice, NoticeSource, Poller, source_of
 from fft.train.settings import drain_within
 from fft.train.unsafe_places import guarded
 from fft.train.watchers import Watchers
+from fft.util.errors import FftError
 
 _FRAMES = 4
 """Calls of the main thread that are named when it is too late to leave with a commit."""
@@ -100,7 +101,7 @@ class Leaving:
         name = os.environ.get("FFT_DRAIN_SIGNAL", "SIGTERM" if is_torchrun else "")
         within = drain_within() or (_TORCHRUN_S if is_torchrun else None)
         if name and threading.current_thread() is threading.main_thread():
-            drain_on(signal.Signals[name], within=within)
+            drain_on(_signal_of(name), within=within)
         if notice := os.environ.get("FFT_NOTICE"):
             drain_on(source_of(notice, group, rank))
 
@@ -160,6 +161,16 @@ class _Leaver:
         job = self._job()
         if job is not None and job.engine is not None:
             job.note(name, data)
+
+
+def _signal_of(name: str) -> signal.Signals:
+    """Return the signal that FFT_DRAIN_SIGNAL names. Raises FftError."""
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise FftError(
+            f"FFT_DRAIN_SIGNAL={name}: expected a signal name such as SIGTERM, or nothing"
+        ) from None
 
 
 def _pass_on(drain: weakref.WeakMethod[Callable[..., None]], notice: Notice) -> None:

@@ -590,7 +590,8 @@ def _unreached(era: Era) -> str | None:
         thread.start()
     for thread in probes:
         thread.join(_PROBE_S)
-    for (host, port), error in list(found.items()):
+    if found:
+        (host, port), error = next(iter(list(found.items())))
         mine = ", ".join(sorted(own for own, _ in era.own))
         return (
             f"rank {era.rank} of {era.world_size} of the {era.group} group cannot reach another "
