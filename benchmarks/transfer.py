@@ -43,7 +43,7 @@ def main() -> None:
     token = JobToken.fresh()
     kinds = {
         "torchft": [HTTPTransport[Any](LIMIT, 0) for _ in range(2)],
-        "fft": [StateTransfer(token, LIMIT) for _ in range(2)],
+        "fft": [StateTransfer(token, LIMIT, address="127.0.0.1") for _ in range(2)],
     }
     took: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds):

@@ -40,7 +40,7 @@ def make() -> Iterator[Make]:
     def one(
         token: JobToken | None = TOKEN, timeout: timedelta = LIMIT, **more: Any
     ) -> StateTransfer:
-        made.append(StateTransfer(token, timeout, **more))
+        made.append(StateTransfer(token, timeout, address="127.0.0.1", **more))
         return made[-1]
 
     yield one

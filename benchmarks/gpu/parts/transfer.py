@@ -96,7 +96,7 @@ def _fetched(pen: Pen, setting: Setting) -> None:
     from fft.train.state.transfer import StateTransfer
 
     (_, source), (_, target) = _state(setting, 1), _state(setting, 2)
-    sender, receiver = StateTransfer(None, LIMIT), StateTransfer(None, LIMIT)
+    sender, receiver = (StateTransfer(None, LIMIT, address="127.0.0.1") for _ in range(2))
     try:
         began = time.perf_counter()
         sender.send_checkpoint([1], 1, source.export(), LIMIT)

@@ -113,7 +113,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         token: JobToken | None,
         timeout: timedelta,
         max_bytes: int = MAX_BYTES,
-        address: str = "127.0.0.1",
+        *,
+        address: str,
     ) -> None:
         self.about = ""
         """What the state belongs to; sender and receiver must agree. Set it before either."""
