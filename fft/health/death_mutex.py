@@ -25,8 +25,7 @@ from contextlib import suppress
 
 _PAGE = mmap.PAGESIZE
 _HELD_AT = 256
-"""Offset of the byte that states that the mutex is held; the mutex, of about 40 bytes, is before
-it."""
+"""Offset of the byte that marks the mutex as held; the mutex (about 40 bytes) is before it."""
 _ROBUST = _SHARED = 1  # PTHREAD_MUTEX_ROBUST, PTHREAD_PROCESS_SHARED
 _LOOK_S = 0.1
 """Polling interval until a child that has just started holds its mutex; no event signals it."""
@@ -86,8 +85,7 @@ class DeathMutex:
         self._thread: threading.Thread | None = None
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Call ``on_death``, on a thread of this object, if the child dies while it holds the
-        mutex."""
+        """Call ``on_death``, on a thread of this object, if the child dies holding the mutex."""
         self._thread = threading.Thread(
             target=self._run, args=(on_death,), name="fft-death-mutex", daemon=True
         )
@@ -105,8 +103,7 @@ class DeathMutex:
                 libc.pthread_mutex_unlock(self._page.mutex)
 
     def close(self) -> None:
-        """Release the resources. The child must have ended, so that the mutex is free and the
-        thread ends."""
+        """Release the resources. The child must have ended, so that the mutex is free."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -43,11 +43,9 @@ ROLL = "hosts"
 JUDGES = 3
 """Number of senders that check all hosts."""
 BEATS_A_SECOND = 400
-"""Maximum heartbeat rate of a whole job; in a big job each host sends less often and is judged more
-slowly."""
+"""Maximum heartbeat rate of a whole job; in a big job each host sends and is judged more slowly."""
 _TRIES = 16
-"""How often a change of the roll is retried, if others change it at the same time, before it is
-left for the next turn."""
+"""Maximum number of attempts to change the roll, if others change it too, until the next turn."""
 _LOOKS = 2.0  # in pauses: the maximum time between two looks that counts; beyond it we were absent
 _END_S = 1.0
 
@@ -160,8 +158,7 @@ class HostWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the heartbeats and leave the roll, so that this host is not missed. Idempotent;
-        within 1 s."""
+        """Stop the heartbeats and leave the roll, within 1 s. Idempotent."""
         self._stop.set()
         self._thread.join(_END_S)
 

@@ -180,8 +180,7 @@ class Runner:
     # --- ending it ---
 
     def _end(self, reason: str) -> None:
-        """Send SIGTERM, SIGCONT and, after a grace period, SIGKILL by pidfd; the loop then finds it
-        dead."""
+        """Send SIGTERM, SIGCONT and, after a grace period, SIGKILL, by pidfd."""
         self._reader.doom()
         self._cause = f"SIGTERM by the monitor: {reason}"
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -290,8 +289,7 @@ class _Announcer:
 
 def main() -> None:
     """Run the monitor: the entry point of ``python -m fft.health.monitor``."""
-    # A scheduler may send these signals to all processes of a SLURM job step; it ends with its
-    # trainer.
+    # A scheduler may signal all processes of a step; the monitor ends with its trainer only.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control = sys.stdin.fileno()

@@ -93,8 +93,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 class Ear:
-    """A queue of the messages received on a bus, in order, for a thread that reads it at its own
-    pace."""
+    """A queue of the messages received on a bus, in order, for another thread to read."""
 
     def __init__(self) -> None:
         self._heard: queue.SimpleQueue[tuple[Topic, bytes] | BusError] = queue.SimpleQueue()
@@ -128,8 +127,7 @@ class Ear:
 
 
 def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """Return the URL of the bus that an operator means. Raises ``OperatorError`` if there is
-    none."""
+    """Return the URL of the operator's bus. Raises ``OperatorError`` if there is none."""
     url = given or env.get("FFT_BUS")
     if not url:
         raise OperatorError(
@@ -255,8 +253,7 @@ class JobClient:
 
     @contextmanager
     def hearing(self, *topics: Topic) -> Iterator[Ear]:
-        """Receive what is broadcast in ``topics`` (default: the protocol) until the block is
-        left."""
+        """Receive the broadcasts in ``topics`` (default: the protocol) until the block is left."""
         ear = Ear()
         with ExitStack() as open_ones:
             for topic in topics or ("protocol",):

@@ -58,8 +58,7 @@ def _have_left(
 
 
 def _asked(desk: JobClient, ear: Ear, missing: set[str], wait: float) -> Iterator[Packed]:
-    """Yield the records broadcast within ``wait`` seconds; repeat the request to the ``missing``
-    groups."""
+    """Yield the records broadcast within ``wait`` seconds; repeat the request to ``missing``."""
     deadline = time.monotonic() + wait
     while (now := time.monotonic()) < deadline:
         desk.bus.broadcast(encode(Drain(tuple(sorted(missing)), by=desk.me)))

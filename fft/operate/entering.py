@@ -144,8 +144,7 @@ def _are_gone(job: JobState) -> bool:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether another process with this pid exists; in this process the engine would have
-    answered."""
+    """Whether another process has this pid; in this process the engine would have answered."""
     return pid != os.getpid() and is_there(pid)
 
 

@@ -34,8 +34,7 @@ _SECONDS = {"hang": 5.0, "stop": 5.0, "slow": 0.2}
 
 @dataclass(frozen=True)
 class Said:
-    """Result for one fault: whether every addressed participant accepted, and the answers as
-    text."""
+    """Result for one fault: whether all addressed participants accepted, and their answers."""
 
     ok: bool
     text: str

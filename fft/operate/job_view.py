@@ -168,8 +168,7 @@ class JobModel:
         return max(self.checkpoints.taken, default=None)
 
     def troubles(self) -> list[str]:
-        """List the newest failed checkpoint, unless a later one was published, and traces with
-        gaps."""
+        """List the newest failed checkpoint, unless a later one succeeded, and traces with gaps."""
         failed, newest = self.checkpoints.last_failure, self.newest_checkpoint()
         found = []
         if failed is not None and failed[0] > (newest or 0):
@@ -180,8 +179,7 @@ class JobModel:
         return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
 
     def rate(self, now: float) -> float | None:
-        """Return the committed steps per second; None if there are too few commits, or none
-        recently."""
+        """Return the committed steps per second; None if there are too few recent commits."""
         if len(self._commits) < 2 or now - self._commits[-1][0] > _STALE_S:
             return None
         (first, from_step), (last, to_step) = self._commits[0], self._commits[-1]

@@ -65,8 +65,7 @@ class Watch:
         self._view.state(self.model, time.monotonic())
 
     def run(self) -> None:
-        """Follow the job until `stop`. If the bus is unreachable, report it and retry with growing
-        pauses."""
+        """Follow the job until `stop`; retry an unreachable bus with growing pauses."""
         pause = _FIRST_PAUSE_S
         while not self._stopped:
             try:

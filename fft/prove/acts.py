@@ -42,5 +42,4 @@ class Act(NamedTuple):
     claims: tuple[int, ...] = ()
     broken: tuple[str, str] | None = None
     unexpected: str = ""
-    """Error of the main thread's table, which has no row for the event; other violations take
-    precedence."""
+    """Error of the main thread's table, which lacks a row; other violations take precedence."""

@@ -1,5 +1,4 @@
-"""Planted bugs in which groups synchronize, with which leases, and which are left out. Pure
-data."""
+"""Planted bugs in which groups synchronize, with which leases, and who is left out. Pure data."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class Bits:
 
     @property
     def digest(self) -> str:
-        """Digest of the state, as a real one would be. It begins with a participant if it has
-        marks."""
+        """Digest of the state, like a real one. It begins with a participant if it has marks."""
         if not self.marks:
             return self.content
         return f"{self.marks[0][1]}:{self.content}:{'+'.join(what for what, _ in self.marks)}"
@@ -73,8 +72,7 @@ class Bits:
 
     @property
     def told(self) -> str | None:
-        """Digest reported after a step; None if the state is corrupted, which only votes can
-        show."""
+        """Digest reported after a step; None if the state is corrupted, which only votes show."""
         return None if any(what == CORRUPT for what, _ in self.marks) else self.digest
 
     def torn(self, who: Peer) -> Bits:

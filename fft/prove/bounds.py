@@ -63,8 +63,7 @@ class Bounds:
     """Begin after the loss of the last rank of group A, while all others wait for its successor.
     The successor starts (``replaced``) or does not (``waiting``)."""
     alike: bool = True
-    """All groups begin with the same weights; otherwise the first epoch copies those of one
-    group."""
+    """All groups begin with the same weights; otherwise the first epoch copies one group's."""
     least: int = 1
     """Minimum number of groups for progress."""
     digests: bool = False
@@ -76,10 +75,10 @@ class Bounds:
     """Search the scope of that stage, while the scopes that the flow binds it to may commit at any
     time within their own bounds. None: no other scope holds a group back."""
     ends: bool = False
-    """Those scopes may end with any of their commits, and lose a group; otherwise groups only leave
-    them."""
+    """Those scopes may end with any of their commits, and lose a group; otherwise they are only
+    left."""
     behind: int = 0
-    """Number of steps that a contribution may be behind in an asynchronous job; 0: as in the
+    """Number of steps that a contribution of an asynchronous job may be behind; 0: as in the
     spec."""
 
     def describe(self) -> str:

@@ -240,8 +240,7 @@ class Search:
     # --- counterexamples ---
 
     def _path(self, at: int) -> Iterator[tuple[int, str]]:
-        """Yield the steps from the first state to one that equals ``at`` except for the names of
-        groups."""
+        """Yield the steps from the first state to one equal to ``at`` except for group names."""
         chain = [at]
         while self._parent[chain[-1]] >= 0:
             chain.append(self._parent[chain[-1]])

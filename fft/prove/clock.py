@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 
 class Owner(Protocol):
-    """The process that planned an event: a dead process's events never happen, a stopped one's
-    wait."""
+    """The process that planned an event; events of a dead process are dropped, of a stopped one
+    held."""
 
     alive: bool
     stopped: bool
@@ -31,8 +31,7 @@ class Clock:
     def after(
         self, delay: float, owner: Owner | None, action: Callable[..., None], *args: Any
     ) -> None:
-        """Plan ``action(*args)`` in ``delay`` seconds, for ``owner``, or for the world if that is
-        None."""
+        """Plan ``action(*args)`` in ``delay`` seconds, for ``owner``, or for the world (None)."""
         self._planned += 1
         heappush(self._heap, (self.now + delay, self._planned, owner, action, args))
 

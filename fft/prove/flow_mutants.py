@@ -28,8 +28,7 @@ def _flowing(
 
 
 def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
-    """Return an ``in_flow`` that is wrong by ``more`` slices for a scope that follows (or leads)
-    another."""
+    """Return an ``in_flow`` that is wrong by ``more`` slices, for followers or for leaders."""
 
     def in_flow(s: Local, c: Config, event: Event) -> bool:
         first, after = slices_due(s, c)

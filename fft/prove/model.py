@@ -77,12 +77,10 @@ from fft.prove.turned import GROUPS, Turned
 from fft.util.errors import ProtocolError
 
 SUCCESSOR = 100
-"""Difference between the incarnations of a lost rank and its successor; their group's store is the
-same."""
+"""Difference between the incarnations of a lost rank and its successor, which share a store."""
 _POLLS = {"flow_interval"}
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
-"""The queues of incoming messages, and the name of the step that takes the first message of
-each."""
+"""The queues of incoming messages, and the name of the step that takes their first message."""
 
 
 Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
@@ -168,8 +166,7 @@ class Model:
         self._rung: dict[tuple[int, int, str], Act] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: bounds.groups]
-        # Different lineages, and the first leases, depend on the groups' names, so symmetry is not
-        # used.
+        # Different lineages, and first leases, depend on group names, so symmetry is not used.
         named = twin or not bounds.alike or (spec.is_periodic and not bounds.formed)
         turns = [] if named else list(permutations(names))[1:]
         self._turned = [Turned(self, dict(zip(names, p, strict=True))) for p in turns]
@@ -489,8 +486,7 @@ class Model:
         return self._close(first, Act(what, cost, after[first]), tuple(after))
 
     def _replacements(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
-        """Yield the processes that can replace one that ended while other ranks of its group
-        live."""
+        """Yield the processes that can replace one that ended while its group lives."""
         if not (left[0] and left[1 + KINDS.index("replace")]):
             return
         for who in range(self.places):
@@ -500,8 +496,7 @@ class Model:
                 yield self._replace(state, who, "replace")
 
     def _replace(self, state: State, who: int, cost: str | None = None) -> Step:
-        """Start a process in the place of one that ended. Its weights equal those of no other
-        process."""
+        """Start a process in the place of one that ended, with weights of its own."""
         born = self._born(who, self.node(state, who).inc + SUCCESSOR, alike=False)
         return self._close(who, Act("is replaced", cost, self._begin(state, who, born)), state)
 
@@ -615,8 +610,7 @@ class Model:
         return self.thread.role(node.thread)
 
     def move(self, turn: _Turn, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Apply an event to the main thread, if its table has a row. Returns the effects to carry
-        out."""
+        """Apply an event to the main thread, if its table has a row. Returns the effects."""
         key = (turn.node.thread, event, frozenset(facts))
         found = self._reactions.get(key)
         if found is None:
@@ -707,8 +701,7 @@ class Model:
         return None
 
     def is_excused(self, step: Step) -> bool:
-        """Whether the violation is excused: a bus that lost its memory may leave participants in
-        doubt."""
+        """Whether the violation is excused, because a bus that lost its memory leaves doubt."""
         gone = self.shared[step.state[self.size]].bus == "gone"
         return step.broken is not None and step.broken[0] == "decided" and gone
 
@@ -800,8 +793,7 @@ class Model:
     # --- symmetry ---
 
     def canonical(self, state: State) -> State:
-        """Return the smallest of the states that differ from ``state`` only in the names of
-        groups."""
+        """Return the smallest state that differs from ``state`` only in the names of groups."""
         best = state
         for turned in self._turned:
             if (other := turned.state(state)) < best:
@@ -866,8 +858,7 @@ class _Here:
             if self.may("lapse"):
                 yield from self._lapses(effect, "lapse", (True, False))
         else:
-            # An operation that was in progress when the bus failed may have succeeded while the bus
-            # lives.
+            # An operation in progress when the bus failed may have succeeded while the bus lives.
             outcomes = (True, False) if self.shared.bus == "down" else (False,)
             yield from self._lapses(effect, None, outcomes)
 

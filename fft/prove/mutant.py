@@ -78,7 +78,7 @@ class Mutant:
 
 
 def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
-    """Search within the mutant's bounds, with the bug in place. ``limit``: maximum number of
+    """Search within the mutant's bounds, with the bug planted. ``limit``: maximum number of
     states."""
     return search(
         mutant.spec,

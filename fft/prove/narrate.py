@@ -71,7 +71,7 @@ def say_record(record: Record | None) -> str:
 
 
 def _leases(record: Record) -> str:
-    """List the holder of each slice after the record, and the returned slices; empty without
+    """List the holder of each slice after the record, and the returned slices, if there are
     leases."""
     if not record.leases or record.kind == "abort":
         return ""
@@ -123,8 +123,7 @@ def start_of(model: Model, step: Step) -> str:
 
 
 def tell(model: Model, state: State, step: Step) -> str:
-    """Describe a step in one line: the action, the change of state, and the next operations on the
-    bus."""
+    """Describe a step in one line: the action, the change of state, the next bus operations."""
     if step.who < 0:
         return step.what
     before, after = model.node(state, step.who), model.node(step.state, step.who)

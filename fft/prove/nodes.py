@@ -52,8 +52,7 @@ class Shared(NamedTuple):
 
 
 def tidied(shared: Shared, epoch: int) -> Shared:
-    """Return the shared state without ballots of epochs that all have left, which stay
-    unchanged."""
+    """Return the shared state without ballots of epochs that all participants have left."""
     if epoch == NEVER:
         return shared
     kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)

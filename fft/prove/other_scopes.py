@@ -77,8 +77,8 @@ class OtherScopes:
     def _is_left(
         self, bound: Elsewhere, record: ScopeRecord
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
-        """Yield departures without a commit: of a lost group, or of all groups, which makes no
-        record."""
+        """Yield departures without a commit: of a lost group, or of all groups (without a
+        record)."""
         # The number of its groups matters only to a scope that leads it.
         for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
             stay = tuple(other for other in record.groups if other != group)

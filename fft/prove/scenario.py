@@ -545,8 +545,7 @@ class Run:
     def _next(
         self, timers: bool, only: tuple[str, ...] = (), who: int | None = None
     ) -> Step | None:
-        """Return the next free step: participants take turns, and timers fire if nothing else can
-        happen."""
+        """Return the next free step, in turns; timers fire only if nothing else can happen."""
         steps = [s for s in self.model.steps(self.state, faults=False) if s.who >= 0]
         if who is not None or only:  # another participant may hide their steps (see Model._quiet)
             steps = [
@@ -560,8 +559,7 @@ class Run:
         size = self.model.size
         if moves:
             turn = self._turn
-            # Prefer receiving over computing, or a participant that can compute would never
-            # receive.
+            # Receive before computing, or a participant that can compute would never receive.
             moves.sort(
                 key=lambda s: (
                     (s.who - turn) % size,
@@ -779,8 +777,7 @@ def _commands(model: Model, violation: Violation) -> Iterator[str]:
         steps = list(model.steps(state, every=True))
         found = next((s for s in steps if (s.who, s.what) == (who, what)), None)
         if ends and (found is None or found.broken is None):
-            # The search may name groups differently, because it keeps one state for all equivalent
-            # ones.
+            # The search may name groups differently: it keeps one state for all equivalent ones.
             found = next(s for s in steps if s.broken and s.broken[0] == violation.name)
         if found is None:
             raise ScenarioError(f"step {number + 1} of the counterexample cannot be taken again")

@@ -239,8 +239,7 @@ def _hsdps(missed: dict[str, Part]) -> set[str]:
 
 
 def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
-    """Run every planted bug and print the property that detected it. Returns whether all were
-    detected."""
+    """Run every planted bug and print its detecting property. Returns whether all were detected."""
     tasks = [(f"the search for mutant {mutant.name}", n) for n, mutant in enumerate(MUTANTS)]
     found: list[Planted] = []
     for _, one in in_order(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))):

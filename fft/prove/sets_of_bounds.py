@@ -348,8 +348,7 @@ _LONGEST = (
 
 
 def longest_first(sets: Sequence[Bounds]) -> list[int]:
-    """Return the indexes of the sets in the order to start them, so that parallel runs end
-    together."""
+    """Return the indexes of the sets in starting order, so that parallel runs end together."""
     at = {name: i for i, name in enumerate(_LONGEST)}
     return sorted(range(len(sets)), key=lambda i: (at.get(sets[i].name, len(at)), i))
 

@@ -114,8 +114,7 @@ def _next_slice(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _skip_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Let contributors keep their leases in a skipped synchronization, which then consumes
-    nothing."""
+    """Let contributors keep their leases in a skipped synchronization, as if none were consumed."""
     for effect in EFFECTS["propose_commit"](s, c, event):
         assert isinstance(effect, Decide) and isinstance(event, Ballot)
         record = effect.proposal

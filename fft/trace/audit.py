@@ -75,8 +75,7 @@ class AuditReport:
     consumed: list[str] = field(default_factory=list)
     """The consumed slices of each shard of a sharded loader, and the samples by their ids."""
     inner: list[AuditReport] = field(default_factory=list)
-    """Reports on the scopes inside replica groups, each audited as a job of its own, one per group
-    and store."""
+    """Reports on the scopes inside replica groups, each audited as a separate job."""
     stages: list[AuditReport] = field(default_factory=list)
     """Reports on the scopes of the later stages."""
     flow: Flow | None = None
@@ -155,8 +154,7 @@ class AuditReport:
         return "\n".join(lines)
 
     def _as_part(self, name: str) -> list[str]:
-        """Return the lines for this scope in the report of a larger job; the full report if not
-        ``ok``."""
+        """Return the lines for this scope in a larger report; the full report if not ``ok``."""
         told = f"  {name}: {self.commits} commits, {self.epochs} epochs: {self._verdict()}"
         return [told, *([] if self.ok else [f"    {line}" for line in self.render().splitlines()])]
 
@@ -200,8 +198,7 @@ def _verdict(finding: Finding) -> str:
 
 
 class _Findings:
-    """Findings that are collected trace by trace, and the facts that are compared between
-    scopes."""
+    """Findings that are collected trace by trace, and facts to compare between scopes."""
 
     def __init__(self) -> None:
         self.replay = Finding("replay")
@@ -258,8 +255,7 @@ class _Line:
 
 
 def _writer(path: Path) -> tuple[Peer | None, bool]:
-    """Return the participant that wrote the trace, if its first line names it, and whether it has
-    moves."""
+    """Return the participant that wrote the trace, if named, and whether the trace has moves."""
     first: dict[str, Any] = next(TraceFile(path).lines(), (0, {"kind": ""}))[1]
     try:
         if first["kind"] == GAP:
@@ -374,8 +370,7 @@ def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
 
 
 def _is_inner(root: Path, head: Mapping[str, Any]) -> bool:
-    """Whether ``root`` is the trace directory of a scope inside a group, by the header of a
-    rank."""
+    """Whether ``root`` holds the traces of a scope inside a group, by the header of a rank."""
     place = root.resolve()
     job = place.parents[min(1, len(place.parents) - 1)]
     return place == inner_folder(job, head["group"], head["config"]["store"])
@@ -390,8 +385,7 @@ def _has_inner_steps(root: Path, head: Mapping[str, Any]) -> bool:
 
 
 def _flow_of(lines: list[_Line]) -> Flow | None:
-    """Return the flow of the scope that the traces belong to, or None if no trace names the
-    scope."""
+    """Return the flow of the scope of the traces, or None if no trace names the scope."""
     heads = (line.replay.head for line in lines if line.replay.head)
     if (head := next(heads, None)) is None:
         return None

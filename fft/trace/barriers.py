@@ -101,15 +101,13 @@ class Barriers:
     """
 
     SOME = 256
-    """Minimum number of lives to keep before looking for a part, which reads everything that is
-    kept."""
+    """Minimum number of lives to keep before looking for a part, which reads all of them."""
 
     def __init__(self, traced: Collection[Peer]) -> None:
         """Initialize for the moves of the participants in ``traced``."""
         self._turns: dict[Peer, list[_Turn]] = {peer: [] for peer in traced}
         self._latest: dict[Peer, int] = {}
-        """The epoch that each participant has started last, except for participants that have
-        ended."""
+        """The epoch that each participant, unless it has ended, has started last."""
         self._listed: dict[Peer, set[int]] = defaultdict(set)
         """Members without moves, and the epochs in which they are listed."""
         self._ready: set[Ready] = set()
@@ -121,8 +119,7 @@ class Barriers:
         self._said: set[int] = set()
         """Hashes of what was sent in the previous part."""
         self._repeatable: dict[Peer, set[int]] = defaultdict(set)
-        """Hashes of what was sent in any earlier part, by the participant that may still send it
-        again."""
+        """Hashes of what was sent in any earlier part, by participants that may send it again."""
         self._lives, self._enough = 0, self.SOME
         """Number of lives kept, and the number at which to look for a part."""
         self._finding = Finding("barriers")
@@ -256,8 +253,7 @@ class Barriers:
         return x in self._said or x in self._repeatable.get(by, ())
 
     def _part(self) -> tuple[int, dict[Peer, int]] | None:
-        """Return the last epoch of the next part and the number of turns of each participant in
-        it."""
+        """Return the last epoch of the next part and the number of its turns by participant."""
         said: dict[int, _Place] = {}
         for peer, found in self._turns.items():
             for i, turn in enumerate(found):
@@ -330,8 +326,7 @@ def _ends_an_epoch(record: Record) -> bool:
 
 
 def _says(move: Move) -> Iterator[_Key]:
-    """Yield what this move sends that only this participant can send, so others receive it
-    later."""
+    """Yield the messages of this move that only this participant can send."""
     for effect in move.out.effects:
         match effect:
             case Broadcast(message=message) | Tell(message=message):
@@ -375,8 +370,7 @@ def _life(word: Ready, ready: Container[Ready]) -> _Turn:
 def _hearing(
     peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], is_past: Callable[[int, Peer], bool]
 ) -> Sources:
-    """Return, for each turn, the turns that first sent what it receives, except for past
-    messages."""
+    """Return, for each turn, the turns that first sent what it receives, without past ones."""
     said: dict[int, tuple[int, int]] = {}
     for p, peer in enumerate(peers):
         for i, turn in enumerate(turns[peer]):

@@ -108,8 +108,7 @@ class History:
 
 
 def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
-    """Return the one rank that every rollback names, if there are at least ``at_least``
-    rollbacks."""
+    """Return the one rank that all rollbacks name, if there are at least ``at_least``."""
     run = list(rollbacks)
     if len(run) < max(1, at_least):
         return None

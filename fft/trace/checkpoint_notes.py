@@ -27,8 +27,7 @@ _NAMED = 8
 
 
 def report_of(peer: Peer, note: str, data: Mapping[str, Any]) -> CheckpointReport | None:
-    """Return the report that ``peer`` sends on the bus for its own note, or None for other
-    notes."""
+    """Return the report that ``peer`` sends on the bus for its note, or None if unrelated."""
     found = _outcome(note, data)
     if found is None:
         return None
@@ -69,8 +68,7 @@ class CheckpointNotes:
         """Steps whose checkpoint was left out because the previous one was being written."""
 
     def take(self, rank: str, note: object, data: Mapping[str, Any]) -> None:
-        """Take a note of ``rank``; notes that are unrelated to checkpoints or malformed are
-        ignored."""
+        """Take a note of ``rank``; unrelated or malformed notes are ignored."""
         step, found = data.get("step"), _outcome(note, data)
         if isinstance(step, int) and found is not None:
             self._count(rank, step, *found)
@@ -99,8 +97,7 @@ class CheckpointNotes:
 
     @property
     def last_failure(self) -> tuple[int, str] | None:
-        """Step and cause of the newest checkpoint that was not taken because of an error, or
-        None."""
+        """Step and cause of the newest checkpoint that an error prevented, or None."""
         steps = self.failed.keys() - self.taken
         return (step := max(steps), self.failed[step][0]) if steps else None
 

@@ -54,8 +54,7 @@ class _Clock:
 
 
 class Clocks:
-    """A common time for the lines of all traces of one scope: pass them to `take`, then call
-    `at`."""
+    """A common time for all traces of one scope: pass their lines to `take`, then call `at`."""
 
     def __init__(self) -> None:
         self._clocks: dict[Who, _Clock] = {}

@@ -41,8 +41,7 @@ class Snapshot:
 
 
 def row_of(view: JobView, group: str, doing: str) -> Row:
-    """Return the row of ``group``: the state of its first rank, the lowest step of all its
-    ranks."""
+    """Return the row of ``group``: the state of its first rank, the lowest step of all."""
     ranks = view.of(group)
     if not ranks:
         return Row(group, doing)

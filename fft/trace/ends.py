@@ -23,7 +23,7 @@ class Ends:
         self._apart: dict[int, Record] = {}
         """Records that report divergent states."""
         self._ballots: dict[Token, tuple[dict[int, dict[Peer, str]], tuple[Peer, ...]]] = {}
-        """Token of each ballot with divergent states → the differing digests and the divergent
+        """Token of each ballot with divergent states → the differing digests, the divergent
         ranks."""
         self._commits, self._epochs = Numbers(RUNS), Numbers(RUNS)
         self._last_commit = 0
@@ -65,13 +65,11 @@ class Ends:
 
     @property
     def diverged(self) -> bool:
-        """Whether the job ended because its replicas differ, so it is unknown which state is
-        right."""
+        """Whether the job ended because its replicas differ; the right state is unknown."""
         return any(record.diverged for record in self._apart.values())
 
     def divergences(self) -> list[str]:
-        """Describe each divergence of replicas: after which step, and which rank had which
-        digest."""
+        """Describe each divergence of replicas: the step, and the digest of each rank."""
         return [self._divergence(record) for _, record in sorted(self._apart.items())]
 
     def _divergence(self, record: Record) -> str:
@@ -89,8 +87,7 @@ class Ends:
         return f"{what}; {whose}, and the job ended with Diverged"
 
     def without_state(self) -> str | None:
-        """Describe an end with ``NoState`` (no process had the state any more); None for another
-        end."""
+        """Describe an end with ``NoState`` (no process had the state any more), or return None."""
         ended: list[Peer] = []
         step = 0
         for peer, reached in self._without_state:

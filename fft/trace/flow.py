@@ -1,5 +1,4 @@
-"""Judge guarantee 6 between scopes: the order of the data, from the registers of all scopes.
-Pure."""
+"""Judge guarantee 6 between scopes: the order of the data, by their registers. Pure."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Flow:
             self._left.add(move.peer)
 
     def take(self, record: Record) -> None:
-        """Take a record of the scope; records after the first with the same number change
-        nothing."""
+        """Take a record of the scope; only the first record with a number counts."""
         if record.kind == "epoch" and record.epoch > self._newest[0]:
             self._newest = record.epoch, record.peer_set
         if record.kind == "epoch":

@@ -13,8 +13,7 @@ FORMAT = 3
 INNER = "inner"
 """Subdirectory of a job's traces that holds the directories of the scopes inside replica groups."""
 SCOPES = "scopes"
-"""Subdirectory for the scopes of stages; the traces of the first stage are in the job's directory.
-"""
+"""Subdirectory for the scopes of later stages; the first stage's traces are the job's."""
 
 RUNS = 1024
 """Maximum number of runs kept when the record numbers of one kind are counted while traces are read
@@ -58,8 +57,7 @@ def progress_in_words(got: int, total: int, left_s: float) -> str:
 
 
 def chain(previous: str, body: str) -> str:
-    """Return the digest that links a line to the one before it. ``body``: the line without
-    ``h``."""
+    """Return the digest that links a line to the previous one. ``body``: the line without ``h``."""
     return hashlib.blake2b(f"{previous}\n{body}".encode(), digest_size=8).hexdigest()
 
 

@@ -35,8 +35,7 @@ class InnerSteps:
         """Place of the note of the newest inner step."""
 
     def take(self, place: str, line: dict[str, Any], weigh: Weigh) -> None:
-        """Take one note and its place. ``weigh`` gets the facts that must be equal in all ranks'
-        traces."""
+        """Take one note and its place. ``weigh`` gets facts that must be equal for all ranks."""
         data, finding = line["data"], self._finding
         match line["note"]:
             case "inner_void":

@@ -118,8 +118,8 @@ class Given:
 
     def __init__(self) -> None:
         self.offered: dict[str, list[Runs]] = {}
-        """Group → for each of its processes, the entries it computed and those it recomputed or
-        restored."""
+        """Group → for each of its processes, the computed entries and the recomputed or restored
+        ones."""
         self.ids: Counter[int | str] = Counter()
         """Number of times that each sample was consumed, as far as ids are traced."""
         self.is_cut = False
@@ -267,8 +267,7 @@ class Inputs:
         return self._loops[0][1] if begun else ""
 
     def _judge_uncounted(self, token: Token) -> None:
-        """Judge a txn that is applied and in which this process was a spare or fetched its
-        state."""
+        """Judge an applied txn in which this process was a spare or fetched its state."""
         for told in (t for t in self._told if t.name == CONSUMED and t.token == token):
             text = (
                 f"txn {token} took no slice here, and the trace has a note {CONSUMED!r} of slice "

@@ -53,8 +53,7 @@ Mark = tuple[str, int]
 
 
 class ExecutionError(FftError):
-    """The given events are not an execution: their order is circular, or impossible in one
-    process."""
+    """The given events are not an execution: their order is circular or impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class LiveSetVerdict:
-    """A verdict with the witness ``order`` of a valid execution, or the ``reason`` it is
-    invalid."""
+    """A verdict with the witness ``order`` of a valid execution, or the ``reason`` against it."""
 
     valid: bool
     order: tuple[Mark | Instant, ...] = ()
@@ -170,8 +168,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
-    """Return where the process is before its first event and after each. Raises
-    ``ExecutionError``."""
+    """Return where the process is at first and after each event. Raises ``ExecutionError``."""
     found: list[_Where] = ["dead"]
     for i, event in enumerate(line):
         now, inside = found[-1], isinstance(found[-1], _Stay)
@@ -262,8 +259,7 @@ class _Model:
                     )
 
     def _needs(self, before: Iterable[tuple[Mark, Mark]]) -> list[list[Cut]]:
-        """Return, for every event, the least cut that contains it. Raises ``ExecutionError`` on a
-        cycle."""
+        """Return every event's least cut that contains it. Raises ``ExecutionError`` on a cycle."""
         index = {name: p for p, name in enumerate(self.names)}
         sources: Sources = defaultdict(list)
         for (q, j), (name, i) in before:
@@ -281,8 +277,7 @@ class _Model:
         return f"{self.names[p]}'s {event.kind} ({event.place or f'event {i + 1}'})"
 
     def fits(self, stay: _Stay, p: int, k: int) -> bool:
-        """Whether process ``p``, after ``k`` events, is where the answer of ``stay`` requires
-        it."""
+        """Whether process ``p``, after ``k`` events, is where the answer of ``stay`` needs it."""
         name, at = self.names[p], self.where[p][k]
         if name == stay.process:
             return at == stay and name in (stay.members or ())
@@ -476,8 +471,7 @@ def _search(model: _Model, stays: list[_Stay]) -> _Search:
 
 
 def judged(execution: Execution) -> tuple[LiveSetVerdict, str | None]:
-    """Return the verdict of `decide` and the first result of `unheard`. Raises
-    ``ExecutionError``."""
+    """Return `decide`'s verdict and the first of `unheard`. Raises ``ExecutionError``."""
     model = _Model(execution)
     return _decide(model), next(_unheard(model), None)
 

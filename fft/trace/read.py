@@ -95,8 +95,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def has_gap(path: Path) -> bool:
-    """Whether a line of the file reports lines that could not be written. Does not check the
-    chain."""
+    """Whether the file has a gap line. Does not check the chain."""
     return any(_IS_GAP.match(piece) for piece in TraceFile(path)._pieces())
 
 

@@ -49,8 +49,7 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
-    """Return the table of a spec and the spec as plain data; cached, since many ranks share
-    them."""
+    """Return the table of a spec and the spec as plain data; cached for all ranks."""
     found = json.loads(spec)
     return LookupTable(FsmSpec.model_validate(found)), found
 
@@ -138,8 +137,7 @@ class _Events:
         self.is_over = False
 
     def take(self, number: int, line: dict[str, Any]) -> tuple[Move, int, str | None] | None:
-        """Return the move that ends before this line, its line, and how the trace differs from
-        it."""
+        """Return the move that ends before this line, its line, and the trace's difference."""
         if line["kind"] == "transition" and line["event"] is None:
             self._told.append((number, line))
             return None
@@ -164,8 +162,7 @@ class _Events:
 
 
 def _event_of(data: dict[str, Any]) -> Event:
-    """Return the event; cached, since all ranks trace the same decision. Raises
-    UnreadableMessage."""
+    """Return the event; cached, since all ranks trace it. Raises UnreadableMessage."""
     try:
         text = to_json(data, inf_nan_mode="constants")
     except ValueError:  # a lone surrogate
@@ -198,8 +195,7 @@ def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]
 
 
 def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
-    """Whether the process was killed while writing these lines, before it carried out any of
-    them."""
+    """Whether the process was killed while writing these lines, before carrying them out."""
     told, rows = _rows(lines, move)
     return len(told) < len(rows) and told == rows[: len(told)]
 

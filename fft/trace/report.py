@@ -113,8 +113,7 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
 
 
 def damages(directory: str | Path) -> list[str]:
-    """Return the parts of the traces that cannot be read or were not written; the report lacks
-    them."""
+    """Return the parts of the traces that are unreadable or missing, and so not in the report."""
     found = []
     for path in (p for folder in scope_folders(Path(directory)) for p in trace_files(folder)):
         trace = read_trace(path)
@@ -377,8 +376,7 @@ def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> I
         return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
     record = end.record
     epoch = end.following["epoch"] if end.following else None
-    # Participants that were in the epoch that ended, are in the next one, and committed a later
-    # step.
+    # Participants of the ended epoch that are in the next one and committed a later step.
     inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
     if end.following and end.following["members"]:
         inside &= {

@@ -73,8 +73,8 @@ class JobAudit:
 
     @property
     def ok(self) -> bool:
-        """Whether a step was committed and there is no violation or gap in any start or between
-        them."""
+        """Whether a step was committed, and no start, nor the transitions between, have
+        findings."""
         found = self.resumed.violation is not None or not all(start.ok for start in self.starts)
         return self.has_commits and not found
 
@@ -150,8 +150,7 @@ def _judge(root: Path, later: list[Path]) -> Finding:
 def _judge_scope(
     finding: Finding, all_starts: Sequence[_Start], begun: Sequence[dict[str, str]]
 ) -> None:
-    """Judge one scope of the job; ``begun`` collects the checkpoints that each later start began
-    with."""
+    """Judge one scope of the job; ``begun`` collects the checkpoints of each later start."""
     first, *starts = all_starts
     known = first.stands()
     digests = first.digests
@@ -243,8 +242,7 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
 
 
 def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the lines that may concern a lineage or a loaded checkpoint; `audit_dir` checks
-    integrity."""
+    """Yield the lines that may concern a lineage or a loaded checkpoint, unchecked."""
     words = [b'"resumed"', *(json.dumps(lineage).encode() for lineage in lineages)]
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):

@@ -1,5 +1,4 @@
-"""The trace directories of a job that was started several times: one for each start after the
-first."""
+"""The trace directories of a job that was started several times: one for each later start."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def start_folders(root: Path) -> list[Path]:
 
 
 def start_after(folder: Path) -> Path | None:
-    """Return the directory of the next start that left traces, or None if ``folder`` is the
-    last."""
+    """Return the directory of the next start that left traces, or None for the last."""
     number = int(folder.name[5:]) if _is_later(folder) else 1
     root = folder.parent if number > 1 else folder
     return next((f for f in start_folders(root)[1:] if int(f.name[5:]) > number and _used(f)), None)

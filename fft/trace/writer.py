@@ -58,8 +58,7 @@ def trace_path(directory: Path, peer: Peer) -> Path:
 
 
 def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str, Any]:
-    """Return what a replay needs besides the events: spec, configuration, the state at the
-    start."""
+    """Return what a replay needs besides the events: spec, configuration, initial state."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     values["timeouts"] = dict(config.timeouts)
     values["flow"] = [dataclasses.asdict(other) for other in config.flow]
@@ -105,8 +104,7 @@ class TraceWriter:
         self._wall, self._mono = clocks
         self._end = _End()
         self._before: tuple[_End, int] | None = None
-        """Where the last write began, and its number of records, including those reported as lost.
-        """
+        """Where the last write began, and its number of records, including lost ones."""
         self._lost = 0
         """Number of records that could not be written and that no gap line reports yet."""
         self._problem: str | None = None
@@ -245,8 +243,7 @@ class TraceWriter:
         self._write([("transition", row) for row in rows])
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Append something that is not a transition: metrics, an injected fault, a consumed
-        slice."""
+        """Append something that is not a transition, such as metrics, a fault, a consumed slice."""
         there = where(local) if local is not None else {}
         self.write("note", {"note": name, "data": data, **there})
 

@@ -64,8 +64,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The main thread begins or stops waiting for a peer; a fault during the wait is not its
-    own."""
+    """The main thread begins or stops waiting for a peer, whose faults are not its own."""
 
     at: float
     on: bool
@@ -222,8 +221,7 @@ class ProgressDetector:
         return max(self.config.min_s, self.config.factor * middle)
 
     def verdict(self, now: float) -> Verdict:
-        """Return green, yellow past a limit, or red ``grace_s`` later; the reason names the
-        limit."""
+        """Return green, yellow past a limit, or red ``grace_s`` later, with the limit as reason."""
         still = self._excess(self._moved, now, self.threshold())
         idle = -math.inf
         if self.in_txn or self._atomic:
@@ -244,8 +242,7 @@ class ProgressDetector:
         return Verdict(Level.RED, f"{reason}, and the {self.config.grace_s:g} s of grace are over")
 
     def _excess(self, since: _Since, now: float, limit: float) -> float:
-        """Return the seconds by which the time since then exceeds ``limit``; negative if it does
-        not."""
+        """Return the seconds by which the time since then exceeds ``limit``; may be negative."""
         if self._waiting or since.at is None:
             return -math.inf
         return since.seconds(now, self._attention) - limit

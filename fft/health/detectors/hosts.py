@@ -41,7 +41,7 @@ _PROOF = 2
 
 @dataclass(frozen=True, slots=True)
 class Beating:
-    """The observation of one host: number of its newest heartbeat, its name, its limit in
+    """The observation of one host: its newest heartbeat's number, its name, its limit in
     seconds."""
 
     number: int
@@ -75,8 +75,7 @@ class _Host:
         """Number of steps committed when its heartbeats were found to be late."""
 
     def see(self, at: float, number: int, again: bool, steps: int | None) -> None:
-        """Take the number of the heartbeat found; only a new one counts. ``again``: restart the
-        clock."""
+        """Take the number of a heartbeat; only a new one counts. ``again``: restart the clock."""
         beats = again or number > self._newest
         if beats:
             self.beat_at = at
@@ -95,12 +94,10 @@ class _Host:
 
 
 class HostJudge:
-    """A judge of all hosts that one observer looks at. A host that was never found is not
-    missed."""
+    """A judge of all hosts that one observer looks at; a host never found is not missed."""
 
     def __init__(self, look_s: float = math.inf) -> None:
-        """Begin without hosts. ``look_s``: maximum time between two looks that is not an
-        absence."""
+        """Begin without hosts. ``look_s``: maximum time between two looks that is no absence."""
         self._attention = Attention(look_s)
         self._hosts: dict[str, _Host] = {}
 
@@ -116,8 +113,7 @@ class HostJudge:
             self._hosts[sender] = host
 
     def doubts(self, now: float) -> bool:
-        """Whether the next look should include the number of committed steps, because a host is
-        late."""
+        """Whether the next look should include the number of committed steps: a host is late."""
         return any(host.silence.silent(now) > _LATE * host.limit_s for host in self._hosts.values())
 
     def vanished(self, now: float) -> dict[str, str]:
@@ -126,8 +122,7 @@ class HostJudge:
         return {sender: v.reason for sender, v in verdicts.items() if v.level > Level.GREEN}
 
     def forgotten(self, now: float) -> set[str]:
-        """Return the senders whose heartbeats are so overdue that no host should look for them any
-        more."""
+        """Return the senders whose heartbeats are too overdue to look for them any longer."""
         return {
             sender
             for sender, host in self._hosts.items()

@@ -98,8 +98,8 @@ class Pulse:
 
     @property
     def doomed(self) -> bool:
-        """Whether the reader is about to end this process, so that a SIGTERM is not a request to
-        drain."""
+        """Whether the reader is about to end this process; then a SIGTERM is not a drain
+        request."""
         return self.fd >= 0 and self._counts[_DOOMED] > 0
 
     def beat(self) -> None:

@@ -62,8 +62,7 @@ class SilenceConfig:
 
 
 class SilenceDetector:
-    """A judge of one named sender. Green until the first beat: a sender that never came is not
-    missed."""
+    """A judge of one named sender. Green until its first beat, before which it is not missed."""
 
     def __init__(self, who: str, config: SilenceConfig | None = None) -> None:
         self.who = who

@@ -72,8 +72,7 @@ class StragglerConfig:
 
 
 class StragglerDetector:
-    """A judge of the ranks of one job against each other. A rank that is not in a round is
-    forgotten."""
+    """A judge of the ranks of one job. A rank that is not in a round is forgotten."""
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         self.config = config or StragglerConfig()
@@ -157,8 +156,7 @@ class Stragglers:
         self._known: set[str] = set()
         """Ranks in the last round."""
         self._otherwise: dict[str, int] = {}
-        """Number of consecutive rounds in which a rank was found to differ from its reported
-        state."""
+        """Number of consecutive rounds in which a rank differed from its reported state."""
 
     def hear(self, rank: str, inc: int, seconds: float) -> list[Change]:
         """Take a report of incarnation ``inc`` of ``rank``, and return the changes it causes."""

@@ -35,8 +35,8 @@ FEWEST_ROLLBACKS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check of one rank. ``ok`` is None if it could not be made, which is not the rank's
-    fault."""
+    """One check of one rank. ``ok`` is None if it could not be made, through no fault of the
+    rank."""
 
     ok: bool | None
     seconds: float = 0.0
@@ -71,7 +71,7 @@ class Findings:
     """Ranks that were no longer in the job when the checks were finished."""
 
     def broken(self, rank: Place) -> list[str]:
-        """Return the failures of the rank's own checks, except for checks that failed on every
+        """Return the failures of the rank's own checks, without checks that failed on every
         rank."""
         checks, common = self.alone.get(rank, {}), self.failed_by_all()
         return [
@@ -81,8 +81,7 @@ class Findings:
         ]
 
     def failed_by_all(self) -> set[str]:
-        """Return the checks that failed on every one of several ranks, so that no rank is at
-        fault."""
+        """Return the checks that failed on every one of several ranks, which is no rank's fault."""
         failed = [{k for k, one in c.items() if one.ok is False} for c in self.alone.values()]
         return set.intersection(*failed) if len(failed) > 1 else set()
 

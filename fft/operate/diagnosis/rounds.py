@@ -146,8 +146,7 @@ def _check_alone(desk: JobClient, ranks: list[Place], findings: Findings, limit:
 def _ask_alone(
     desk: JobClient, ranks: Sequence[Place], findings: Findings, limit: float
 ) -> set[Place]:
-    """Check ``ranks`` and return those that answered. A silent rank is not awaited until the
-    limit."""
+    """Check ``ranks`` and return those that answered; silent ranks are given up early."""
     tasks = tuple(CheckTask(group, rank, "alone") for group, rank in ranks)
     command = Check(fresh_id(), tasks, desk.me, limit=limit)
     with desk.asking(command) as answers:

@@ -36,8 +36,8 @@ def counts(
         found["compare_set"] += 1  # the commit
     else:
         deaths = ranks if phase == "kill" else 0
-        # The aborts come from the rank that raised, or from every rank that receives a death; then
-        # the epoch follows.
+        # The aborts come from the rank that raised, or from all that receive a death; then the
+        # epoch.
         found["compare_set"] += (n if deaths else 1) + (1 if told else n)
         found += _broadcasts(deaths + (3 if told else 2 * n + 2), ears) + _decided(design)
         if told:
@@ -59,8 +59,7 @@ def _votes(design: Design, groups: int, n: int) -> Counter[str]:
 
 
 def _broadcasts(number: int, listeners: int) -> Counter[str]:
-    """Count broadcasts: a number, a slot, removal of the oldest slot, a read of the number, and the
-    reads."""
+    """Count broadcasts: number, slot, removal of the oldest slot, read of the number, and reads."""
     return Counter(add=2 * number, compare_set=number, delete=number, hear=number * listeners)
 
 

@@ -66,8 +66,7 @@ with none (n² entries)."""
 
 
 class Stalled(RuntimeError):
-    """The job has nothing left to do and has not reached the end of the phase; the text gives its
-    state."""
+    """The job has nothing left to do before the end of the phase; the text gives its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +281,7 @@ class LargeJob:
             node.plan = first.token
 
     def _formed(self, record: Record) -> Local:
-        """Return the state of the first participant once all are in the barrier of the first
-        epoch."""
+        """Return the first participant's state once all are in the first epoch's barrier."""
         node = self.nodes[0]
         local = node.local
         if len(self.nodes) <= _ACQUAINTED:
@@ -399,8 +397,7 @@ class LargeJob:
         return self._close("start", 0.0, voted=False)
 
     def step(self) -> Phase:
-        """Run one txn without a fault. Step functions end at the same instant, with a common
-        collective."""
+        """Run one txn without a fault; a common collective ends all step functions at once."""
         self._open()
         begin = self.clock.now + self.costs.body
         for node in self.nodes:
@@ -438,8 +435,7 @@ class LargeJob:
         return Death(c.me.group, c.me.rank, c.pid, c.host, "supervisor", "SIGKILL")
 
     def _say(self, messages: list[Death]) -> None:
-        """Send messages one after another as the supervisor, a client of the store without a
-        core."""
+        """Send messages in turn, as the supervisor, a client of the store without a core."""
 
         def client() -> Operation:
             for message in messages:

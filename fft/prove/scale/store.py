@@ -73,8 +73,7 @@ class Server:
         return self._free + prices.hop - self._clock.now
 
     def wake(self, price: str) -> float:
-        """Wake a waiting listener, right after the last request; return the seconds until it
-        notices."""
+        """Wake a waiting listener after the last request; return the seconds until it notices."""
         took = self._prices.operation[price] * _WAKE
         self._free += took
         self.busy += took
@@ -154,8 +153,7 @@ class Store:
     # --- sizes ---
 
     def list_of(self, record: Record) -> tuple[int, int]:
-        """Return (name of the member list, its bytes). Proposers of the same record have the same
-        list."""
+        """Return (name of the member list, its bytes); equal for all proposers of the record."""
         known = self._lists.get(record.n)
         if known is None:
             whole, rest = encode_record(record), encode_record(replace(record, members=()))
@@ -205,8 +203,7 @@ class Store:
     # --- messages ---
 
     def broadcast(self, message: BusMessage, listeners: Iterable[Node]) -> Operation:
-        """Broadcast a message: a number, its slot, removal of the oldest slot, a read of the
-        number."""
+        """Broadcast a message: number, slot, removal of the oldest slot, read of the number."""
         yield self.job.serve("add")
         size = self._message_size(message)
         delay = self.job.serve("compare_set", size_in=size, size_out=size)
@@ -290,8 +287,7 @@ class Store:
         held = self.head
         assert held is not None, "the register holds a record once one is proposed"
         yield self.job.serve("compare_set", size_in=size_in, size_out=self._size(held))
-        # Remove the list of the epoch before, or its own that lost; it is looked up among ballots
-        # first.
+        # Remove the old list, or its own that lost; it is looked up among ballots first.
         if listed:
             yield self.job.serve("read", price="compare_set")
             yield self.job.serve("delete")

@@ -144,8 +144,7 @@ def _work(spec: FsmSpec, weather: Weather | None, seeds: tuple[int, int], _: Tel
 
 def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather | None) -> Batch:
     batch = Batch()
-    # A run makes few reference cycles; searching for them at every allocation costs a tenth of the
-    # time.
+    # A run makes few reference cycles, and searching for them costs a tenth of the time.
     collecting = gc.isenabled()
     gc.disable()
     try:

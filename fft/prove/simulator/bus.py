@@ -42,8 +42,7 @@ Operation = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBa
 SLOTS = 8
 """Number of ballot slots, as in the engine."""
 _LONGEST_TROUBLE_S = 20.0
-"""Maximum duration of a trouble. It is less than the spec's ``bus_limit``, after which participants
-must end."""
+"""Maximum duration of a trouble: less than the spec's ``bus_limit``, when participants end."""
 _LONGEST_GAP_S = 10.0
 """Maximum time for which a listener misses messages."""
 _RECOVERY_S = 5.0
@@ -162,16 +161,14 @@ class SimBus:
     # --- messages ---
 
     def publish(self, message: BusMessage | ScopeRecord) -> None:
-        """Broadcast a message: it gets its place in the order, and every listener receives it
-        eventually."""
+        """Broadcast a message, in one order; every listener receives it eventually."""
         world = self._world
         for listener in world.live():
             if not (listener.link.deaf or listener.link.behind):
                 self._give(listener, message)
 
     def _post(self, to: Peer, message: BusMessage) -> None:
-        """Send a message to one participant. A participant cannot fall behind with these
-        messages."""
+        """Send a message to one participant, which cannot fall behind with such messages."""
         process = self._world.processes.get(to)
         if process is not None and process.alive:
             self._give(process, message, alone=True)
@@ -246,8 +243,7 @@ class SimBus:
         self._clock.after(until - now, None, self.mend, process)
 
     def mend(self, process: Process) -> None:
-        """End the cut of the link if its time is over, and resume waiting messages and
-        operations."""
+        """End the cut of the link if its time is over; waiting messages and operations resume."""
         link = process.link
         if link.until > self._clock.now:
             return

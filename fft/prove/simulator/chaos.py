@@ -88,8 +88,7 @@ class Chaos:
         return self._world.rng.choice(groups) if groups else None
 
     def _group_in_an_epoch(self) -> Group | None:
-        """Return a group that is synchronizing, which asynchronous groups do only for a short
-        time."""
+        """Return a group that synchronizes now, which asynchronous groups do only briefly."""
         inside = [
             group
             for group in self._world.groups.values()

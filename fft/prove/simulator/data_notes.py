@@ -64,14 +64,12 @@ class DataNotes:
         return version
 
     def _able(self, group: str) -> list[Process]:
-        """Return the processes of the group that have the state, including those that ended
-        regularly."""
+        """Return the group's processes that have the state, including regularly ended ones."""
         mine = [p for p in self._world.processes.values() if p.peer.group == group]
         return [p for p in mine if p.local.healed and (p.alive or p.code == 0)]
 
     def may_start(self, group: str) -> bool:
-        """Whether a rank of the group can join, because the stage before has a rank to give to
-        it."""
+        """Whether a rank of the group can join: the stage before must have a source for it."""
         return self._source is None or bool(self._source._able(group))
 
     def has_left(self, group: str) -> bool:

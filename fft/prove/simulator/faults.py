@@ -79,8 +79,7 @@ class Weather:
                     )
 
     def drawn(self, rng: random.Random) -> Weather:
-        """Draw the weather of one seed: each kind with probability 2/3, at a strength from 0.3 to
-        3."""
+        """Draw the weather of a seed: each kind with probability 2/3, at a strength of 0.3 to 3."""
         strength = 0.3 * 10.0 ** rng.random()
 
         def some(given: Mapping[str, float], most: float) -> dict[str, float]:

@@ -123,8 +123,8 @@ class Group:
             self._world.clock.after(self._world.latency.notice(), None, self._tell, process)
 
     def _left(self) -> None:
-        """Handle the regular end of a rank. If all ranks ended so, the group is away; otherwise it
-        is broken."""
+        """Handle the regular end of a rank. If all ended so, the group is away; else it is
+        broken."""
         if self.live or self.coming:
             return
         world = self._world

@@ -113,8 +113,7 @@ class World:
         self.group_timeout = rng.choice([1.0, 3.0, 10.0])
         """Seconds until a reduction that a member does not enter fails by itself."""
         self.awaits_reductions = rng.random() < 0.5
-        """Whether errors of reductions show at the end of the step function (as in torchft's
-        loop)."""
+        """Whether errors of reductions show at the end of the step function (as in torchft)."""
         self.reductions = 3
         self.weather = weather.drawn(rng)
         self.bus = SimBus(self)
@@ -332,8 +331,7 @@ class World:
                 meeting.lose(peer)
 
     def told(self) -> History:
-        """Return the history in the order in which an audit reads the traces, so their findings are
-        equal."""
+        """Return the history in the order in which an audit reads the traces."""
         order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
         consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
         contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
@@ -361,8 +359,7 @@ class World:
         return self.chaos.body_fault()
 
     def skips_alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
-        """Whether the caller may skip reductions alone; a skip by all members would be
-        undetectable."""
+        """Whether the caller may skip reductions alone; a skip by all would be undetectable."""
         if len(members) == 1 or token in self._skips:
             return False
         self.count("skipped")
@@ -460,8 +457,7 @@ class World:
         return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
 
     def settle(self) -> float | None:
-        """Check that the calm job gets well. Returns the time it took, or None if it is lost as it
-        must be."""
+        """Check that the calm job gets well. Returns the time it took; None if it must be lost."""
         begun, deadline = self.clock.now, self.clock.now + self.bound()
         self._pass(1.0)  # messages in transit arrive
         can = self.holds_state()

@@ -16,8 +16,7 @@ class Latency:
         self._work = rng.choice([0.02, 0.05, 0.1])
         self.handling = 0.00005
         self.calm_work = 0.0
-        """Duration of a step function in a calm job: long, so that waiting for others costs few
-        events."""
+        """Duration of a step function in a calm job: long, so that waiting costs few events."""
 
     def _about(self, base: float) -> float:
         return base * (0.5 + self._rng.random())

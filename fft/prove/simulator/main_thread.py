@@ -70,16 +70,14 @@ class MainThread:
         self._serial = 0
         """Number of the newest wait; results of older waits are ignored."""
         self._era = -1
-        """Record number of the epoch that the process groups were built for; ``_members`` has their
-        members."""
+        """Record number of the epoch of the process groups; ``_members`` has their members."""
         self._members: tuple[Peer, ...] = ()
         self._aborted = True
         self._failing: str | None = None
         """The fault that will occur in this step function."""
         self._heal: Heal | None = None
         self._held = 0, False
-        """Contents of the vote once the state has arrived: number of reductions, and whether to
-        skip."""
+        """Contents of the vote once the state has arrived: reductions, and whether to skip."""
         self._interval = self._world.digest_interval()
         self._learning: Heal | None = None
         """For a learner: the heal that it is fetching its state for."""
@@ -179,8 +177,7 @@ class MainThread:
     # --- the process groups ---
 
     def abort(self) -> None:
-        """Abort the groups for the engine, which unblocks every thread in them, here and on other
-        ranks."""
+        """Abort the groups for the engine, which unblocks every thread in them on all ranks."""
         if self._aborted:
             return
         self._aborted = True

@@ -28,8 +28,7 @@ class Meeting:
         self._complete = False
 
     def join(self, process: Process, serial: int, limit: float) -> None:
-        """Let ``process`` wait: ``main.met`` or ``main.missed`` follows, within ``limit``
-        seconds."""
+        """Let ``process`` wait for ``main.met`` or ``main.missed``, within ``limit`` seconds."""
         world = self._world
         self._came[process.peer] = (process, serial)
         if self._missing is not None:

@@ -169,8 +169,7 @@ def _table(spec: FsmSpec) -> Table:
 
 
 def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Name every row, by state and identity of the row: ``STATE event 1``, where 1 is the first
-    row."""
+    """Name every row, by state and identity of the row: ``STATE event 1`` is the first row."""
     names: dict[tuple[str, int], str] = {}
     for state, leaf in spec.leaves.items():
         for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
@@ -189,8 +188,7 @@ class RowUse:
     """Number of states in which seeds have taken it."""
     states: int
     elsewhere: str
-    """The test that covers the row instead, by the spec; empty if only searches and seeds cover
-    it."""
+    """The test that covers the row, by the spec; empty if only searches and seeds do."""
 
 
 def row_uses(spec: FsmSpec, taken: Collection[str]) -> list[RowUse]:
