@@ -1,14 +1,21 @@
 """A job of two stages that step by themselves, for test_pipeline_ahead.py.
 
-An encoder with a loss of its own, and a decoder that learns from its vectors. Arguments: the folder
-in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
-the last stage takes at least; as JSON timeouts, and `forget`: a step in which nothing is put;
-`frozen`: the encoder is; `more_steps` of the last stage; `alone`: seconds that its steps take while
-the other group is away, so that it comes back before the end; `groups`: what a step needs;
-`overflow_0`, `overflow_1`: in the first or the last stage, whose loss is inf for batches whose mean
-is above that: its scaler skips the step; `first_seconds`: as those of the last stage; `break_0`,
-`break_1`: the step after which the loop of the first or the last stage is left, `break_by`: in this
-group alone; `late`: seconds that group 1 stays after that; `again`: the loop is begun again.
+An encoder with its own loss, and a decoder that learns from its vectors. The arguments are the
+folder in which each rank leaves its final state, the number of steps, the minimum seconds of a step
+of the last stage, and a JSON object with timeouts and these settings:
+
+- `forget`: a step in which no entry is put
+- `frozen`: freeze the encoder
+- `more_steps`: additional steps of the last stage
+- `alone`: seconds of its steps while the other group is away, so that it comes back before the end
+- `groups`: number of groups that a step needs
+- `overflow_0`, `overflow_1`: the first or the last stage's loss is inf for batches whose mean is
+  above this, so that its scaler skips the step
+- `first_seconds`: minimum seconds of a step of the first stage
+- `break_0`, `break_1`: the step after which the loop of the first or the last stage is left
+- `break_by`: only this group leaves its loop
+- `late`: seconds that group 1 stays after that
+- `again`: the loop is started again
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ import fft
 
 
 class Encoder(nn.Module):
-    """Has statistics that each forward changes, and draws random numbers."""
+    """A model with statistics that each forward changes, and random draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +50,14 @@ class Encoder(nn.Module):
 
 
 class Break(NamedTuple):
-    """The step after which a loop is left, and whether it is begun again."""
+    """The step after which a loop is left, and whether it is started again."""
 
     step: float
     again: bool
 
 
 def txns(manager: fft.ManagerFFT, data: Any, steps: int, at: Break) -> Iterator[Any]:
-    """Those of one loop, or of two."""
+    """Yield the txns of one loop, or of two."""
     while True:
         for txn in manager.transactions(data, steps):
             yield txn
@@ -64,7 +71,8 @@ def txns(manager: fft.ManagerFFT, data: Any, steps: int, at: Break) -> Iterator[
 
 
 class Stepper:
-    """What makes the gradients of a stage, with a scaler that skips the step of a loss of inf."""
+    """The computation of a stage's gradients, with a scaler that skips the step of a loss of
+    inf."""
 
     def __init__(self, manager: fft.ManagerFFT, model: nn.Module, overflow: float) -> None:
         self.model, self.overflow = model, overflow
@@ -90,7 +98,7 @@ def first(
     overflow: float,
     break_at: Break,
 ) -> tuple[int, nn.Module]:
-    """Train it. Returns how many entries it had at the most, and the model."""
+    """Train the first stage. Return the maximum number of its entries, and the model."""
     model = Encoder()
     stepper = Stepper(manager, model, overflow)
     slow, most = threading.Event(), 0
@@ -104,7 +112,7 @@ def first(
             most = max(most, len(output._entries))
             loss = F.mse_loss(model.head(vectors), wanted)
             stepper.backward(loss, wanted.mean())
-            slow.wait(seconds)  # work, as far as the other stage can tell
+            slow.wait(seconds)  # the other stage cannot tell this from work
             txn.log(loss=loss.item())
     return most, model
 
@@ -127,7 +135,7 @@ def last(
     overflow: float,
     break_at: Break,
 ) -> tuple[int, nn.Module]:
-    """The same of the last stage."""
+    """Train the last stage. Return as `first` does."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     stepper = Stepper(manager, model, overflow)
     slow, most = threading.Event(), 0
@@ -138,7 +146,7 @@ def last(
             vectors, wanted = txn.batch
             loss = F.mse_loss(model(vectors), wanted)
             stepper.backward(loss, wanted.mean())
-            # work, as far as the other stage can tell
+            # The other stage cannot tell this from work.
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
     return most, model

@@ -1,9 +1,10 @@
 """One group of a job whose model is compiled, recomputed and autocast; `fft run` starts it.
 
 ``compile_worker.py STEPS OUT TORN [compile=BACKEND [whole=1]] [checkpoint=reentrant|free]
-[autocast=1]``; ``whole``: the model in one graph, not block by block.
-Where TORN is 1, each group fails once in its first step, while the other is in its first
-compilation; without one, at its first backward. Leaves what it ended with in the folder OUT.
+[autocast=1]``; with ``whole`` the model is one graph, not one per block.
+
+If TORN is 1, each group fails once in its first step, while the other is in its first compilation,
+or without a compilation at its first backward. It leaves its final state in the folder OUT.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import fft
 
 LONG_S = 200.0
 MOMENTS_S = (0.0, 0.4)
-"""So long after a compilation has begun the other group fails: at once, in the midst of it."""
+"""Delays from the start of a compilation to the other group's failure: none, and in its midst."""
 
 
 class Block(nn.Module):
-    """Draws random numbers, so that who recomputes it must draw the same."""
+    """A block that draws random numbers, so that a recomputation must draw the same."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__()
@@ -43,12 +44,12 @@ class Block(nn.Module):
 
 
 def compute(x: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """Of one block."""
+    """Compute one block."""
     return x + F.dropout(F.gelu(x @ inner), 0.2) @ outer
 
 
 class Net(nn.Module):
-    """Three blocks, recomputed in the backward if ``recompute`` says how."""
+    """Three blocks, recomputed in the backward as ``recompute`` specifies."""
 
     def __init__(self, recompute: str | None, backend: str | None) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Net(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.requires_grad_()  # the reentrant form wants an input that needs a gradient
+        x.requires_grad_()  # the reentrant form needs an input that requires a gradient
         for block in self.blocks:
             if self.recompute is None:
                 x = block(x)
@@ -67,7 +68,7 @@ class Net(nn.Module):
 
 
 def wait_for(path: Path) -> None:
-    """Until another process has made it."""
+    """Wait until another process has created the file."""
     deadline = time.monotonic() + LONG_S
     while not path.exists():
         assert time.monotonic() < deadline, f"nobody made {path}"
@@ -75,13 +76,13 @@ def wait_for(path: Path) -> None:
 
 
 def graphs() -> int:
-    """How many this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     compiled: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return compiled
 
 
 def main() -> None:
-    """Train; count how each body that did not end well ended."""
+    """Train; count how each failed step function ended."""
     steps, out, torn = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1"
     options = dict(word.split("=") for word in sys.argv[4:])
     group, backend = os.environ["REPLICA_GROUP_ID"], options.get("compile")

@@ -1,7 +1,7 @@
 """A rank of FSDP2 whose blocks inductor compiles, for test_compiled_once.py.
 
-``compiled_script.py OUT``: after each commit every process writes into the folder OUT what it has
-compiled by then, and what it has found compiled.
+``compiled_script.py OUT``: after each commit every process writes its numbers of compilations and
+of cache hits so far into the folder OUT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 
 class Block(nn.Module):
-    """Of which inductor compiles what is computed; FSDP2 gathers the weights before."""
+    """A block whose computation inductor compiles; FSDP2 gathers the weights before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def compute(x: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """Of one block."""
+    """Compute one block."""
     return x + F.gelu(x @ inner) @ outer
 
 

@@ -30,7 +30,7 @@ def main() -> None:
         init_sync=False,
         timeouts={"join_window": 60.0},  # on a busy machine a group may start late
         digest="commit",
-        max_body_failures=1000,  # it never gives up by itself
+        max_body_failures=1000,  # never gives up by itself
     )
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, 1)

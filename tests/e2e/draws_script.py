@@ -1,6 +1,6 @@
-"""A small job for test_draws.py, whose bodies draw random numbers of every global generator.
+"""A small job for test_draws.py, whose step functions draw numbers from every global generator.
 
-It fails if these are others than the generators give by themselves.
+It fails if these differ from the numbers of undisturbed generators.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SEED, STEPS, S_EACH = 7, 60, 0.1
 
 
 def draws() -> tuple[float, float, float]:
-    """One of each generator."""
+    """Draw one number from each generator."""
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
 def seed() -> None:
-    """All of them alike."""
+    """Seed all generators equally."""
     random.seed(SEED)
     numpy.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -53,7 +53,7 @@ def main() -> None:
         for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=8), STEPS):
             with txn:
                 drawn = draws()
-                elsewhere.wait(S_EACH)  # other threads of the process have their turn
+                elsewhere.wait(S_EACH)  # lets other threads of the process run
                 model(txn.batch).square().mean().backward()
             if txn.committed:
                 found.append(drawn)

@@ -1,10 +1,14 @@
 """Stages that step by themselves, for test_durable_ahead.py; `fft run` starts it.
 
-``durable_ahead_script.py STEPS OUT MORE``: as JSON `pause`: seconds that a body takes more, of the
-first and of the last stage; `overflow`: the same of batches whose step a scaler skips; `cut`: when
-the checkpoint of that step is there, the last stage ends all processes, as a power cut; once.
-`last_steps`: of the last stage, in the place of STEPS. In the middle of its step 3 the last stage
-leaves the mark `middle`.
+``durable_ahead_script.py STEPS OUT MORE``. MORE is a JSON object with these settings:
+
+- `pause`: additional seconds of a step function of the first and of the last stage
+- `overflow`: the means above which a batch's step is skipped by a scaler, in the same order
+- `cut`: when the checkpoint of this step exists, the last stage ends all processes once, as a
+  power cut does
+- `last_steps`: number of steps of the last stage, in the place of STEPS
+
+In the middle of its step 3 the last stage leaves the mark `middle`.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def manager_of(group: str) -> fft.ManagerFFT:
 
 
 class Stage:
-    """One of them, and what its bodies do besides training."""
+    """One of the stages, and what its step functions do besides training."""
 
     def __init__(self, manager: fft.ManagerFFT, rank: int, out: Path, more: dict[str, Any]) -> None:
         self.manager, self.rank, self.out, self.more = manager, rank, out, more
@@ -59,8 +63,8 @@ class Stage:
         return fft.StageInput(self.manager, loader) if self.rank else loader
 
     def come(self, step: int) -> None:
-        """To the end of a body."""
-        time.sleep(self.pause / 2)  # what a larger model computes
+        """Finish a step function."""
+        time.sleep(self.pause / 2)  # stands for the computation of a larger model
         if self.rank and step == 3:
             (self.out / "middle").touch()
         time.sleep(self.pause / 2)
@@ -92,7 +96,7 @@ def last(stage: Stage, steps: int) -> None:
 
 
 def main() -> None:
-    """Train this rank's stage, and leave what its state is."""
+    """Train this rank's stage, and leave its final state."""
     steps, out, more = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     torch.set_num_threads(1)

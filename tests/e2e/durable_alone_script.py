@@ -1,7 +1,7 @@
-"""Groups that step alone, for test_durable_alone.py; `fft run` starts it.
+"""Groups that train locally, for test_durable_alone.py; `fft run` starts it.
 
-``durable_alone_script.py SPEC STEPS OUT [CUT …]``: leaves digests of all that this rank has at the
-end. In the midst of the window after step CUT all ranks end, as in a power cut; once for each.
+``durable_alone_script.py SPEC STEPS OUT [CUT …]``: leaves digests of this rank's final state. In
+the middle of the window after step CUT all ranks end, as in a power cut; once for each CUT.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchft import ProcessGroupGloo
 import fft
 
 EVERY = 2
-"""Inner steps between two synchronisations of one fragment."""
+"""Inner steps between two synchronizations of one fragment."""
 
 
 def layer() -> nn.Module:
-    """With statistics of its own in each group, and masks that are drawn."""
+    """Return layers with each group's own statistics, and random masks."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1))
 
 
@@ -48,7 +48,8 @@ def manager_of(spec: str) -> fft.ManagerFFT:
 
 
 def synchronised(manager: fft.ManagerFFT, spec: str, model: Any, inner: Any) -> Any:
-    """By the algorithm; `diloco` in two fragments, reduced beside a step and mixed in."""
+    """Synchronize by the spec's algorithm; `diloco` in two fragments, reduced beside a step and
+    mixed in."""
     if spec == "local_sgd":
         return fft.LocalSGD(manager, model, inner, EVERY, weighted=True)
     if spec == "hsdp_diloco":

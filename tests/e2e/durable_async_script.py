@@ -1,10 +1,10 @@
-"""Groups that wait for no slow one, for test_durable_async.py; `fft run` starts it.
+"""Asynchronous groups, for test_durable_async.py; `fft run` starts it.
 
 ``durable_async_script.py STEPS OUT [PLANT]``: group 0, which writes the checkpoint of step 2, then
-computes in its first start for ever, and all ranks end as in a power cut when that of step 4 is
-there. With ``slow N`` as PLANT group N is only slower than the others, and nothing ends; with
-``dropped`` or ``late`` the checkpoint is as a bug would write it: without the leases that were
-held, or with the base of the group that hears of the commit only.
+computes for ever in its first start, and all ranks end as in a power cut when the checkpoint of
+step 4 exists. With ``slow N`` as PLANT, group N is only slower than the others, and no rank ends.
+With ``dropped`` or ``late`` the checkpoint is as a bug would write it: without the held leases, or
+with the base of the group that only learns of the commit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from fft.train.checkpoint.due import words_on
 from fft.train.checkpoint.writer import RankWriter
 
 EVERY = 2
-"""Inner steps between two synchronisations."""
+"""Inner steps between two synchronizations."""
 BEHIND_AT, CUT_AT = 2, 4
-"""Of group 0, and of the others, which may come one step further without it: the bound is 4."""
+"""Steps at which group 0 stays behind and at which all are cut.
+
+The others may advance further without group 0: the bound is 4.
+"""
 LIMIT_S = LIMIT.total_seconds()
 
 
@@ -55,7 +58,7 @@ def manager_of(group: str, join_s: float) -> fft.ManagerFFT:
 
 
 def drops_leases() -> None:
-    """Plant: who held a lease at the commit has it no more, and nobody else gets it."""
+    """Plant a bug: the holders of leases at the commit lose them, and no other group gets them."""
     manifest = RankWriter._manifest
 
     def without(self: RankWriter, receipts: Any) -> Manifest:
@@ -67,7 +70,7 @@ def drops_leases() -> None:
 
 
 def leaves_it_to_others() -> None:
-    """Plant, its first part: who is in the commit takes no checkpoint of it."""
+    """Plant the first part of a bug: a group that is in the commit takes no checkpoint of it."""
     committed = Checkpointer.committed
 
     def only_before(self: Checkpointer, record: Record, epoch: Record | None) -> None:
@@ -78,7 +81,7 @@ def leaves_it_to_others() -> None:
 
 
 def takes_it_late(manager: fft.ManagerFFT) -> None:
-    """Plant, its second part: who hears of the commit does, with the base that it has."""
+    """Plant the second part: a group that learns of the commit takes it, with its own base."""
     job, checkpointer = manager._parts.job, manager._parts.checkpointer
 
     def heard() -> Record | None:
@@ -107,7 +110,8 @@ class Body:
     def come(self, txn: fft.Transaction) -> None:
         self.say_base(txn.step)
         if self.slow is not None:
-            time.sleep(0.4 if self.group == self.slow else 0.03)  # what a larger model computes
+            # Stands for the computation of a larger model
+            time.sleep(0.4 if self.group == self.slow else 0.03)
         if self.is_cut:
             return
         place = Path(os.environ["FFT_CHECKPOINT"], f"step-{CUT_AT}", "manifest.json")
@@ -120,14 +124,14 @@ class Body:
             cut("behind", self.out)
 
     def meet(self) -> None:
-        """All groups are in the first synchronisation of the first start."""
+        """Wait until all groups are in the first synchronization of the first start."""
         if not self.is_cut:
             (self.out / f"here-{self.group}").touch()
             number = int(os.environ["NUM_REPLICA_GROUPS"])
             wait_until(lambda: len(list(self.out.glob("here-*"))) == number, "all", LIMIT_S)
 
     def say_base(self, step: int) -> None:
-        """What the first body of this process begins with."""
+        """Print what the first step function of this process begins with."""
         path = self.out / f"base-{os.getpid()}.json"
         if path.exists():
             return

@@ -1,9 +1,9 @@
-"""A small FSDP2 job for test_durable.py; `fft run` starts it. Leaves a digest of its last state.
+"""A small FSDP2 job for test_durable.py; `fft run` starts it. It leaves a digest of its last state.
 
-``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer; 0: the
-first body of each process leaves the whole model, too. When
-a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once. With ``stall`` as
-STAGE group 0 never ends with that of STEP, and the job goes on with one group.
+``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is the additional time of a step
+function; if it is 0, the first step function of each process leaves the whole model, too. When a
+checkpoint from STEP on reaches STAGE, all ranks end once, as in a power cut. With ``stall`` as
+STAGE group 0 never finishes the checkpoint of STEP, and the job continues with one group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fft.train.checkpoint.writer import RankWriter
 
 
 def cut_at(stage: str, step: int, marks: Path) -> None:
-    """Have all processes of the job SIGKILLed as one, when a checkpoint from ``step`` on is at
-    ``stage``; once."""
+    """SIGKILL all processes of the job together once, when a checkpoint from ``step`` on reaches
+    ``stage``."""
     begin, rename = RankWriter._at, LocalStore.rename
 
     def at(self: RankWriter, came: str) -> None:
@@ -49,7 +49,7 @@ def cut_at(stage: str, step: int, marks: Path) -> None:
 
 
 def stall(group: str, step: int) -> None:
-    """Have the ranks of a group come to no end with the checkpoint of ``step``."""
+    """Make the ranks of a group never finish the checkpoint of ``step``."""
     begin = RankWriter._at
 
     def at(self: RankWriter, came: str) -> None:
@@ -61,8 +61,10 @@ def stall(group: str, step: int) -> None:
 
 
 def cut(stage: str, marks: Path) -> None:
-    """End this process and all others of the job, the first time. They stop first, so that none
-    can notice the end of another."""
+    """End this process and all others of the job, the first time.
+
+    They are stopped first, so that none can notice the end of another.
+    """
     try:
         (marks / f"cut-{stage}").touch(exist_ok=False)
     except FileExistsError:
@@ -73,7 +75,7 @@ def cut(stage: str, marks: Path) -> None:
 
 
 def dump(rank: Rank, out: Path, step: int) -> None:
-    """What the ranks have together, as the first body of this process finds it."""
+    """Write the ranks' whole model as the first step function of this process finds it."""
     path = out / f"first-{os.getpid()}.pt"
     if not path.exists():
         found = {name: parameter.full_tensor() for name, parameter in rank.model.named_parameters()}
@@ -98,7 +100,7 @@ def main() -> None:
                 if pause == 0:
                     dump(rank, out, txn.step)
                 F.mse_loss(rank.model(txn.batch), txn.batch).backward()
-                time.sleep(pause)  # what a larger model computes
+                time.sleep(pause)  # stands for the computation of a larger model
         digest = [rank.manager.digest(), rank.manager.current_step()]
         own = [int(x) for x in torch.get_rng_state().sum().reshape(1)]
         path = out / f"final-{rank.group}-{rank.number}.json"

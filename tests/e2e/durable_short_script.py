@@ -1,10 +1,10 @@
 """A job whose disk has no room for checkpoints, for test_durable_short.py; `fft run` starts it.
 
-``durable_short_script.py STEPS [ROOM [SLOW [FULL]]]``: group 0, which writes what all have in
-common, can write no file as long as that is, until step ROOM is committed. Its part of step SLOW
-takes it until the body after step 7, and the job waits for none from there on. From step FULL on,
-until ROOM, nobody can write anything, traces and logs included; each rank then says how many
-threads write checkpoints. Without ROOM what is short can be written.
+``durable_short_script.py STEPS [ROOM [SLOW [FULL]]]``: group 0, which writes the shared state,
+cannot write a file of that size until step ROOM is committed. Its part of step SLOW takes until the
+step function after step 7, and the job waits for no checkpoint from there on. From step FULL until
+ROOM no rank can write anything, including traces and logs; each rank then prints how many threads
+write checkpoints. Without ROOM only small files can be written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fft.train.checkpoint.threads import NAME
 from fft.train.checkpoint.writer import RankWriter
 
 SHORT = 200_000
-"""Bytes; a checkpoint has some more, and traces and logs of such a job have less."""
+"""Limit in bytes; a checkpoint is larger, and traces and logs of such a job are smaller."""
 
 
 def slow(step: int, go_on: threading.Event) -> None:
-    """Have group 0 take until ``go_on`` for the checkpoint of ``step``."""
+    """Make group 0 take until ``go_on`` for the checkpoint of ``step``."""
     begin = RankWriter._at
 
     def at(self: RankWriter, came: str) -> None:
@@ -43,8 +43,8 @@ def slow(step: int, go_on: threading.Event) -> None:
 
 
 def is_tried(manager: fft.ManagerFFT) -> bool:
-    """Whether this rank has written its part of all checkpoints, or has failed; what has failed
-    may still be there."""
+    """Whether this rank has finished or failed writing its part of all checkpoints; files of a
+    failed attempt may still exist."""
     assert manager._parts.checkpointer is not None
     return not manager._parts.checkpointer._is_writing()
 
@@ -80,7 +80,8 @@ def main() -> None:
                 go_on.set()
             if txn.step % 2 and full < txn.step:
                 wait_until(partial(is_tried, manager), "that of the step before is tried")
-            elif txn.step % 2 and txn.step < late:  # the body is over that ran beside the copy
+            # The step function that ran beside the copy is over
+            elif txn.step % 2 and txn.step < late:
                 written()
             if txn.step == full:
                 trace = manager._parts.job.trace.path

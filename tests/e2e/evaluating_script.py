@@ -1,10 +1,10 @@
 """A small FSDP2 job for test_evaluating.py, which evaluates between two transactions.
 
-``fft run`` starts it. Its first argument says what happens during the evaluation of group 0:
-``nothing``; ``fault``: a body of group 1 raises; ``kill``: a rank of group 1 is killed in one;
-``stop``: a body of group 1 raises, and one of the two ranks that evaluate stops, too; ``last``:
-nothing, and all groups evaluate after the last step, too. The second is a folder, where each rank
-leaves what it has found.
+`fft run` starts it. Its first argument selects the event during the evaluation of group 0:
+``nothing``; ``fault``: a step function of group 1 raises; ``kill``: a rank of group 1 is killed in
+one; ``stop``: a step function of group 1 raises, and one of the two ranks that evaluate stops, too;
+``last``: no event, and all groups evaluate after the last step, too. The second argument is a
+folder, where each rank leaves its results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, AT = 6, 3
 
 
 def held(model: nn.Module) -> str:
-    """What the modules hold of their parameters."""
+    """Return what the modules hold of their parameters."""
     shards = [isinstance(parameter, DTensor) for parameter in model.parameters()]
     return "sharded" if all(shards) else "gathered"
 
@@ -35,7 +35,7 @@ def held(model: nn.Module) -> str:
 def main(kind: str, folder: Path) -> None:
     rank = sharded_rank(2, {})
     samples, job = Samples(), rank.manager._parts.job
-    if kind == "last":  # as FSDP2 does by itself with what is not in a module below its root
+    if kind == "last":  # as FSDP2 itself does with parameters that are in no module below its root
         rank.model[0].set_reshard_after_forward(False)
     tries, found = 0, ""
     loader = fft.CursorLoader(samples, batch_size=8, seed=5)

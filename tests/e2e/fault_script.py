@@ -1,6 +1,7 @@
-"""A small job for test_injected.py. Trains until it is drained.
+"""A small job for test_injected.py. It trains until it is drained.
 
-Arguments: NAME=SECONDS, further timeouts; steps=N, after which it ends by itself; least=N groups.
+The arguments are NAME=SECONDS for further timeouts; steps=N, after which it ends by itself; least=N
+groups.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
         min_replica_size=least,
         replica_id=os.environ["REPLICA_GROUP_ID"],
         init_sync=False,
-        # on a busy machine a group may start late; a lost bus shall not cost the test 30 s
+        # on a busy machine a group may start late; a lost bus must not cost the test 30 s
         timeouts={"join_window": 30.0, "bus_limit": 10.0, **more},
         connect_timeout=timedelta(seconds=3),
         digest="commit",

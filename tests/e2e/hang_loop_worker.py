@@ -1,7 +1,8 @@
 """One group of a small job in torchft's loop; group 1 hangs once. `fft run` starts it.
 
-``hang_loop_worker.py STEPS OUT``: the hang ends by itself when group 0 has gone on alone, or after
-`PATIENCE_S`. Ends when both groups train together again. Leaves in the folder OUT what it saw.
+``hang_loop_worker.py STEPS OUT``: the hang ends by itself when group 0 has continued alone, or
+after `PATIENCE_S`. The job ends when both groups train together again. It leaves its observations
+in the folder OUT.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ import fft
 SETTLED = 6
 """Commits before the hang; the monitor's threshold needs three."""
 ALONE = 5
-"""Commits of group 0 alone, after which it has gone on."""
+"""Commits of group 0 alone that show that it has continued."""
 LONELY_S = 0.2
-"""A step of one group alone takes so long, so that the other finds the job still at work."""
+"""Seconds of a step of a single group, so that the other finds the job still running."""
 PATIENCE_S = 45.0
-"""More than `hang_limit`; less than `hang_grace`, after which the monitor ends who hangs."""
+"""A time above `hang_limit` and below `hang_grace`, after which the monitor ends a hanging
+process."""
 
 
 def hang(out: Path) -> None:
-    """Until the other group has gone on. In one call: a main thread that moves does not hang."""
+    """Hang until the other group has continued.
+
+    One call, because a main thread that moves does not hang.
+    """
     os.mkfifo(out / "went-on")
     end = os.open(out / "went-on", os.O_RDWR)
     (out / "hangs").touch()
@@ -42,7 +47,7 @@ def hang(out: Path) -> None:
 
 
 def go_on(out: Path) -> None:
-    """Tell it so."""
+    """Signal the hanging group to continue."""
     end = os.open(out / "went-on", os.O_RDWR)
     os.write(end, b"!")
     os.close(end)

@@ -1,7 +1,7 @@
 """One rank of a small FSDP2 job of which rank 0 of group 1 hangs once; `fft run` starts it.
 
-``hang_worker.py STEPS OUT [KIND...]``: the kinds of hang, one after the other, each when the
-process has committed some steps. Leaves what it ended with in the folder OUT.
+``hang_worker.py STEPS OUT [KIND...]``: the kinds of hang come one after the other, each when the
+process has committed some steps. It leaves its final state in the folder OUT.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import fft
 SETTLED = 6
 """Commits before a hang; the monitor's threshold needs three."""
 LONELY_S = 0.5
-"""A step of one group alone takes so long, so that the other finds the job still at work."""
+"""Seconds of a step of a single group, so that the other finds the job still running."""
 LONG_S = 60.0
 
 
 def hang(kind: str) -> None:
-    """Stand still: in Python, in C where no signal helps, with the interpreter lock, stopped."""
+    """Stand still: in Python, in C where no signal helps, with the interpreter lock, or stopped."""
     if kind == "sleep":
         time.sleep(1000)
     elif kind in ("lock", "gil"):

@@ -1,4 +1,4 @@
-"""The job of kill_script.py, in which who comes for a lost rank never has a manager.
+"""The job of kill_script.py, in which the replacement of a lost rank never creates a manager.
 
 ``hanging_script.py``: it hangs; ``hanging_script.py dies``: it is killed.
 """

@@ -1,9 +1,9 @@
-"""One rank of an FSDP2 job whose bodies are interrupted; `fft run` starts it (see test_interrupts).
+"""One rank of an FSDP2 job whose step functions are interrupted; `fft run` starts it.
 
-``interrupt_worker.py STEPS VAIN SECONDS OUT``: each step is tried VAIN times in vain before it is
-trained. In such an attempt every rank does something without an end, in Python or in collectives,
-until another thread of one of them reports an error, at most SECONDS later. Which attempts those
-are is read from their tokens, which all ranks know. Leaves what it ended with in the folder OUT.
+``interrupt_worker.py STEPS VAIN SECONDS OUT``: each step has VAIN failing attempts before it is
+trained. In such an attempt every rank works without end, in Python or in collectives, until another
+thread of one of them reports an error, at most SECONDS later. The attempts are selected by their
+tokens, which all ranks know. It leaves its final state in the folder OUT. See test_interrupts.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def without_end(train: Callable[[], None], way: str) -> None:
 
 
 def main() -> None:
-    """Train; count how each body that was interrupted ended."""
+    """Train; count how each interrupted step function ended."""
     steps, vain, longest, out = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     rank = sharded_rank(2, {}, max_body_failures=100)
     manager, model, me = rank.manager, rank.model, (rank.group, rank.number)

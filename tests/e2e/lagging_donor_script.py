@@ -1,4 +1,5 @@
-"""kill_script.py, but giving state takes long, and the first fetch of rank 1 fails, once."""
+"""The job of kill_script.py with slow state transfers, in which rank 1's first fetch fails,
+once."""
 
 from __future__ import annotations
 

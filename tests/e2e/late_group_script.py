@@ -1,8 +1,8 @@
 """The job of kill_script.py, where the ranks of group 1 begin torch's own process group late.
 
-``late_group_script.py STEP``: in the body after so many steps. From then on a process that comes
-for a lost rank could not meet the others. Group 0 has none: a rollback cannot free a rank that
-waits in one for a mate that lives.
+``late_group_script.py STEP``: they begin it in the step function after STEP steps. From then on the
+replacement of a lost rank could not join it. Group 0 has none: a rollback cannot free a rank that
+waits in such a group for a live mate.
 """
 
 from __future__ import annotations

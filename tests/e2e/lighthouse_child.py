@@ -1,6 +1,6 @@
 """torchft's lighthouse as a process that a test can kill: ``lighthouse_child.py PORT OPTIONS``.
 
-Says its port, and serves until it is ended, or its stdin is.
+It prints its port, and serves until it or its stdin is ended.
 """
 
 from __future__ import annotations

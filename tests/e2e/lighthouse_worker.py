@@ -1,7 +1,7 @@
 """One group of one rank, for test_lighthouse.py: ``lighthouse_worker.py CONFIG.json GROUP``.
 
-Says each commit on stdout. Trains until ``steps``, or until SIGTERM drains it, and writes what it
-ended with into ``TRACES/end-GROUP.json``.
+It prints each commit on stdout. It trains until ``steps``, or until SIGTERM drains it, and writes
+its final state into ``TRACES/end-GROUP.json``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ HOLD_S = 60.0
 
 
 def say(**words: Any) -> None:
-    """One line for the test."""
+    """Print one line for the test."""
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
 def native_threads() -> list[str]:
-    """Names of all threads of this process, torchft's own too."""
+    """Return the names of all threads of this process, including torchft's."""
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 
 
 def hold(done: threading.Event) -> None:
-    """Wait until a rollback interrupts; in no collective, so that gloo can notice nothing."""
+    """Wait outside of collectives until a rollback interrupts, so that gloo can notice nothing."""
     if not done.is_set():
         done.set()
         threading.Event().wait(HOLD_S)
 
 
 def main() -> None:
-    """Train as the config says."""
+    """Train as configured."""
     config: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     group = sys.argv[2]
     torch.set_num_threads(1)

@@ -18,14 +18,14 @@ import fft
 
 
 class Augmented(Samples):
-    """Samples with noise."""
+    """A data set of samples with noise."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.x[index] + 0.1 * torch.randn(self.x.shape[1])
 
 
 class Noted(fft.CursorLoader):
-    """Notes its workers."""
+    """A loader that records its workers."""
 
     def open(self) -> None:
         started = self._iterator is None

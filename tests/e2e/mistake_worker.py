@@ -1,7 +1,7 @@
 """A rank of a small job whose script is wrong: ``mistake_worker.py WHERE STEPS``.
 
-``WHERE`` the mistake is: ``start``, ``body``, ``body1`` (of group 1 alone), ``data``, ``after``
-the loop, or ``none``. `fft run` starts it.
+``WHERE`` is the place of the mistake: ``start``, ``body``, ``body1`` (in group 1 only), ``data``,
+``after`` the loop, or ``none``. `fft run` starts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAD_STEP, BAD_SAMPLE = 2, 5
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    """Of which one cannot be had."""
+    """A data set with one item that cannot be loaded."""
 
     def __len__(self) -> int:
         return 8
@@ -37,7 +37,10 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
-    """With a mistake in it. Where others train on meanwhile, a step is as long as a real one."""
+    """Compute the loss, with a mistake.
+
+    If others train on meanwhile, a step is as long as a real one.
+    """
     if WHERE == "body1":
         time.sleep(0.05)
     if step >= BAD_STEP and (WHERE == "body" or (WHERE == "body1" and GROUP == "1")):

@@ -1,4 +1,4 @@
-"""Processes of test_networks.py: a bus, and ranks of one group each, on hosts of their own."""
+"""Processes of test_networks.py: a bus, and ranks of one group each, on different hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fft.launch.services import start_services
 
 
 def serve(host: Host, listens_on: str) -> None:
-    """Serve a bus, write its URL."""
+    """Serve a bus and write its URL."""
     host.enter()
     services = start_services(listens_on, with_lighthouse=False)
     print(services.bus_url, flush=True)
@@ -25,8 +25,8 @@ def serve(host: Host, listens_on: str) -> None:
 
 
 def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, least: int) -> None:
-    """Train until ``steps``, or until a file ``end`` is in ``traces``, on weights that only group 0
-    begins with; write a digest of them."""
+    """Train until ``steps``, or until a file ``end`` is in ``traces``, on weights with which only
+    group 0 begins; write a digest of them."""
     host.enter()
     store, port = host_store(own_address(bus))
     manager = fft.ManagerFFT(

@@ -1,9 +1,9 @@
 """One rank of a small job that is given notice; `fft run` starts it (see test_notice).
 
-``notice_worker.py STEPS OUT CASE``. When rank 0 of group 1 has made ``SETTLED`` commits, its
-notice is written, to the file ``FFT_NOTICE`` names, and it waits until it is read. In the case
-``long`` the step then computes for longer than the deadline. The others go on to STEPS.
-Leaves what it ended with in the folder OUT.
+``notice_worker.py STEPS OUT CASE``. When rank 0 of group 1 has made ``SETTLED`` commits, it writes
+its notice to the file that ``FFT_NOTICE`` names, and waits until it is read. In the case ``long``
+the step then computes for longer than the deadline. The others continue to STEPS. It leaves its
+final state in the folder OUT.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SETTLED = 4
 LONG_S = 600.0
 LIMIT_S = 60.0
 LONELY_S = 0.02
-"""A step of one group alone takes so long."""
+"""Seconds of a step of a single group."""
 WITHIN_S = {"soon": 120.0, "long": 16.0}
 
 
 def give_notice(case: str) -> None:
-    """Write the file as a whole, as whoever evacuates a machine would."""
+    """Write the file atomically, as a tool that evacuates a machine would."""
     setting = os.environ["FFT_NOTICE"].removeprefix("file:")
     path = Path(setting.replace("{group}", "1").replace("{rank}", "0"))
     half = path.with_suffix(".half")
@@ -68,14 +68,14 @@ def main() -> None:
             if given:
                 give_notice(case)
                 deadline = time.monotonic() + LIMIT_S
-                while not manager.asked_to_leave:  # its source is polled on another thread
+                while not manager.asked_to_leave:  # another thread polls the source
                     assert time.monotonic() < deadline, "nobody reads the notice"
                     time.sleep(0.01)
             if given and case == "long":
                 try:
                     began = time.monotonic()
                     while time.monotonic() < began + LONG_S:
-                        manager.ping()  # it is slow, and does not hang
+                        manager.ping()  # slow, but not hanging
                         sum(range(100_000))
                 except BaseException as error:
                     unwound = f"{type(error).__name__}: {error}"

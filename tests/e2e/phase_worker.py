@@ -1,7 +1,7 @@
-"""One rank of the phase matrix: trains once for every case, and dumps what it ended with.
+"""One rank of the phase matrix: it trains once for every case, and writes its final state.
 
-Run by test_phases.py as ``phase_worker.py config.json group rank``. A case is a fault plan (or
-none); every case is a job of its own on the bus, with a fresh model from the same seed.
+test_phases.py runs it as ``phase_worker.py config.json group rank``. A case is a fault plan (or
+none); every case is a separate job on the bus, with a fresh model from the same seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ WIDTH = 16
 
 
 class Net(nn.Module):
-    """Small, but with everything a rollback must put back: dropout, buffers, several layers."""
+    """A small model with everything that a rollback must restore: dropout, buffers, several
+    layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Sample ``i`` and its index."""
+    """A data set of samples with their index."""
 
     def __init__(self) -> None:
         self.x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(7))
@@ -59,7 +60,7 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def train(case: dict[str, Any], group: str, rank: int, steps: int) -> dict[str, Any]:
-    """One job under the case's plan."""
+    """Train one job under the case's plan."""
     os.environ.pop("FFT_FAULTS", None)
     if case["plan"]:
         os.environ["FFT_FAULTS"] = case["plan"]
@@ -117,7 +118,7 @@ def train(case: dict[str, Any], group: str, rank: int, steps: int) -> dict[str, 
 
 
 def _bits(value: Any) -> str:
-    """Every bit of plain data, as text."""
+    """Return every bit of plain data as text."""
     if isinstance(value, torch.Tensor):
         raw = value.contiguous().view(-1).view(torch.uint8)
         return f"{value.dtype}{tuple(value.shape)}{raw.tolist()}"

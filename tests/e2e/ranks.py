@@ -1,6 +1,6 @@
-"""What the small jobs of the end-to-end tests have in common: data, and an FSDP2 rank to train.
+"""Common parts of the end-to-end tests' small jobs: data, and an FSDP2 rank to train.
 
-Imported by the scripts beside it that `fft run` starts, each in a process of its own.
+The scripts in this directory import it; `fft run` starts each in its own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import fft
 from fft.train.checkpoint.threads import NAME
 
 LIMIT = timedelta(seconds=60)
-"""Of every process group."""
+"""Timeout of every process group."""
 WIDTH = 16
 
 
@@ -49,7 +49,7 @@ class Rank(NamedTuple):
     model: nn.Module
 
     def train(self) -> None:
-        """Until the job is drained; then leave it."""
+        """Train until the job is drained, and leave it."""
         loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)
         try:
             for txn in self.manager.transactions(loader):
@@ -65,7 +65,7 @@ class Rank(NamedTuple):
 
 
 def written() -> None:
-    """What is under way comes to its end: each checkpoint that is due is tried."""
+    """Wait until each due checkpoint has been tried."""
 
     def at_work() -> bool:
         return any(thread.name == NAME for thread in threading.enumerate())
@@ -74,7 +74,7 @@ def written() -> None:
 
 
 def with_dropout() -> nn.Module:
-    """A layer for which generators matter."""
+    """Return a layer whose result depends on the random generators."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
 
 
@@ -84,7 +84,7 @@ def sharded_rank(
     layer: Callable[[], nn.Module] = with_dropout,
     **options: Any,
 ) -> Rank:
-    """The rank that the environment names, with a model of two layers."""
+    """Return the rank that the environment names, with a model of two layers."""
     group, number = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     torch.set_num_threads(1)
     shard_pg = fft.ShardProcessGroupGloo(timeout=LIMIT)

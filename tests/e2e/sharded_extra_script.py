@@ -1,5 +1,6 @@
-"""An FSDP2 job with an average of its model as `extra`, which is sharded, too; for
-test_sharded_extra.py. ``sharded_extra_script.py STEPS OUT`` leaves what each rank has at its end.
+"""An FSDP2 job with a sharded average of its model as `extra`, for test_sharded_extra.py.
+
+``sharded_extra_script.py STEPS OUT`` leaves the final state of each rank.
 """
 
 from __future__ import annotations

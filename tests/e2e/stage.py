@@ -1,8 +1,7 @@
-"""A job of several managers in one process, in threads, for the tests of the manager.
+"""A job of several managers in threads of one process, for the tests of the manager.
 
-Each group is one thread with a model, a gloo group and a store of its own; the bus is in memory,
-and there is no lighthouse. Nothing waits without a bound: a thread that does not end in time fails
-the test.
+Each group is one thread with a model, a gloo group and a store; the bus is in memory, and there is
+no lighthouse. All waits are bounded: a thread that does not end in time fails the test.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WIDTH = 8
 
 
 class Noisy(nn.Module):
-    """Two layers with batch norm between, and noise from a generator of the group's own."""
+    """Two layers with batch norm between, and noise from the group's own generator."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Noisy(nn.Module):
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """Sample ``i`` is ``i``."""
+    """A data set whose sample ``i`` is ``i``."""
 
     def __len__(self) -> int:
         return 4096
@@ -59,12 +58,12 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def batch_of(indices: torch.Tensor) -> torch.Tensor:
-    """The input that belongs to sample indexes."""
+    """Return the input that belongs to sample indexes."""
     return torch.sin(indices.float()[:, None] * torch.arange(1, WIDTH + 1))
 
 
 def weights(model: nn.Module) -> str:
-    """Digest of every bit of the parameters and buffers."""
+    """Return a digest of every bit of the parameters and buffers."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
         hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -72,14 +71,14 @@ def weights(model: nn.Module) -> str:
 
 
 def parameters(model: nn.Module) -> list[list[float]]:
-    """Every parameter's values; what groups must have in common."""
+    """Return every parameter's values, which must be equal on all groups."""
     return [p.detach().reshape(-1).tolist() for p in model.parameters()]
 
 
 class Member:
-    """One rank of a group: its model, optimizer and manager, and what its thread did.
+    """One rank of a group: its model, optimizer and manager, and the record of its thread.
 
-    A group has one rank, unless ``rank=`` and ``ranks=`` say otherwise; ``leader=`` is rank 0 then,
+    A group has one rank, unless ``rank=`` and ``ranks=`` are given; ``leader=`` is then rank 0,
     whose store the others use.
     """
 
@@ -143,7 +142,7 @@ class Member:
                 self.consumed += txn.batch.tolist()
 
     def start(self, work: Callable[[Member], None]) -> Member:
-        """Run ``work`` in a thread of its own, and shut the manager down after it."""
+        """Run ``work`` in its own thread, and shut the manager down after it."""
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"group-{self.name}")
         self._thread.start()
         return self
@@ -158,7 +157,7 @@ class Member:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether its thread has not ended."""
+        """Whether its thread is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def end(self, within: float = JOIN_S) -> None:
@@ -169,7 +168,7 @@ class Member:
 
 
 class Job:
-    """A bus (in memory, if none is given) and the members."""
+    """A bus, by default in memory, and the members."""
 
     def __init__(self, traces: Path, groups: int, bus: str | None = None) -> None:
         self.traces = traces
@@ -178,13 +177,13 @@ class Job:
         self.members: list[Member] = []
 
     def member(self, group: str, **settings: Any) -> Member:
-        """One more group."""
+        """Add a group."""
         made = Member(self, group, **settings)
         self.members.append(made)
         return made
 
     def ranks(self, group: str, own: Sequence[dict[str, Any]]) -> list[Member]:
-        """One more group, of a rank for each of ``own``: what only that rank is given."""
+        """Add a group with a rank for each of ``own``, the arguments of that rank."""
         made: list[Member] = []
         for rank, settings in enumerate(own):
             leader = made[0] if made else None
@@ -192,7 +191,7 @@ class Job:
         return made
 
     def run(self, work: Callable[[Member], None], **settings: Any) -> list[Member]:
-        """All groups at the same work, to their end; an error of one is raised."""
+        """Run the same work on all groups to their end; raise an error of one."""
         made = [self.member(str(g), **settings) for g in range(self.groups)]
         for member in made:
             member.start(work)
@@ -204,7 +203,7 @@ class Job:
         return made
 
     def audit(self) -> AuditReport:
-        """The audit of the job, which must find nothing."""
+        """Audit the job and check that there are no findings."""
         report = audit_dir(self.traces)
         assert report.ok, report.render()
         return report
@@ -212,7 +211,7 @@ class Job:
 
 @contextmanager
 def job(traces: Path, groups: int, bus: str | None = None) -> Iterator[Job]:
-    """A job; its members are shut down at the end, whatever happened."""
+    """Yield a job; its members are shut down at the end in any case."""
     made = Job(traces, groups, bus)
     try:
         yield made
@@ -228,17 +227,18 @@ def job(traces: Path, groups: int, bus: str | None = None) -> Iterator[Job]:
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """Trace records of events of one type, with the event under ``event``."""
+    """Return the trace records of events of one type, with the event under ``event``."""
     return [r for r in read_lines(directory) if (r.get("event") or {}).get("type") == kind]
 
 
 def aborts(directory: Path) -> list[dict[str, Any]]:
-    """Rollbacks before the last commit; a group that ends first ends the epoch of the others."""
+    """Return the rollbacks before the last commit; a group that ends first ends the others'
+    epoch."""
     return [r for r in _while_committing(directory) if r["kind"] == "abort"]
 
 
 def epochs(directory: Path) -> int:
-    """Epochs before the last commit."""
+    """Return the epochs before the last commit."""
     return sum(r["kind"] == "epoch" for r in _while_committing(directory))
 
 
@@ -249,7 +249,7 @@ def _while_committing(directory: Path) -> list[dict[str, Any]]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """Values of the head register that anybody saw, in order."""
+    """Return the values of the head register that any rank saw, in order."""
     seen: dict[int, dict[str, Any]] = {}
     for line in read_lines(directory):
         if record := (line.get("event") or {}).get("record"):
@@ -258,9 +258,9 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 def assert_in_order(words: Sequence[str], causes: Sequence[str]) -> None:
-    """Each word is in a cause of its own, in this order.
+    """Check that each of these words is in a different cause, in this order.
 
-    There may be more causes: a machine under load adds faults that nobody planned.
+    There may be more causes, because a machine under load adds unplanned faults.
     """
     rest = iter(causes)
     for word in words:
@@ -268,7 +268,7 @@ def assert_in_order(words: Sequence[str], causes: Sequence[str]) -> None:
 
 
 def fetches(directory: Path) -> list[tuple[str, int, int, int, str]]:
-    """(group, rank, incarnation, bytes, source) of every transfer of state."""
+    """Return (group, rank, incarnation, bytes, source) of every transfer of state."""
     return [
         (r["group"], r["rank"], r["inc"], r["event"]["bytes"], r["event"]["source"])
         for r in events(directory, "healed")
@@ -277,7 +277,7 @@ def fetches(directory: Path) -> list[tuple[str, int, int, int, str]]:
 
 
 def slices(directory: Path) -> dict[int, list[int]]:
-    """Slices consumed by committed txns, for each rank number."""
+    """Return the slices consumed by committed txns, for each rank number."""
     found: dict[int, list[int]] = {}
     for line in read_lines(directory):
         if line.get("note") == "consumed" and line["data"]["slice"] is not None:
@@ -286,10 +286,10 @@ def slices(directory: Path) -> dict[int, list[int]]:
 
 
 def notes(directory: Path, name: str) -> list[dict[str, Any]]:
-    """Trace notes of one name."""
+    """Return the trace notes of one name."""
     return [line for line in read_lines(directory) if line.get("note") == name]
 
 
 def dump(value: Any) -> str:
-    """For messages of failed assertions."""
+    """Format a value for messages of failed assertions."""
     return json.dumps(value, indent=1, default=str)[:4000]

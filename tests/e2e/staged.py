@@ -1,6 +1,6 @@
 """Stages that step by themselves, in threads of one process, for tests of how they end.
 
-Each batch is a few random vectors; of a batch in `overflows` the loss is inf, so that the scaler
+Each batch is a few random vectors; for a batch in `overflows` the loss is inf, so that the scaler
 skips its step in both stages.
 """
 
@@ -25,29 +25,29 @@ _LARGE = 100.0
 
 @dataclass
 class Plan:
-    """What the stages of one job do."""
+    """The behavior of the stages of one job."""
 
     batches: int
     steps: Sequence[int | None] = (None, None)
-    """Of each stage, at the most."""
+    """Maximum number of steps of each stage."""
     overflows: Sequence[Sequence[int]] = ((), ())
     """Numbers of batches that each stage skips."""
     strays: int = 0
-    """The first stage has an entry of the slice so many after its own, too."""
+    """Distance to a later slice for which the first stage also has an entry, or 0."""
     late: Callable[[], None] | None = None
-    """What the last rank of group 0 waits for, before it begins."""
+    """A function that the last rank of group 0 calls before it begins, to wait."""
     meanwhile: Callable[[Member, int], None] | None = None
-    """Done in each body, with its step."""
+    """A function that is called in each step function, with its step."""
     ends: dict[str, int] = field(default_factory=dict)
     """Step at which each rank has ended."""
 
     def loader(self) -> list[torch.Tensor]:
-        """Each vector says which batch it is of."""
+        """Return a loader whose vectors identify their batch."""
         noise = torch.Generator().manual_seed(7)
         return [torch.randn(4, WIDTH, generator=noise) for _ in range(self.batches)]
 
     def train(self, member: Member, rank: int) -> None:
-        """The work of one rank of a group."""
+        """Train one rank of a group."""
         if self.late is not None and member.name == "0.1":
             self.late()
         manager, loader, steps = member.manager, self.loader(), self.steps[rank]
@@ -76,14 +76,17 @@ class Plan:
 
 
 def _own(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each rank of a group: equal models, made here, as threads share a random generator."""
+    """Return the arguments of each rank of a group.
+
+    The equal models are created here, because threads share a random generator.
+    """
     torch.manual_seed(3)
     given = {"spec": "pipeline_ahead", "register": False, **settings}
     return [{**given, "model": nn.Linear(WIDTH, WIDTH)} for _ in range(2)]
 
 
 def run(traces: Path, plan: Plan, groups: int = 1, within: float = 60.0, **settings: Any) -> Job:
-    """A job of two stages, to its end; an error of a rank is raised."""
+    """Run a job of two stages to its end; raise an error of a rank."""
     made = Job(traces, groups)
     ranks = [r for group in range(groups) for r in made.ranks(str(group), _own(settings))]
     try:

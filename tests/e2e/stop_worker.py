@@ -1,7 +1,8 @@
 """One group of a small job, of which group 1 is stopped once (SIGSTOP). `fft run` starts it.
 
-``stop_worker.py PLACE OUT``: stopped ``between`` two txns, or in the ``update`` after a commit. It
-is left out meanwhile, goes on when the test says so, and both train until they do so together.
+``stop_worker.py PLACE OUT``: it is stopped ``between`` two txns, or in the ``update`` after a
+commit. It is excluded meanwhile and resumes when the test requests it; both train until they do so
+together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SETTLED = 6
 ALONE = 3
 LONELY_S = 0.1
 LONG = timedelta(seconds=600)
-"""Of the process group: a collective is not what ends the wait of the other."""
+"""Timeout of the process group, so long that a collective does not end the other's wait."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What all ranks must decide alike: to skip a step, and whether replicas are still equal."""
+"""Tests of joint decisions of all ranks: skipping a step, and whether replicas are still equal."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
 def test_an_overflow_on_one_shard_alone_skips_the_step_of_all_ranks_of_all_groups(
     tmp_path: Path,
 ) -> None:
-    """Each rank of a group has but its shard: what overflows there the others do not see."""
+    """Each rank of a group has only its shard, and does not see the overflows of the others."""
     scales: dict[str, float] = {}
 
     def work(member: Member) -> None:
@@ -241,7 +241,7 @@ def test_step_skipped_before_its_reductions_takes_the_next_batch(tmp_path: Path)
 
 
 def _corrupted(member: Member, at: int, who: str) -> None:
-    """Train; group ``who`` has one bit of its weights flipped before a step, as by bad memory."""
+    """Train; one bit of group ``who``'s weights is flipped before a step, as by bad memory."""
     done = False
     for txn in member.manager.transactions(_loader(), max_steps=STEPS):
         with txn:
@@ -300,7 +300,8 @@ def test_how_often_replicas_are_compared_follows_from_what_it_costs(tmp_path: Pa
 def test_joiner_applies_gradients_edited_by_weights_correctly(
     tmp_path: Path, learners: Any, waits: bool
 ) -> None:
-    """Decay by hand: gradients that depend on weights. A learner's are not those of the job."""
+    """With manual decay the gradients depend on the weights, and a joiner's weights are not yet the
+    job's."""
     started: list[Member] = []
 
     def body(member: Member, by_weights: bool) -> None:
@@ -335,7 +336,7 @@ def test_joiner_applies_gradients_edited_by_weights_correctly(
 
 
 def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
-    """Who was to leave with it says so anew: a group that dies in it takes no sample along."""
+    """The leavers of that txn vote again; a group that dies in it loses no sample."""
     seen: dict[str, list[int]] = {}
 
     def work(member: Member) -> None:
@@ -347,7 +348,7 @@ def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
         for txn in member.manager.transactions(loader):
             with txn:
                 if member.group == "2" and txn.step == 2:
-                    raise KeyboardInterrupt  # it leaves without a word, in the last txn of all
+                    raise KeyboardInterrupt  # it leaves without a message, in the last txn of all
                 _loss(member, txn.batch.repeat(4)).backward()
             if txn.committed and txn.contributes:
                 seen.setdefault(member.group, []).extend(txn.batch.tolist())
@@ -359,8 +360,11 @@ def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
 
 
 def test_all_groups_see_the_end_of_a_pass_at_the_same_txn(tmp_path: Path) -> None:
-    """With a step that is skipped, and one that is rolled back; 7 batches in a pass, 2 at a time.
-    The last pass has one too few for both groups. Those of the skipped step are not counted."""
+    """One step is skipped and one is rolled back; there are 7 batches in a data epoch, 2 at a time.
+
+    The last data epoch has one too few for both groups. Batches of the skipped step are not
+    counted.
+    """
     seen: dict[str, list[tuple[int, int]]] = {"0": [], "1": []}
 
     def work(member: Member) -> None:
@@ -507,7 +511,8 @@ def test_gradients_dropped_after_backward_are_a_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["break", "continue", "return"])
 def test_step_function_left_before_backward_raises_in_the_loop(tmp_path: Path, how: str) -> None:
-    """Python ignores what an iterator raises when a loop drops it, so the error comes before."""
+    """Python ignores the exceptions of an iterator that a loop drops, so the error comes before
+    that."""
     tries: list[int] = []
 
     def work(member: Member) -> None:
@@ -646,7 +651,7 @@ def test_edits_unseen_by_torch_are_detected_for_a_joiner(tmp_path: Path, how: st
     started: list[Member] = []
 
     def work(member: Member) -> None:
-        # the scale of who joins is not that of the job until its state has come
+        # a joiner's scale is not the job's until its state has arrived
         scaler = Scaler("cpu", init_scale=2.0 ** (4 + 4 * int(member.group)), enabled=how != "data")
         member.manager.register(
             member.model, member.optimizer, scaler=scaler, generators=[member.model.generator]

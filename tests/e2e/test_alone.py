@@ -1,4 +1,4 @@
-"""A script that nobody has launched is a job of its own."""
+"""Tests that a script without a launcher is its own job."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bus_without_launcher_variables_names_the_missing_ones(
 def test_under_fft_run_the_script_cannot_choose_another_bus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The supervisor would start it again and again, and see nobody at work."""
+    """The supervisor would restart it repeatedly, and see no live rank."""
     monkeypatch.setenv("FFT_BUS", "memory://served")
     monkeypatch.setenv("FFT_SUPERVISOR_FD", "9")
     with pytest.raises(FftError, match="bus='memory://mine', but `fft run` has this job on"):

@@ -1,4 +1,4 @@
-"""Groups that synchronise without waiting for all: how far they go, what is held, what counts."""
+"""Tests of asynchronous groups: how far ahead they may be, what is held, and what counts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fft.train.hangs import hung
 from fft.util.errors import FftError
 
 EVERY = 2
-"""Inner steps between two synchronisations."""
+"""Inner steps between two synchronizations."""
 LIMIT_S = 40.0
-"""For what must come; a bug makes it as long."""
+"""Time limit for required events; only a bug uses all of it."""
 SPEC = """
 name: bounded
 doc: As async, with another bound.
@@ -47,7 +47,7 @@ def _spec(folder: Path, bound: int) -> str:
 
 
 def _members(made: Job, folder: Path, bound: int = 4, **settings: Any) -> list[Member]:
-    """Three groups; they wait for others no longer than a moment."""
+    """Return three groups that wait for others only briefly."""
     spec = _spec(folder, bound)
     return [_member(made, str(g), spec, **settings) for g in range(made.groups)]
 
@@ -97,7 +97,7 @@ def _run(members: list[Member], steps: int, body: Body) -> None:
 
 
 def _late(record: dict[str, Any]) -> dict[str, int]:
-    """By how many steps what each member of an epoch brings is behind."""
+    """Return how many steps each member's contribution to an epoch is behind."""
     held = {lease[1] for lease in record["leases"]}
     inside = {entry["group"] for entry in record["members"]} & held
     found = {at[0]["group"]: record["step"] + 1 - at[1] for at in record["standing"]}
@@ -105,7 +105,7 @@ def _late(record: dict[str, Any]) -> dict[str, int]:
 
 
 def _synchronisations(made: Job) -> dict[int, dict[str, int]]:
-    """Of each committed step: who brought something, and how far behind it was."""
+    """Return the contributors of each committed step, and how far behind they were."""
     found: dict[int, dict[str, int]] = {}
     before: dict[str, Any] = {}
     for record in records(made.traces):
@@ -116,7 +116,8 @@ def _synchronisations(made: Job) -> dict[int, dict[str, int]]:
 
 
 def _assert_exactly_once(made: Job) -> None:
-    """Each slice that was granted was consumed by one group in one txn, or is not consumed yet."""
+    """Check that each granted slice was consumed by one group in one txn, or is not consumed
+    yet."""
     (consumed,) = slices(made.traces).values()
     last = records(made.traces)[-1]
     held = [lease[0] for lease in last["leases"]] + last["returned"]
@@ -126,7 +127,7 @@ def _assert_exactly_once(made: Job) -> None:
 def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     made: Job, tmp_path: Path
 ) -> None:
-    """If they waited for it, the step that its body waits for would never come."""
+    """If the others waited for it, the step that its step function waits for would never come."""
     come = threading.Event()
 
     def body(member: Member, txn: fft.Transaction) -> None:
@@ -173,7 +174,7 @@ def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path
 
 
 def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_path: Path) -> None:
-    """Plain arithmetic: each group moves its parameters by a number of its own in every step."""
+    """The numbers are simple: each group moves its parameters by a fixed amount in every step."""
     by = {"0": 1.0, "1": 10.0, "2": 100.0}
     members = _members(made, tmp_path, outer_lr=1.0, inner=_Moves)
     for member in members:
@@ -197,7 +198,7 @@ def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_
 
 
 class _Moves(torch.optim.SGD):
-    """Adds the same to every parameter."""
+    """An optimizer that adds the same amount to every parameter."""
 
     by = 0.0
 
@@ -211,7 +212,7 @@ class _Moves(torch.optim.SGD):
 def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
     made: Job, tmp_path: Path
 ) -> None:
-    """No inner step is computed again; no other group loses any."""
+    """No inner step is recomputed, and no other group loses a step."""
     members = _members(made, tmp_path)
     failed: list[int] = []
 
@@ -237,7 +238,7 @@ def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
 
 
 def test_excluded_group_fetches_the_state_and_then_contributes(made: Job, tmp_path: Path) -> None:
-    """Its main thread does not move, says its monitor: nobody is held for it."""
+    """Its monitor reports that its main thread does not move, so no other group waits for it."""
     members = _members(made, tmp_path, bound=2)
     gone = threading.Event()
 

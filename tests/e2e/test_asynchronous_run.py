@@ -1,4 +1,4 @@
-"""Groups that wait for no slow one, as processes that are killed and come back; audited."""
+"""Tests of asynchronous groups as processes that are killed and come back; audited."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ faults:
 def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     tmp_path: Path,
 ) -> None:
-    """Apart, and in a synchronisation; the third group is four times as slow as the others."""
+    """The kills come in the local phase and in a synchronization; the third group is four times
+    slower."""
     (tmp_path / "faults.yaml").write_text(FAULTS)
     traces = tmp_path / "run"
     command = ["run", "--groups", "3", "--ranks", "1", "--no-progress", "--no-lighthouse"]
@@ -56,10 +57,11 @@ def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     assert steps == 30
     assert partial, "the slow one was waited for in none"
     assert late <= set(range(1, BOUND + 1))
-    # Nobody was in a txn with the group that was killed apart: the other kill alone rolls one back.
+    # No group was in a txn with the group that was killed in its local phase, so only the other
+    # kill rolls one back.
     (rolled_back,) = aborts(traces)
     assert "0/0#1 died" in rolled_back["cause"]
-    # A group comes to a fault at the first step of its own from the planned one on.
+    # A group reaches a fault at its first own step from the planned one on.
     told = {incident.fault.partition(" (")[0]: incident for incident in incidents(traces)}
     assert "apart" in told
     assert told["together"].attempts_lost == 1

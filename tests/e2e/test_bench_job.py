@@ -1,4 +1,4 @@
-"""Single jobs of `make bench`: real processes, one of them killed."""
+"""Tests of single jobs of `make bench`: real processes, one of them killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -
     run = tmp_path / "run"
     command = [sys.executable, "-m", "benchmarks.side_by_side", "run", "--dir", str(run)]
     command += ["--row", "sigkill", "--system", "fft", "--reps", "1"]
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # the second run finds its results
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
         )

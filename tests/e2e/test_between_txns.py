@@ -1,4 +1,4 @@
-"""What a rank holds on to while bodies come and go: state it gives away, and failures it counts."""
+"""Tests of what a rank keeps across step functions: exported state, and counts of failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _epoch(learners: tuple[str, ...]) -> Record:
 def test_state_that_is_fetched_while_bodies_run_is_not_changed_by_them(
     tmp_path: Path, learners: tuple[str, ...]
 ) -> None:
-    """Others wait for the fetch of those who are no learners, so that nothing need be copied."""
+    """If no joiner is still fetching, the others wait for the fetch, so that no copy is needed."""
     with job(tmp_path, 1) as made:
         member = made.member("0")
         given = member.manager._parts.state.export(_epoch(learners))["state"]["buffers"]
@@ -43,7 +43,7 @@ def test_state_that_is_fetched_while_bodies_run_is_not_changed_by_them(
 def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
     tmp_path: Path, skips: bool
 ) -> None:
-    """A skipped step leaves the number of the step as it is; yet its body has ended well."""
+    """A skipped step does not change the step number, but its step function has ended well."""
     tries: list[int] = []
 
     def work(member: Member) -> None:
@@ -77,9 +77,9 @@ def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
 def test_checkpoint_waits_for_an_evaluating_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it asks for the next txn, however long that takes; its buffers are in it.
+    """It waits until the rank requests the next txn, however long that takes, and has its buffers.
 
-    The attempt at the next step fails meanwhile, so that the one who publishes has its own part.
+    The attempt at the next step fails meanwhile, so that the publishing rank has its own part.
     """
     monkeypatch.setattr(gathering, "_WAIT_S", 1.0)
     found, go_on = Checkpoints(open_store(str(tmp_path / "checkpoints"))), threading.Event()
@@ -102,7 +102,7 @@ def test_checkpoint_waits_for_an_evaluating_rank(
                 member.model(batch_of(txn.batch)).square().mean().backward()
             if txn.committed and txn.step == 1 and member.group == "1":
                 assert go_on.wait(30), "the one who publishes waits"
-            if txn.committed and txn.step == 2:  # before that of the end
+            if txn.committed and txn.step == 2:  # before the checkpoint of the end
                 wait_until(lambda: found.newest()[0] is not None, "it is published")
 
     with job(tmp_path / "traces", 2) as made:

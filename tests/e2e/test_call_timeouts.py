@@ -1,6 +1,6 @@
-"""``start_quorum(timeout=…)`` and ``should_commit(timeout=…)``: bounded waits that can be taken up.
+"""Tests of ``start_quorum(timeout=…)`` and ``should_commit(timeout=…)``: waits that can be resumed.
 
-Real groups in threads, over gloo. The times are those of waits that end by themselves: they bound
+Real groups run in threads, over gloo. The times belong to waits that end by themselves, and bound
 nothing from above.
 """
 
@@ -32,10 +32,10 @@ def two(tmp_path: Path) -> Iterator[Job]:
 
 def test_start_quorum_says_that_a_rank_of_its_group_is_missing(two: Job) -> None:
     member = two.member("0", world_size=2, shard_pg=fft.ShardProcessGroupGloo())
-    for _ in range(2):  # it may be asked for again
+    for _ in range(2):  # the call may be repeated
         with pytest.raises(TimeoutError, match=r"start_quorum\(timeout=0.3 s\).*rank 1 of this"):
             member.manager.start_quorum(timeout=SHORT)
-    for _ in range(2):  # also of a manager that is watched, which this one is
+    for _ in range(2):  # also for a monitored manager, as this one is
         member.manager.shutdown()
 
 
@@ -127,7 +127,7 @@ def test_skip_resumes_after_a_decision_timeout(two: Job) -> None:
 
 
 def test_shutdown_in_doubt_ignores_a_later_decision(two: Job) -> None:
-    """It has left: the others may commit the step, and it applies nothing."""
+    """The manager has left: the others may commit the step, and it applies nothing."""
     decided = threading.Event()
 
     def leaves(member: Member) -> None:
@@ -161,7 +161,7 @@ def test_shutdown_in_doubt_ignores_a_later_decision(two: Job) -> None:
 
 
 class EndOfTest(Exception):
-    """Ends the loop of a group."""
+    """Raised to end the loop of a group."""
 
 
 def _reduce(member: Member):  # type: ignore[no-untyped-def]
@@ -169,7 +169,7 @@ def _reduce(member: Member):  # type: ignore[no-untyped-def]
 
 
 def _train(member: Member, commit) -> None:  # type: ignore[no-untyped-def]
-    """torchft's loop by hand, up to ``STEPS``."""
+    """Run torchft's loop by hand, up to ``STEPS``."""
     manager = member.manager
     while manager.current_step() < STEPS:
         manager.start_quorum()

@@ -1,6 +1,6 @@
-"""A few cases of `make chaos`, through the command itself: those that no other test has.
+"""Tests of those cases of `make chaos` that no other test covers, through the command itself.
 
-Real jobs of 3 groups x 1 rank and 2 groups x 2 FSDP2 ranks. Each is broken several times.
+They are real jobs of 3 groups x 1 rank and 2 groups x 2 FSDP2 ranks. Each has several faults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fft.trace.audit import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280
-CASES = {  # of one suite for each layout: a second job would take longer than its cases
+CASES = {  # one suite for each layout, as a second job would take longer than its cases
     "3x1": ["kill/during_allreduce/all-but-one", "evict/-/1-group"],
     "2x2": [
         "exception/apply/1-group",

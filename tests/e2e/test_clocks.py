@@ -1,4 +1,4 @@
-"""A report of hosts whose clocks differ is that of hosts whose clocks agree."""
+"""Tests that the report does not depend on whether the hosts' clocks agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fft.trace.report import incidents
 
 STEPS = 8
 FEW_MS = 60.0
-"""For the time that records are under way, on a busy machine."""
+"""Allowance for the transfer of records on a busy machine."""
 
 
 def _fail_once(member: Member, txn: fft.Transaction) -> None:
@@ -27,7 +27,7 @@ def _fail_once(member: Member, txn: fft.Transaction) -> None:
 
 
 def _jumping(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """A clock that is set right when two thirds of the lines are written."""
+    """Return a clock that is set right when two thirds of the lines are written."""
     late = record["step"] >= 6 if "step" in record else False
     return [{**record, "wall": record["wall"] + (0 if late else 900)}]
 

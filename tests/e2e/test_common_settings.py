@@ -1,4 +1,4 @@
-"""Whoever is started otherwise than the job that it would join is refused, and harms nothing."""
+"""Tests that a process with other settings than the job is refused, without harm to the job."""
 
 from __future__ import annotations
 

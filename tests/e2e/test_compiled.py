@@ -1,4 +1,4 @@
-"""Compiled, recomputed and autocast bodies: rolled back at every phase, they end with equal bits.
+"""Tests that compiled, recomputed and autocast step functions end with equal bits after rollbacks.
 
 Each group fails once in its first step while the other is in its first compilation; later steps
 fail by an exception at each phase.
@@ -24,19 +24,19 @@ PHASES = ["forward", "backward", "before_allreduce", "during_allreduce", "vote",
 
 
 def run_job(directory: Path, torn: bool, *options: str) -> list[dict[str, Any]]:
-    """What each of the two groups ended with."""
+    """Return the final state of each of the two groups."""
     directory.mkdir()
     plan = directory / "plan.yaml"
     faults = [
         {
             "name": phase, "kind": "exception", "phase": phase, "group": n % 2, "rank": 0,
-            "step": 2 + n if torn else 1000,  # the hooks of the injector are there all the same
+            "step": 2 + n if torn else 1000,  # the hooks of the injector are installed in any case
         }
         for n, phase in enumerate(PHASES)
     ]  # fmt: skip
     plan.write_text(yaml.safe_dump({"faults": faults}))
     with pytest.MonkeyPatch.context() as patch:
-        # a cache of its own: what one job compiles the next one would find
+        # a separate cache, as otherwise the next job would find what one compiles
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory / "inductor"))
         script = str(STEPS), str(directory), str(int(torn)), *options
         traces = forked.run_job(WORKER, *script, folder=directory, within=LIMIT_S, plan=plan)
@@ -49,14 +49,14 @@ def run_job(directory: Path, torn: bool, *options: str) -> list[dict[str, Any]]:
 
 
 def check(folder: Path, *options: str) -> None:
-    """A run that is rolled back, held against one that is not."""
+    """Compare a run with rollbacks to a run without."""
     calm, torn = (run_job(folder / f"torn-{t}", t, *options) for t in (False, True))
     assert len(torn) == 2
     for before, after in zip(calm, torn, strict=True):
         assert before["ended"] == {}
         compiled = any("compile" in option for option in options)
         assert bool(after["compiled"]) == compiled
-        # who was unwound, had compiled what it had begun to compile
+        # an unwound rank had finished the compilation that it had begun
         assert all(after["unwound_with"]) or not compiled, after["unwound_with"]
         for what in ("digest", "steps", "autocast", "grad", "generator"):
             assert after[what] == before[what], what

@@ -1,6 +1,6 @@
-"""What inductor has compiled outlives a lost rank: in those who live on, and for who comes.
+"""Tests that inductor's results outlive a lost rank, in the survivors and for the replacement.
 
-Every process counts its compilations, and what it finds compiled (compiled_script.py).
+Every process counts its compilations, and its cache hits (compiled_script.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ faults:
   - {{name: all, kind: kill, step: 12, group: 0, phase: backward, with_groups: 2, settled_steps: 3}}
 """
 Counts = dict[str, list[list[dict[str, Any]]]]
-"""By group and rank, of each process in the order of their first commits: after each commit."""
+"""The counts after each commit, by group and rank, of each process in the order of first
+commits."""
 
 
 def job(root: Path, *options: str, plan: str = PLAN) -> tuple[Counts, str]:
-    """What each process has counted, and what `fft run` has said."""
+    """Return the counts of each process, and the output of `fft run`."""
     root.mkdir(exist_ok=True)
     (root / "plan.yaml").write_text(plan)
     out = root / "counts"
@@ -55,7 +56,7 @@ def folders(counts: Counts) -> set[str]:
 
 
 def assert_found(lines: Sequence[dict[str, Any]]) -> None:
-    """The process has compiled nothing, as another had done so before."""
+    """Check that the process compiled nothing, because another had done so before."""
     assert lines[-1]["graphs"] >= 1 and lines[-1]["hits"] >= 1, lines[-1]
     assert lines[-1]["misses"] == 0, lines[-1]
 
@@ -79,7 +80,7 @@ def test_survivor_does_not_recompile_and_joiner_finds_the_cache(
         assert survivor[-1][what] == before[what], "compiled again, after a mate was lost"
     firsts = [starts[0][-1] for starts in counts.values()]
     assert sum(line["misses"] for line in firsts) >= 1, "somebody has compiled it: a fresh folder"
-    for place in ("g1r1", "g0r0", "g0r1"):  # a spare, and a group that was started again
+    for place in ("g1r1", "g0r0", "g0r1"):  # a spare, and a group that was restarted
         assert_found(counts[place][1])
     (folder,) = folders(counts)
     assert not Path(folder).exists(), "it goes with the job"

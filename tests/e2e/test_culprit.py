@@ -1,4 +1,4 @@
-"""A rank that fails at every attempt: named and evicted, and the others finish."""
+"""Tests that a rank that fails at every attempt is named and evicted, and the others finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def command(traces: Path, *options: str) -> list[str]:
 
 
 def the_others_finished(traces: Path) -> None:
-    """All steps, without group 1, which was not started again; and the audit finds nothing."""
+    """Check that all steps were made without group 1, which was not restarted, and audit the
+    job."""
     assert not (traces / "g1r0i2.jsonl").exists(), "it must not be started again"
     found = records(traces)
     assert max(r["step"] for r in found if r["kind"] == "commit") == STEPS
@@ -43,7 +44,8 @@ def the_others_finished(traces: Path) -> None:
 def test_rank_that_fails_every_attempt_is_named_and_excluded(tmp_path: Path) -> None:
     traces = tmp_path / "run"
     done = fft(*command(traces), folder=tmp_path, within=LIMIT_S)
-    assert done.returncode == 3, done.stdout + done.stderr  # without the group at fault
+    # The job ended without the group at fault
+    assert done.returncode == 3, done.stdout + done.stderr
     report = json.loads((traces / f"diagnosis-{BAD_FROM}.json").read_text())
     (culprit,) = [c for c in report["culprits"] if c["how"] != "slow"]
     assert (culprit["group"], culprit["rank"], culprit["how"]) == ("1", 0, "rollbacks")
@@ -58,7 +60,7 @@ def test_rank_that_fails_every_attempt_is_named_and_excluded(tmp_path: Path) -> 
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the job is stuck in rollbacks; the supervisor was told to leave them alone."""
+    """The job is stuck in rollbacks, and the supervisor is configured not to react."""
     traces = tmp_path / "run"
     with running(*command(traces, "--diagnose-after", "0"), folder=tmp_path) as run:
         wait_until(lambda: len(traced_rollbacks(traces)) >= 4, "four rollbacks", LIMIT_S)

@@ -1,6 +1,7 @@
-"""Who has a deadline is out before it, whatever it waits for; the others lose an attempt at most.
+"""Tests that a rank with a deadline leaves before it, and the others lose one attempt at most.
 
-Jobs of managers in one process: there nothing unwinds a body, and only what is blocked ends early.
+The jobs are managers in one process: there no thread is unwound, and only what is blocked ends
+early.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def two(tmp_path: Path) -> Iterator[Job]:
 
 
 def why(made: Job, group: str = "1") -> str:
-    """What a group said when it left without a commit; in time."""
+    """Return the reason that a group gave when it left in time without a commit."""
     late = [n for n in notes(made.traces, "drain_late") if n["group"] == group]
     assert len(late) == 1 and late[0]["data"]["left"] > 0
     assert not notes(made.traces, "drain_untold")
@@ -99,7 +100,8 @@ def test_blocked_in_a_collective(two: Job, peer: str) -> None:
 def given_notice_together(
     both: threading.Barrier, began: list[float]
 ) -> Callable[[Member, fft.Transaction], None]:
-    """A body in which each member is given notice when all are there; notes when that was."""
+    """Return a step function in which each member is given notice when all are there, and record
+    the time."""
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if txn.step == STEP:
@@ -239,7 +241,7 @@ def test_in_the_optimizer_step_of_a_commit(two: Job) -> None:
         member.start(lambda m: m.train(9))
     assert began.wait(LIMIT_S)
     goes.manager.drain(WITHIN_S, "the machine goes")
-    stays.end()  # although that main thread is still at it
+    stays.end()  # although that main thread is still busy
     let_go.set()
     goes.end()
     assert (stays.error, goes.error) == (None, None)
@@ -291,7 +293,7 @@ def test_no_rollback_cuts_the_handler_of_such_a_signal(two: Job) -> None:
     found: list[Safety] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: found.append(look(sys._getframe(), None)))
     try:
-        two.member("0").manager.drain_on(signal.SIGUSR1)  # calls the handler that was there before
+        two.member("0").manager.drain_on(signal.SIGUSR1)  # calls the previous handler
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)

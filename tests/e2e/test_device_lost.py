@@ -1,6 +1,7 @@
-"""A device that fails for good: the process that uses it leaves, and the job goes on.
+"""Tests of a device that fails permanently: the process that uses it leaves, and the job continues.
 
-The error is CUDA's own, raised in the body; without an accelerator nothing else can be asked.
+The error is CUDA's own, raised in the step function; without an accelerator no other part of CUDA
+is tested.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_a_lost_device_ends_its_group_at_once_and_no_other(tmp_path: Path) -> No
 def test_step_with_unfinished_kernels_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for a device is replaced: there is none. All else is a job as any."""
+    """The waits for a device are replaced, as there is none. Everything else is a normal job."""
     waits = []
 
     def wait(limit: timedelta) -> int:

@@ -1,4 +1,5 @@
-"""Random numbers are the script's: no thread of FFT draws from the global generators."""
+"""Tests that random numbers belong to the script: no FFT thread draws from the global
+generators."""
 
 from __future__ import annotations
 

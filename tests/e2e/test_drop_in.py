@@ -1,4 +1,4 @@
-"""The plain torchft loop under ``ManagerFFT``: no split commit, no needless transfer.
+"""Tests of the plain torchft loop under ``ManagerFFT``: no split commit, no needless transfer.
 
 One job of three groups runs the example unchanged under a fault plan; torchft's DDP wrapper,
 LocalSGD and DiLoCo run in threads, without a lighthouse.
@@ -37,7 +37,7 @@ faults:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The job, run once, to its good end."""
+    """The traces of the job, which is run once to its successful end."""
     root = tmp_path_factory.mktemp("drop-in")
     (root / "plan.yaml").write_text(PLAN)
     command = ["run", "--groups", "3", "--ranks", "1"]
@@ -50,7 +50,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _ends(traces: Path) -> dict[str, tuple[str, int]]:
-    """Log name → (weights, step) printed at the end, for every process that came to its end."""
+    """Return log name → (weights, step) printed at the end, for every process that reached its
+    end."""
     found = {}
     for log in (traces / "logs").iterdir():
         if said := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
@@ -76,7 +77,7 @@ def test_the_plain_loop_never_splits_and_ends_with_equal_weights(traces: Path) -
 
 @pytest.mark.multiprocess
 def test_plain_loop_transfers_state_only_to_a_rank_without_it(traces: Path) -> None:
-    """At the start every group but one takes its weights from there (``init_sync``)."""
+    """At the start every group but one takes its weights from that one (``init_sync``)."""
     found = fetches(traces)
     assert sorted(fetch[:3] for fetch in found[:2]) in (
         [("1", 0, 1), ("2", 0, 1)],
@@ -124,7 +125,7 @@ def _net(seed: int) -> torch.nn.Module:
 
 
 def _run(traces: Path, work: Any, transfers: int = 1, **settings: Any) -> list[Member]:
-    """Two groups that begin with different weights; the second takes the first's."""
+    """Run two groups that begin with different weights; the second takes the first's."""
     with job(traces, 2) as made:
         nets = {str(g): {**_state_functions(_net(g)), **settings} for g in (0, 1)}
         members = [made.member(g, init_sync=True, **net) for g, net in nets.items()]
@@ -228,7 +229,8 @@ def test_a_diloco_of_torchft_that_would_drop_tensors_is_refused(tmp_path: Path) 
 
 
 def test_state_functions_may_close_over_names_bound_later(tmp_path: Path) -> None:
-    """The loop of torchft's README: the manager comes before the model that its functions save."""
+    """In the loop of torchft's README, the manager is created before the model that its functions
+    save."""
 
     def save() -> dict[str, Any]:
         return {"model": model.state_dict()}
@@ -257,7 +259,7 @@ def test_state_functions_may_close_over_names_bound_later(tmp_path: Path) -> Non
 def test_a_fragment_bound_after_its_function_is_checked_before_the_first_step(
     tmp_path: Path,
 ) -> None:
-    """A user's function saves a fragment, whose buckets get their size after the registration."""
+    """A user's function saves a fragment whose buckets get their size after the registration."""
     with job(tmp_path / "traces", 1) as made:
         member = made.member("0", **_state_functions(_net(0)))
         member.manager.register_state_dict_fn("mine", lambda _: None, lambda: fragment)
@@ -277,7 +279,7 @@ def test_a_fragment_without_parameters_drops_nothing() -> None:
 
 
 def test_an_object_in_a_closure_is_not_asked_for_its_class() -> None:
-    """A lazy proxy loads what it stands for when its class is asked for."""
+    """A lazy proxy loads its target when its class is requested."""
 
     class Proxy:
         @property

@@ -1,7 +1,7 @@
-"""Durable checkpoints end to end: all ranks of 2 x 2 FSDP2 SIGKILLed, and the job goes on.
+"""Tests of durable checkpoints: all ranks of 2 x 2 FSDP2 are SIGKILLed, and the job resumes.
 
-Judged by the bits of the final state, which must be those of a run without kills, by the slices of
-data on the lineage that results, and by the audit of all starts.
+The criteria are the bits of the final state, which must equal those of a run without kills, the
+slices of data on the resulting lineage, and the audit of all starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def arguments(root: Path, *script: object, **options: object) -> list[str]:
-    """Of `fft run`; the same for each start of a job."""
+    """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
     given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
     given |= {"checkpoint": root / "checkpoints", "every": EVERY, **options}
@@ -48,19 +48,19 @@ def arguments(root: Path, *script: object, **options: object) -> list[str]:
 
 
 def ends(root: Path) -> dict[str, list[object]]:
-    """What each rank had at the end: digest of its state, step, and its random numbers."""
+    """Return the final state of each rank: its digest, the step, and its random numbers."""
     found = sorted((root / "out").glob("final-*.json"))
     return {path.name: json.loads(path.read_text()) for path in found}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    """The ends of a run without kills."""
+    """The final states of a run without kills."""
     return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 def run_undisturbed(root: Path, steps: int) -> dict[str, list[object]]:
-    """The ends of such a run."""
+    """Return the final states of such a run."""
     done = fft(*arguments(root, steps, root / "out"), folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = ends(root)
@@ -69,23 +69,26 @@ def run_undisturbed(root: Path, steps: int) -> dict[str, list[object]]:
 
 
 def folders(root: Path) -> list[Path]:
-    """Of the starts that have traces, in their order."""
+    """Return the folders of the starts that have traces, in order."""
     return [f for f in start_folders(root / "traces") if any(f.glob("*.jsonl"))]
 
 
 def began_at(folder: Path, what: str = "step") -> int:
-    """The step that a start began with; or ``what`` else the headers of its ranks have."""
+    """Return the step that a start began with, or another entry ``what`` of the headers of its
+    ranks."""
     lines = [path.open().readline() for path in trace_files(folder)]
-    heads = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed at once
+    # Else the process was killed at once
+    heads = [json.loads(line) for line in lines if line.endswith("\n")]
     return max((head["start"][what] for head in heads), default=sys.maxsize)
 
 
 def consumed(root: Path, steps: int) -> dict[int, list[int]]:
-    """Slices that each rank number consumed on the lineage that results, all groups together."""
+    """Return the slices that each rank number consumed on the resulting lineage, of all groups
+    together."""
     starts, found = folders(root), dict[int, list[int]]()
     begins = [*map(began_at, starts[1:]), steps]
     for number, folder in enumerate(starts):
-        until = min(begins[number:])  # a later start may have gone back further
+        until = min(begins[number:])  # a later start may have resumed from an earlier step
         for line in read_lines(folder, lambda line: line.get("note") == "consumed"):
             data = line["data"]
             if data["step"] < until and data["slice"] is not None:
@@ -94,7 +97,7 @@ def consumed(root: Path, steps: int) -> dict[int, list[int]]:
 
 
 def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int = STEPS) -> None:
-    """Equal bits, each slice once, and an audit without findings."""
+    """Check for equal bits, each slice once, and an audit without findings."""
     assert ends(root) == expected
     assert len(folders(root)) >= starts
     for slices in consumed(root, steps).values():
@@ -120,7 +123,8 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     done = fft(*arguments(tmp_path, *script), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / f"cut-{stage}").exists()
-    last = 2 if stage in ("renaming", "renamed") else 1  # it has its manifest before its name
+    # Its manifest is written before it gets its name
+    last = 2 if stage in ("renaming", "renamed") else 1
     assert f"the job starts again from the checkpoint of step {last * EVERY}" in done.stderr
     assert "" not in done.stderr.splitlines(), "of a process that has said nothing"
     report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
@@ -144,7 +148,7 @@ def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
 
 
 def test_if_the_group_that_writes_dies_the_next_one_does(tmp_path: Path) -> None:
-    """At its first commit without it: the next that is due by its step is far away."""
+    """The next group does so at its first commit without it, as the next due step is far away."""
     plan = tmp_path / "plan.yaml"
     plan.write_text("faults:\n  - {name: kill, kind: kill, step: 10, group: 0, phase: backward}\n")
     script = (STEPS, tmp_path / "out", 0.02, "stall", 8)
@@ -190,7 +194,7 @@ def test_a_job_that_is_stopped_by_its_operator_goes_on_where_it_was(
 
 
 def living(root: Path) -> Iterator[int]:
-    """Processes of the job that run, by what they have said of themselves."""
+    """Return the running processes of the job, as they have reported themselves."""
     for mark in (root / "out").glob("pid-*"):
         pid = int(mark.name.removeprefix("pid-"))
         with suppress(OSError):
@@ -199,7 +203,7 @@ def living(root: Path) -> Iterator[int]:
 
 
 def kill_ranks(root: Path) -> None:
-    """As by a power cut: no rank outlives another by more than the time of a system call."""
+    """Kill as a power cut does: no rank outlives another by more than the time of a system call."""
     for pid in list(living(root)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -215,8 +219,8 @@ def kill_now_and_then(
     ranks: int = 4,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> int:
-    """SIGKILL all ranks ``times`` times, each some time after they have begun, and ``is_ready``
-    holds. How often it was."""
+    """SIGKILL all ranks ``times`` times, each some time after they have begun and ``is_ready`` is
+    true. Return the number of kills."""
     done = 0
     while done < times and process.runs:
 
@@ -224,7 +228,7 @@ def kill_now_and_then(
             return (len(list(living(root))) == ranks and is_ready()) or not process.runs
 
         wait_until(are_there, "all ranks", LIMIT_S)
-        time.sleep(dice.uniform(0.0, 2.5))  # the moment is what is random, and waits for nothing
+        time.sleep(dice.uniform(0.0, 2.5))  # a random moment, which waits for no event
         if process.runs and not ends(root):
             kill_ranks(root)
             done += 1
@@ -238,8 +242,8 @@ def run_with_kills(
     ranks: int = 4,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> None:
-    """A job to its end, of which all ranks are killed so often; every other time with the
-    supervisor, which is then started by the same command again."""
+    """Run a job to its end while all ranks are killed so often; every other time with the
+    supervisor, which is then restarted by the same command."""
     dice, done = random.Random(kills), 0
     while not ends(root):
         with running(*command, folder=root) as process:

@@ -1,7 +1,7 @@
-"""Durable checkpoints of stages that step by themselves: 2 groups x 2 stages, killed and resumed.
+"""Tests of durable checkpoints of stages that step by themselves: 2 groups x 2 stages, resumed.
 
-A checkpoint is one cut through both stages. Judged by the bits at the end, which must be those of a
-run that was not disturbed, by the data that each stage consumed, and by the audit of all starts.
+A checkpoint is one cut through both stages. The criteria are the final bits, which must equal those
+of an undisturbed run, the data that each stage consumed, and the audit of all starts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fft.trace.resumed import audit_job
 SCRIPT = Path(__file__).with_name("durable_ahead_script.py")
 STEPS, EVERY = 16, 4
 SKIPS = {"overflow": [0.08, 0.04]}
-"""Of batches with a larger mean: some steps of each stage are skipped, and not the same ones."""
+"""The means above which batches are skipped: some steps of each stage, but not the same ones."""
 
 pytestmark = pytest.mark.multiprocess
 
 
 def arguments(root: Path, steps: int, every: int | str = EVERY, **more: Any) -> list[str]:
-    """Of `fft run`; the same for each start of a job."""
+    """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(parents=True, exist_ok=True)
     given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
     given |= {"checkpoint": root / "checkpoints", "every": every, "keep": 0}
@@ -49,7 +49,7 @@ def arguments(root: Path, steps: int, every: int | str = EVERY, **more: Any) -> 
 
 
 def run(root: Path, steps: int, **more: Any) -> str:
-    """A start of the job, to its end. What was said."""
+    """Run a start of the job to its end. Return its output."""
     done = fft(*arguments(root, steps, **more), folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -57,7 +57,7 @@ def run(root: Path, steps: int, **more: Any) -> str:
 
 
 def manifests(root: Path) -> dict[int, Manifest]:
-    """By step of the first stage; each is whole."""
+    """Return the manifests by step of the first stage; each checkpoint is complete."""
     found = Checkpoints(open_store(str(root / "checkpoints")))
     steps = [entry.manifest.step for entry in found.found() if entry.manifest is not None]
     return {step: found.verify(step) for step in steps}
@@ -68,7 +68,7 @@ def cursors(manifest: Manifest) -> list[int]:
 
 
 def assert_data(root: Path) -> None:
-    """Each stage has consumed each slice once, on the lineage that results."""
+    """Check that each stage has consumed each slice once, on the resulting lineage."""
     for name in ("", "stage1"):
         there = (scope_folder(folder, name) for folder in folders(root))
         places = [place for place in there if any(place.glob("*.jsonl"))]
@@ -101,8 +101,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
 def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
-    """After it has ended at a step, and after a power cut; all checkpoints are at one place."""
-    run(tmp_path, 7, pause=[0.1, 0.1])  # one that is due while another is under way is left out
+    """The starts follow a normal end and a power cut; all checkpoints are at one place."""
+    # A checkpoint that is due while another is in progress is skipped
+    run(tmp_path, 7, pause=[0.1, 0.1])
     assert {step: cursors(m) for step, m in manifests(tmp_path).items()} == {
         4: [8, 8], 7: [14, 14],
     }  # fmt: skip
@@ -119,7 +120,7 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
 
 
 def odd(root: Path) -> None:
-    """What the audit of all starts would miss otherwise."""
+    """Modify the traces in ways that only the audit of all starts can detect."""
     traces = shutil.copytree(root / "traces", root / "another checkpoint")
     change = nth_note("resumed", 0, saying(attempt="x"))
     rewrite(trace_files(traces / "start2" / "scopes" / "stage1")[0], change)
@@ -128,7 +129,7 @@ def odd(root: Path) -> None:
 
 @pytest.mark.long
 def test_skipped_steps_take_their_slices_in_checkpoints_too(tmp_path: Path) -> None:
-    """Stages are at one place in the data, and have made unlike steps."""
+    """The stages are at one place in the data, with different numbers of steps."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, STEPS, every=1000, **SKIPS)
     run(parts, STEPS, cut=8, **SKIPS)
@@ -152,7 +153,7 @@ def test_all_ranks_are_killed_at_random_moments(kills: int, tmp_path: Path) -> N
 def test_a_job_that_is_stopped_by_its_operator_goes_on_where_each_stage_was(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
-    """SIGTERM drains it: the first stage is ahead, and what was on its way is in the checkpoint."""
+    """SIGTERM drains it: the first stage is ahead, and entries in flight are in the checkpoint."""
     command = arguments(tmp_path, STEPS, every=1000, pause=[0.0, 0.4])
     traces = tmp_path / "traces"
     with running(*command, folder=tmp_path) as process:
@@ -182,7 +183,7 @@ def test_a_job_that_is_stopped_by_its_operator_goes_on_where_each_stage_was(
 
 @pytest.mark.long
 def test_a_group_that_was_lost_for_a_while_costs_no_later_checkpoint(tmp_path: Path) -> None:
-    """The stages step over each other's places then; each is cut where it can be."""
+    """The stages step over each other's places then; each is cut where possible."""
     plan = tmp_path / "plan.yaml"
     plan.write_text(
         "faults:\n  - {name: kill, kind: kill, step: 6, group: 1, rank: 1, phase: forward}\n"
@@ -224,7 +225,7 @@ def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
 def test_a_last_stage_that_dies_when_the_first_has_ended_goes_on_from_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Its end is not that of the job, which starts again by itself."""
+    """Its end is not that of the job, which restarts by itself."""
     plan = tmp_path / "plan.yaml"
     kill = "  - {{name: kill{0}, kind: kill, step: 7, group: {0}, rank: 1, phase: forward}}\n"
     plan.write_text("faults:\n" + "".join(kill.format(group) for group in range(2)))
@@ -246,7 +247,7 @@ def test_by_time_both_stages_take_the_same(tmp_path: Path) -> None:
 
 
 def test_it_is_no_checkpoint_of_torchs(tmp_path: Path) -> None:
-    """One has one state; here are two."""
+    """torch's checkpoint has one state, and this one has two."""
     run(tmp_path, 4)
     place = str(tmp_path / "checkpoints")
     done = fft(

@@ -1,4 +1,4 @@
-"""Durable checkpoints of groups that step alone: resumed twice, with the bits of one run."""
+"""Tests of durable checkpoints of local groups: resumed twice, with the bits of one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def run(root: Path, spec: str, steps: int, *cuts: int, every: int = 1000) -> str:
-    """A start of the job, to its end. What was said."""
+    """Run a start of the job to its end. Return its output."""
     (root / "out").mkdir(parents=True, exist_ok=True)
     given = {"groups": 2, "ranks": 2 if spec == "hsdp_diloco" else 1, "trace-dir": root / "traces"}
     given |= {"timeout": LIMIT_S - 20, "checkpoint": root / "checkpoints", "every": every}
@@ -37,7 +37,7 @@ def run(root: Path, spec: str, steps: int, *cuts: int, every: int = 1000) -> str
 
 
 def ends(root: Path) -> dict[str, dict[str, Any]]:
-    """What each rank had at the end."""
+    """Return the final state of each rank."""
     found = sorted((root / "out").glob("final-*.json"))
     return {path.name: json.loads(path.read_text()) for path in found}
 
@@ -56,7 +56,7 @@ def _without_unused(header: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(spec: str, tmp_path: Path) -> None:
-    """After it has ended at a step, and after a power cut between two synchronisations."""
+    """The starts follow a normal end, and a power cut between two synchronizations."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, spec, STEPS)
     expected = ends(whole)

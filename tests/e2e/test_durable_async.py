@@ -1,7 +1,7 @@
-"""Durable checkpoints of groups that wait for no slow one: all are SIGKILLed, and the job goes on.
+"""Tests of durable checkpoints of asynchronous groups: all are SIGKILLed, and the job resumes.
 
-Judged by the audit of all starts, by the slices of the data on the lineage that results, counted
-from the register's records, and by what each process begins with.
+The criteria are the audit of all starts, the slices of the data on the resulting lineage, counted
+from the register's records, and the state with which each process begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def arguments(root: Path, steps: int, *plant: str, every: int | str = 2) -> list[str]:
-    """Of `fft run`; the same for each start of a job."""
+    """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
     given = {"groups": 3, "ranks": 1, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
     given |= {"checkpoint": root / "checkpoints", "every": every, "keep": 0}
@@ -40,14 +40,14 @@ def arguments(root: Path, steps: int, *plant: str, every: int | str = 2) -> list
 
 
 def manifests(root: Path) -> dict[int, Manifest]:
-    """By step."""
+    """Return the manifests by step."""
     found = Checkpoints(open_store(str(root / "checkpoints"))).found()
     return {e.manifest.step: e.manifest for e in found if e.manifest is not None}
 
 
 def assert_exactly_once(root: Path) -> None:
-    """On the lineage that results each slice was in one committed synchronisation, or is not
-    consumed yet; by the records."""
+    """Check by the records that on the resulting lineage each slice was in one committed
+    synchronization, or is not consumed yet."""
     starts, consumed = folders(root), list[int]()
     begins = [*map(began_at, starts[1:]), 10**9]
     last: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def assert_exactly_once(root: Path) -> None:
 
 
 def assert_bases(root: Path) -> None:
-    """Who begins with a checkpoint has its shared state for a base."""
+    """Check that a process that begins with a checkpoint has its shared state as its base."""
     bases = [json.loads(path.read_text()) for path in (root / "out").glob("base-*.json")]
     assert all(base["is_own"] for base in bases)
     for folder in folders(root)[1:]:
@@ -73,8 +73,8 @@ def assert_bases(root: Path) -> None:
 
 
 def test_group_behind_at_a_total_loss_resumes_from_the_checkpoint(tmp_path: Path) -> None:
-    """Nobody waits for it while it stands apart; what it had leased is consumed in the next start,
-    and once."""
+    """No group waits for it during its local phase; the next start consumes its leased slices,
+    once."""
     done = fft(*arguments(tmp_path, STEPS), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"the job starts again from the checkpoint of step {CUT_AT}" in done.stderr
@@ -111,7 +111,7 @@ def _other_state(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begun(folder: Path, done: dict[str, Any]) -> float:
-    """When the same rank began with that checkpoint."""
+    """Return when the same rank began with that checkpoint."""
     (found,) = (
         note["wall"]
         for note in notes(folder, "checkpoint_begun")
@@ -122,7 +122,8 @@ def _begun(folder: Path, done: dict[str, Any]) -> float:
 
 @pytest.mark.long
 def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
-    """With the first synchronisation without it: the next that is due by its step is far away."""
+    """The next group does so with the first synchronization without it, as the next due step is far
+    away."""
     plan = tmp_path / "plan.yaml"
     plan.write_text("faults:\n  - {name: kill, kind: kill, step: 7, group: 0, phase: backward}\n")
     flags = arguments(tmp_path, 14, "slow", "2", every=6)

@@ -1,4 +1,5 @@
-"""Checkpoints for another number of ranks, and to and from torch.distributed.checkpoint."""
+"""Tests of checkpoints for another number of ranks, and to and from
+torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from fft.train.checkpoint.resharding import unsharded
 
 pytestmark = pytest.mark.multiprocess
 RANKS, STEPS = 3, 8
-"""16 rows in three shards: 6, 6 and 4."""
+"""With 3 ranks, 16 rows are in three shards of 6, 6 and 4."""
 
 
 def run(root: Path, ranks: int, steps: int, place: Path, name: str) -> tuple[int, str]:
-    """A job of one group; its exit code, and what it and its ranks have said."""
+    """Run a job of one group; return its exit code, and the output of it and its ranks."""
     (root / name).mkdir(exist_ok=True)
     flags = ["run", "--no-lighthouse", "--no-progress", "--ranks", str(ranks), "--resume"]
     flags += ["--checkpoint", str(place), "--every", "4", "--trace-dir", str(root / "traces")]
@@ -40,13 +41,13 @@ def run(root: Path, ranks: int, steps: int, place: Path, name: str) -> tuple[int
 
 
 def began_with(root: Path, name: str) -> list[dict[str, Any]]:
-    """Step and whole model that each rank found at first."""
+    """Return the step and the whole model with which each rank began."""
     return [torch.load(path) for path in sorted((root / name).glob("first-*.pt"))]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of three ranks that has come to its end: checkpoints and traces."""
+    """The checkpoints and traces of a job of three ranks that has ended."""
     root = tmp_path_factory.mktemp("written")
     code, said = run(root, RANKS, STEPS, root / "checkpoints", "out")
     assert code == 0, said
@@ -55,13 +56,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(written: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of these."""
     shutil.copytree(written, tmp_path / "job")
     return tmp_path / "job"
 
 
 def whole(place: Path, step: int = STEPS) -> dict[str, Any]:
-    """The state of a checkpoint, put together from the files of all ranks."""
+    """Return the state of a checkpoint, assembled from the files of all ranks."""
     found = Checkpoints(open_store(str(place)))
     manifest = found.verify(step)
     ranks = range(manifest.ranks)
@@ -99,7 +100,7 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
 
 
 def _elsewhere(header: dict[str, Any], cursor: int) -> dict[str, Any]:
-    """A header with another place in the data."""
+    """Return a header with another place in the data."""
     return {**header, "start": {**header["start"], "cursor": cursor}}
 
 
@@ -110,7 +111,7 @@ def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Pat
 
 
 def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path) -> None:
-    """Its slices are of groups of so many ranks: others would take other samples for them."""
+    """Its slices belong to groups of that many ranks: others would take other samples for them."""
     store = open_store(str(root / "checkpoints"))
     found = Checkpoints(store)
     manifest = found.manifest(STEPS)

@@ -1,4 +1,4 @@
-"""Jobs whose disk has no room for a checkpoint: what they leave there, and what they say."""
+"""Tests of jobs whose disk has no room for a checkpoint: the remaining files, and the messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def command(root: Path, *script: object, every: int = 2) -> list[str]:
-    """A job of two groups."""
+    """Return the command of a job of two groups."""
     given = {"groups": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
     given |= {"checkpoint": root / "checkpoints", "every": every}
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
@@ -30,21 +30,21 @@ def command(root: Path, *script: object, every: int = 2) -> list[str]:
 
 
 def run(root: Path, *script: object, every: int = 2) -> str:
-    """Such a job, to its end. What was said."""
+    """Run such a job to its end. Return its output."""
     done = fft(*command(root, *script, every=every), folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
 
 
 def report(root: Path) -> str:
-    """What `fft report` says of it."""
+    """Return its `fft report`."""
     done = CliRunner().invoke(app, ["report", str(root / "traces")])
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def left(root: Path) -> list[str]:
-    """Directories at the place of the checkpoints."""
+    """Return the directories at the place of the checkpoints."""
     return sorted(path.name for path in (root / "checkpoints").glob("step-*"))
 
 
@@ -64,8 +64,10 @@ def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
 def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
     room: int, tmp_path: Path
 ) -> None:
-    """By `fft run`, which hears it on the bus; by the report, that the traces have gaps. What has
-    failed on all groups costs no thread each, and no time at the end."""
+    """`fft run` receives it on the bus and reports it; the report names the gaps of the traces.
+
+    Failed checkpoints cost neither a thread each nor time at the end.
+    """
     said = run(tmp_path, 20, room or 20, 99, 5)
     steps = sorted(int(n) for n in re.findall(r"no checkpoint of step (\d+) from rank 0/0", said))
     full = [6, 8, 10, 12, 14, 16] if room else [6, 8, 10, 12, 14, 16, 18, 20]
@@ -95,7 +97,8 @@ def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> N
 
 
 def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> None:
-    """By a second signal; that of step 4 is under way, and the drain waits for it."""
+    """A second signal kills it; the checkpoint of step 4 is in progress, and the drain waits for
+    it."""
     with running(*command(tmp_path, 6, 0, 4), folder=tmp_path) as process:
         wait_until(lambda: len(left(tmp_path)) >= 2, "that of step 4", LIMIT_S)
         for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may come as one

@@ -1,6 +1,6 @@
-"""What is done between two txns by the ranks of a group alone, such as an evaluation under FSDP2.
+"""Tests of work that the ranks of a group do alone between two txns, such as an FSDP2 evaluation.
 
-Nobody repeats it, so a rollback of the step after it must not end it; unless a mate is lost.
+It is not repeated, so a rollback of the step after it must not end it, unless a mate is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT_S = 100
 
 
 def run(folder: Path, kind: str, *options: str) -> dict[str, str]:
-    """What the four ranks have found."""
+    """Return the results of the four ranks."""
     (folder / "found").mkdir(parents=True)
     command = ["--groups", "2", "--ranks", "2", "--trace-dir", str(folder / "run")]
     command += ["--timeout", str(LIMIT_S - 20), *options, str(SCRIPT), kind, str(folder / "found")]

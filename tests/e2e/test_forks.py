@@ -1,4 +1,5 @@
-"""Workers that a trainer forks do not have its ways of ending: a signal ends them."""
+"""Tests that a signal ends the workers that a trainer forks, as they do not inherit its
+handlers."""
 
 from __future__ import annotations
 
