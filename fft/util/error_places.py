@@ -38,7 +38,17 @@ _MAY_PASS = frozenset(
         "DeviceLost",
     }
 )
-"""Error classes that usually come from the machine, the network or peers, not from the script."""
+"""Error classes that usually come from the machine, the network or peers, not from the script.
+
+Any OSError counts as well, except those in `_PERMANENT`.
+"""
+_PERMANENT = frozenset(
+    {
+        *("FileNotFoundError", "PermissionError", "IsADirectoryError", "NotADirectoryError"),
+        *("FileExistsError", "UnsupportedOperation", "BadGzipFile", "UnidentifiedImageError"),
+    }
+)
+"""Subclasses of OSError that a retry does not mend: a wrong path, a broken file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,9 @@ def _kinds(error: BaseException) -> tuple[str, ...]:
 
 
 def _pass(kinds: tuple[str, ...]) -> bool:
-    return kinds[0] == "OSError" or not _MAY_PASS.isdisjoint(kinds)
+    if not _MAY_PASS.isdisjoint(kinds):
+        return True
+    return "OSError" in kinds and _PERMANENT.isdisjoint(kinds)
 
 
 def _calls(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:

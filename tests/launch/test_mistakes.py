@@ -3,8 +3,10 @@ processes."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,6 +196,7 @@ def test_a_place_is_the_innermost_line_of_the_users_code() -> None:
     assert found.type == "FileNotFoundError" and "OSError" in found.kinds and not found.may_pass
     assert Place.from_json(found.to_json()) == found
     assert may_pass(OSError(5, "input/output")) and not may_pass(error)
+    assert may_pass(socket.gaierror(-3, "name resolution")) and not may_pass(gzip.BadGzipFile())
     error.fft_place = "allreduce of (3,) in group 1"  # type: ignore[attr-defined]
     assert place_of(error).operation == error.fft_place and may_pass(error)  # type: ignore[attr-defined]
     first, second, other = [fingerprint(raised(f)) for f in (mine, mine, lambda: mine())]

@@ -21,7 +21,6 @@ PAUSES_OF_OTHERS_S = (0.1,)
 """Waits after any other error, which is likely to be permanent."""
 _ALIVE_S = 0.2
 """Interval of signs of life during a pause; less than any threshold for hangs."""
-_PERMANENT = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
 
 T = TypeVar("T")
 
@@ -36,9 +35,9 @@ def forbid_retry(error: Exception) -> None:
 def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
     """Call ``load``, and call it again after errors.
 
-    An OSError is followed by up to three further attempts, after pauses of 0.1, 0.5 and 2 s. Any
-    other error, and an OSError that is likely to be permanent (``_PERMANENT``, for example
-    FileNotFoundError), is followed by one, after 0.1 s. An error that `forbid_retry` has marked is
+    An error of a network or a file system (`fft.util.error_places.may_pass`) is followed by up to
+    three further attempts, after pauses of 0.1, 0.5 and 2 s. Any other error, such as
+    FileNotFoundError, is followed by one, after 0.1 s. An error that `forbid_retry` has marked is
     followed by none. The time of the attempts themselves has no limit here.
 
     Args:
@@ -57,7 +56,7 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
         except (FftError, Superseded):
             raise
         except Exception as error:
-            pauses = PAUSES_S if _of_a_machine(error) else PAUSES_OF_OTHERS_S
+            pauses = PAUSES_S if may_pass(error) else PAUSES_OF_OTHERS_S
             is_over = attempt > len(pauses) or not getattr(error, "fft_retry", True)
             if is_over:
                 error.fft_item = item  # type: ignore[attr-defined]
@@ -83,9 +82,3 @@ def _pause(seconds: float, alive: Callable[[], object]) -> None:
         alive()
         time.sleep(min(left, _ALIVE_S))
     alive()
-
-
-def _of_a_machine(error: Exception) -> bool:
-    """Whether a network or a file system has failed, which may recover."""
-    is_os_error = isinstance(error, OSError) and not isinstance(error, _PERMANENT)
-    return is_os_error or may_pass(error)
