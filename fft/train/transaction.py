@@ -7,6 +7,7 @@ are `fft.train.worker`'s.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -361,6 +362,11 @@ def _place(drawn: Drawn) -> dict[str, Any]:
     return place
 
 
+def _warn_renamed(old: str, new: str) -> None:
+    """Warn the script that it uses the deprecated name of a property of the txn."""
+    warnings.warn(f"txn.{old} is deprecated; use txn.{new}", DeprecationWarning, stacklevel=3)
+
+
 class Transaction:
     """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
 
@@ -399,14 +405,29 @@ class Transaction:
         self._consumes = consumes
 
     @property
+    def data_epoch(self) -> int:
+        """Number of completed data epochs after this txn commits; the same on all ranks.
+
+        Raises FftError if the loader counts no data epochs.
+        """
+        return self._drawn.data_epochs.after
+
+    @property
+    def ends_data_epoch(self) -> bool:
+        """Whether this txn, if it commits, ends a data epoch. Raises FftError as `data_epoch`."""
+        return self._drawn.data_epochs.after > self._drawn.data_epochs.before
+
+    @property
     def passes(self) -> int:
-        """Passes over once this txn is committed, alike on all ranks. FftError: there are none."""
-        return self._drawn.passes.after
+        """Deprecated name of `data_epoch`."""
+        _warn_renamed("passes", "data_epoch")
+        return self.data_epoch
 
     @property
     def ends_pass(self) -> bool:
-        """Whether this txn, if committed, ends one. Raises FftError, as `passes` does."""
-        return self._drawn.passes.after > self._drawn.passes.before
+        """Deprecated name of `ends_data_epoch`."""
+        _warn_renamed("ends_pass", "ends_data_epoch")
+        return self.ends_data_epoch
 
     @property
     def progress(self) -> float:

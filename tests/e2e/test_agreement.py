@@ -344,7 +344,7 @@ def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
             train(member)
 
     def train(member: Member) -> None:
-        loader = fft.CursorLoader(_Few(10), batch_size=1, shuffle=False, passes=1)
+        loader = fft.CursorLoader(_Few(10), batch_size=1, shuffle=False, data_epochs=1)
         for txn in member.manager.transactions(loader):
             with txn:
                 if member.group == "2" and txn.step == 2:
@@ -371,15 +371,15 @@ def test_all_groups_see_the_end_of_a_pass_at_the_same_txn(tmp_path: Path) -> Non
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         member.manager.register(member.model, member.optimizer, scaler=scaler)
         member.manager.sync_gradients(member.model)
-        loader = fft.CursorLoader(_Few(14), batch_size=2, passes=3)
+        loader = fft.CursorLoader(_Few(14), batch_size=2, data_epochs=3)
         for tries, txn in enumerate(member.manager.transactions(loader)):
             with txn:
                 if tries == 2 and member.group == "1":
                     raise ValueError("once")
                 loss = member.model(batch_of(txn.batch)).square().mean()
                 scaler.scale(loss * torch.inf if tries == 1 else loss).backward()
-            if txn.committed and txn.ends_pass:
-                seen[member.group].append((member.manager.batches_committed(), txn.passes))
+            if txn.committed and txn.ends_data_epoch:
+                seen[member.group].append((member.manager.batches_committed(), txn.data_epoch))
 
     with job(tmp_path, 2) as made:
         made.run(work, register=False, digest="never")
@@ -394,8 +394,8 @@ def test_data_without_passes_are_not_said_to_have_ended_one(tmp_path: Path) -> N
         for txn in member.manager.transactions([torch.arange(4)] * 4, max_steps=1):
             with txn:
                 _loss(member, txn.batch).backward()
-            with pytest.raises(FftError, match=r"no passes; pass an fft"):
-                txn.ends_pass  # noqa: B018
+            with pytest.raises(FftError, match=r"no data epochs; pass an fft"):
+                txn.ends_data_epoch  # noqa: B018
 
     with job(tmp_path, 1) as made:
         made.run(work)

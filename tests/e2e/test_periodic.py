@@ -254,7 +254,7 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
         with txn:
             _step(member, txn)
         with pytest.raises(FftError, match="not available for groups with local steps"):
-            txn.ends_pass  # noqa: B018
+            txn.ends_data_epoch  # noqa: B018
         with pytest.raises(FftError, match=r"txn\.progress: not available for groups with local"):
             txn.progress  # noqa: B018
 

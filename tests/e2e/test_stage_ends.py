@@ -236,7 +236,7 @@ def test_each_stage_sees_the_ends_of_passes(tmp_path: Path) -> None:
     seen: dict[str, list[tuple[int, bool]]] = {}
 
     def train(member: Member) -> None:
-        loader = fft.CursorLoader(data, batch_size=2, passes=2, shuffle=False)
+        loader = fft.CursorLoader(data, batch_size=2, data_epochs=2, shuffle=False)
         stage, model = member.manager._group_rank, member.model
         member.manager.register(model, member.optimizer)
         member.manager.sync_gradients(model)
@@ -250,7 +250,7 @@ def test_each_stage_sees_the_ends_of_passes(tmp_path: Path) -> None:
                     output.put(txn, vectors)
                 vectors.square().mean().backward()
             if txn.committed:
-                found.append((txn.passes, txn.ends_pass))
+                found.append((txn.data_epoch, txn.ends_data_epoch))
 
     with job(tmp_path, 1) as made:
         given = [{"spec": "pipeline_ahead", "register": False} for _ in range(2)]

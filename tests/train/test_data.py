@@ -249,7 +249,7 @@ def test_the_last_txn_is_known_one_before_it_and_without_loading_any() -> None:
         def __getitem__(self, index: int) -> int:
             raise AssertionError("loaded to find the end")
 
-    source = fft.CursorLoader(Untouched(), 2, passes=1)
+    source = fft.CursorLoader(Untouched(), 2, data_epochs=1)
     assert [source.holds(first, 4) for first in (0, 2, 3)] == [True, True, False]
     inputs = Inputs(as_source([[n] for n in range(7)]), 1, 0)
     ends = [drawn(inputs, plan(cursor, 0, 2)).is_last for cursor in (0, 2, 4)]

@@ -87,7 +87,7 @@ def test_every_sample_comes_once_a_pass_in_an_order_of_the_pass() -> None:
 
 def test_without_shuffle_and_with_the_incomplete_batch() -> None:
     loader = fft.CursorLoader(
-        list(range(7)), 3, passes=2, collate_fn=list, shuffle=False, drop_last=False
+        list(range(7)), 3, data_epochs=2, collate_fn=list, shuffle=False, drop_last=False
     )
     assert [loader[n] for n in range(4)] == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2]]
     assert loader.holds(0, 6)
@@ -146,7 +146,9 @@ def test_only_this_ranks_items_are_loaded_and_ahead(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=2, prefetch_factor=2)
+    loader = opened(
+        fft.CursorLoader, Noisy(log), 4, data_epochs=1, num_workers=2, prefetch_factor=2
+    )
     mine = [1, 4, 7, 10, 13]  # the second of three groups; two more are none of the four ahead
     expected = sorted(i for n in mine for i in loader.indices(n))
     loader.take(Due(0, 1, 3))
@@ -159,7 +161,7 @@ def test_a_change_of_members_keeps_what_is_still_ours(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=2)
+    loader = opened(fft.CursorLoader, Noisy(log), 4, data_epochs=1, num_workers=2)
     first = bits(loader.take(Due(0, 1, 2)))
     wait_until(lambda: len(log.read_text().split()) == 20, "four items ahead: 3, 5, 7, 9")
     # rolled back: the other group is gone, and item 0 is due here, then 1, which is there, 2, …
@@ -212,7 +214,7 @@ def test_members_that_change_back_get_what_the_workers_had_put_aside(
 @pytest.mark.multiprocess
 def test_a_replay_comes_from_memory(opened: Callable[..., Any], tmp_path: Path) -> None:
     log = tmp_path / "log"
-    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=1)
+    loader = opened(fft.CursorLoader, Noisy(log), 4, data_epochs=1, num_workers=1)
     batch = loader.take(Due(22, 22, 1))
     wait_until(lambda: len(log.read_text().split()) == 8, "22 and the last, 23")
     assert loader.take(Due(22, 22, 1)) is batch
@@ -402,6 +404,21 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
 def test_torch_checks_its_own_options_at_once() -> None:
     with pytest.raises(ValueError, match="prefetch_factor"):
         fft.CursorLoader(Noisy(), 4, prefetch_factor=3)
+
+
+def test_cursor_loader_accepts_passes_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="use data_epochs="):
+        old = fft.CursorLoader(list(range(8)), 4, passes=2)
+    assert old.export(0) == fft.CursorLoader(list(range(8)), 4, data_epochs=2).export(0)
+    earlier = {"passes" if k == "data_epochs" else k: v for k, v in old.export(0).items()}
+    old.load(earlier, 0)
+    with pytest.raises(DataError, match="data_epochs is 2 here and 3"):
+        old.load(earlier | {"passes": 3}, 0)
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(DataError, match="leave passes= out"),
+    ):
+        fft.CursorLoader(list(range(8)), 4, data_epochs=2, passes=2)
 
 
 def test_a_dataset_smaller_than_a_batch_or_without_index_is_refused() -> None:

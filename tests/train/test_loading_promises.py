@@ -276,7 +276,7 @@ DATA = list(range(20))
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 2), ("passes", 3), ("shuffle", False), ("drop_last", False), ("batch_size", 5)],
+    [("seed", 2), ("data_epochs", 3), ("shuffle", False), ("drop_last", False), ("batch_size", 5)],
 )
 def test_a_joiner_with_another_order_is_told_what_differs(name: str, value: Any) -> None:
     mine: dict[str, Any] = {"batch_size": 4, "seed": 1}

@@ -17,6 +17,7 @@ from fft.messages.protocol import Token
 from fft.train.data.drawn import ALONE, SHARDED
 from fft.train.data.source import Inputs, as_source
 from fft.train.schedules import length_of
+from fft.train.transaction import Transaction
 from fft.train.updates import Updates
 from fft.util.errors import FftError
 
@@ -92,7 +93,7 @@ def test_data_that_end_before_a_schedule_are_warned_about(
 def test_progress_is_equal_on_all_ranks_and_ends_at_one() -> None:
     data = list(range(40))
     loaders: list[Callable[[], Any]] = [
-        lambda: fft.CursorLoader(data, 4, passes=2),
+        lambda: fft.CursorLoader(data, 4, data_epochs=2),
         lambda: fft.StreamLoader(lambda first, step: iter(range(first, 99, step)), items=20),
         lambda: data[:20],
     ]
@@ -117,11 +118,23 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
     assert drawn is not None and drawn.is_last and drawn.progress == 1.0
     endless = Inputs(fft.CursorLoader(list(range(40)), 4), 1, 0).draw(plan)
     assert endless is not None
-    with pytest.raises(FftError, match=r"an fft\.CursorLoader with passes="):
+    with pytest.raises(FftError, match=r"an fft\.CursorLoader with data_epochs="):
         _ = endless.progress
     for counted in (SHARDED, ALONE):
         with pytest.raises(FftError, match=r"^txn\.progress: not available for .*(sharded|local)"):
             _ = replace(endless, counted=counted).progress
+
+
+def test_transaction_warns_of_the_deprecated_names_of_data_epochs() -> None:
+    plan = StartTxn(Token(1, 1), 0, "l", 1, 0, 1, ("0",), 0, next_cursor=2)
+    drawn = Inputs(fft.CursorLoader(list(range(8)), 4), 1, 0).draw(plan)
+    assert drawn is not None
+    txn = Transaction(None, plan, drawn, False, {})  # type: ignore[arg-type]
+    assert (txn.data_epoch, txn.ends_data_epoch) == (1, True)
+    with pytest.warns(DeprecationWarning, match=r"txn\.passes is deprecated; use txn\.data_epoch"):
+        assert txn.passes == 1
+    with pytest.warns(DeprecationWarning, match=r"use txn\.ends_data_epoch"):
+        assert txn.ends_pass
 
 
 def test_schedule_whose_class_has_no_step_is_stepped() -> None:

@@ -7,23 +7,23 @@ from typing import Any
 
 from fft.util.errors import FftError
 
-NO_PASSES = "not available for this loader, which has no passes; pass an fft.CursorLoader"
-"""Reason why a txn has no passes: the loader does not count them."""
+NO_DATA_EPOCHS = "not available for this loader, which has no data epochs; pass an fft.CursorLoader"
+"""Reason why a txn has no data epochs: the loader does not count them."""
 SHARDED = (
     "not available for sharded loaders, whose length FFT does not know; count the batches in the "
     "loader"
 )
-"""Reason why a txn has neither passes nor progress: each group reads a shard."""
+"""Reason why a txn has neither data epochs nor progress: each group reads a shard."""
 ALONE = (
     "not available for groups with local steps, which read different parts of the data; use "
     "txn.step, the number of synchronizations"
 )
-"""Reason why a txn has neither passes nor progress: the groups take local steps."""
+"""Reason why a txn has neither data epochs nor progress: the groups take local steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """How many passes over the data are over ``before`` a txn, and ``after`` its commit."""
+class DataEpochs:
+    """Number of completed data epochs ``before`` a txn and ``after`` its commit."""
 
     before: int
     after: int
@@ -43,8 +43,8 @@ class Drawn:
     """Number of the slice of the data that it is a part of; None: it does not count."""
     item: int
     """Number of the item of the data."""
-    counted: Passes | str = NO_PASSES
-    """Passes of the loader; or why there are none."""
+    counted: DataEpochs | str = NO_DATA_EPOCHS
+    """Data epochs of the loader, or the reason why there are none."""
     digest: str | None = None
     """Digest of the data that all ranks must draw alike; None: it cannot be compared."""
     shard: str = ""
@@ -64,14 +64,14 @@ class Drawn:
             raise FftError(f"txn.progress: {self.counted}")
         raise FftError(
             "txn.progress: not available for data without a known end; give transactions() a list, "
-            "an fft.CursorLoader with passes=, or an fft.StreamLoader with items="
+            "an fft.CursorLoader with data_epochs=, or an fft.StreamLoader with items="
         )
 
     @property
-    def passes(self) -> Passes:
-        """Return the counts of passes. Raises FftError if the data have none."""
+    def data_epochs(self) -> DataEpochs:
+        """Return the counts of data epochs. Raises FftError if the data have none."""
         if isinstance(self.counted, str):
-            raise FftError(f"txn.ends_pass, txn.passes: {self.counted}")
+            raise FftError(f"txn.ends_data_epoch, txn.data_epoch: {self.counted}")
         return self.counted
 
     def in_words(self, step: int, peer: object) -> str:

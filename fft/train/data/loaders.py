@@ -10,6 +10,7 @@ are dropped, and requests that are not yet begun are not loaded.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from itertools import count
@@ -133,7 +134,7 @@ class _Loader:
         if workers:
             refuse_long_temp_dir(f"{self._name} with num_workers={workers}")
         self._items = self.items_in_all = items
-        """Number of items, on all ranks and in all passes; None: without end."""
+        """Number of items, on all ranks and in all data epochs; None: without end."""
         self._identity = identity
         self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None
         if self._window is not None:
@@ -258,7 +259,7 @@ class _Loader:
 class CursorLoader(_Loader):
     """Batches of a map-style dataset by number, in an order that every group computes alike.
 
-    Item ``n`` is batch ``n % batches`` of pass ``n // batches``; each pass visits every sample
+    Item ``n`` is batch ``n % batches`` of data epoch ``n // batches``, which visits every sample
     once in a new random order. Nothing needs to be transferred to a group that joins.
 
     Before each item the global generators of torch, numpy and random are seeded from (seed, item
@@ -270,19 +271,22 @@ class CursorLoader(_Loader):
         dataset: ``len()`` and ``[index]``; ``__getitems__`` is used if it is there.
         batch_size: samples per item, that is, for one rank in one step.
         seed: equal on all ranks.
-        passes: end after so many passes; None: never.
-        sampler: an iterable of sample indexes with ``len()``, such as torch's
-            ``WeightedRandomSampler``: the order of the samples in one pass, instead of a shuffled
-            one. It is iterated once for each pass, with the global generators, and its attribute
-            ``generator`` where it has one, seeded from (``seed``, number of the pass), and after
-            ``set_epoch`` where it has that. Its order must depend on nothing else.
-        order: the same as a function, number of the pass → sample indexes. It must return the same
-            on all ranks whenever it is called, and as many indexes in each pass.
+        data_epochs: Number of data epochs after which the data end, or None for no end.
+        sampler: An iterable of sample indexes with ``len()``, such as torch's
+            ``WeightedRandomSampler``. It gives the order of the samples in one data epoch, instead
+            of a shuffled one. The loader iterates over it once for each data epoch. Before that it
+            seeds the global generators, and the sampler's attribute ``generator``, from (``seed``,
+            number of the data epoch), and calls ``set_epoch``, where the sampler has them. The
+            order must depend on nothing else.
+        order: The same as a function from the number of the data epoch to sample indexes. It must
+            return the same on all ranks whenever it is called, and as many indexes in each data
+            epoch.
         collate: another name of ``collate_fn``.
         collate_fn: list of samples → batch; default: torch's ``default_collate``.
-        shuffle: a random order; False: that of the dataset, in every pass. Without meaning where
-            ``sampler`` or ``order`` is given.
-        drop_last: leave the last, incomplete batch of a pass out.
+        shuffle: Whether each data epoch has a random order, or that of the dataset. Without
+            meaning if ``sampler`` or ``order`` is given.
+        drop_last: leave the last, incomplete batch of a data epoch out.
+        passes: Deprecated name of ``data_epochs``.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
             with their meaning there. ``persistent_workers`` is accepted and changes nothing:
@@ -298,7 +302,7 @@ class CursorLoader(_Loader):
         dataset: Any,
         batch_size: int,
         seed: int = 0,
-        passes: int | None = None,
+        data_epochs: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -306,8 +310,21 @@ class CursorLoader(_Loader):
         drop_last: bool = True,
         sampler: Any | None = None,
         order: Callable[[int], Any] | None = None,
+        passes: int | None = None,
         **options: Any,
     ) -> None:
+        if passes is not None:
+            warnings.warn(
+                "fft.CursorLoader: passes= is deprecated; use data_epochs=",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            if data_epochs is not None:
+                raise DataError(
+                    "fft.CursorLoader: expected data_epochs= alone, got passes= as well; leave "
+                    "passes= out"
+                )
+            data_epochs = passes
         if isinstance(dataset, IterableDataset):
             raise DataError(
                 "fft.CursorLoader: expected a dataset with samples by index, got "
@@ -326,23 +343,28 @@ class CursorLoader(_Loader):
             "samples": len(dataset),
             "batch_size": batch_size,
             "seed": seed,
-            "passes": passes,
+            "data_epochs": data_epochs,
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
         if own is not None:
             identity["order"] = made.digest(0)
-        items = None if passes is None else passes * made.batches
+        items = None if data_epochs is None else data_epochs * made.batches
         data = Samples(dataset, collate_fn or collate)
         self._order = made
         self.items_of_pass = made.batches
-        """Batches of one pass over the dataset, those of all ranks of all groups together."""
+        """Batches of one data epoch, those of all ranks of all groups together."""
         self.indices = made.samples
         """Item number → sample indexes."""
         super().__init__(data, seed, made.samples, items, identity, options)
 
+    def load(self, state: Any, first: int) -> None:
+        if isinstance(state, dict) and "passes" in state:  # a checkpoint with the earlier name
+            state = {"data_epochs" if k == "passes" else k: v for k, v in state.items()}
+        super().load(state, first)
+
     def fingerprint(self, first: int, count: int) -> str | None:
-        """As `_Loader`'s, with the order of the pass that item ``first`` belongs to."""
+        """As `_Loader`'s, with the order of the data epoch of item ``first``."""
         common = super().fingerprint(first, count)
         own = self._order.digest(first // self.items_of_pass)
         return common if own is None or common is None else digest_of((common, own))
@@ -399,7 +421,7 @@ class _Order:
     """Which samples make up which item. Pure.
 
     Args:
-        own: number of the pass → sample indexes, in the place of a shuffled order.
+        own: Function from the number of the data epoch to sample indexes, or None.
 
     Raises:
         DataError: ``own`` gives too few indexes, or some that the dataset does not have.
@@ -416,12 +438,12 @@ class _Order:
     ) -> None:
         self._samples, self._batch_size = samples, batch_size
         self._seed, self._shuffle, self._own = seed, shuffle, own
-        self._passes: dict[int, torch.Tensor] = {}
-        """Orders of the passes that are read, two at most: loading ahead reads across a border."""
+        self._orders: dict[int, torch.Tensor] = {}
+        """Orders of at most two data epochs: loading ahead reads across a border."""
         self._digests: dict[int, str] = {}
         self._length = samples if own is None else len(own(0))
         self.batches = self._length // batch_size if drop_last else -(-self._length // batch_size)
-        """Items of one pass."""
+        """Items of one data epoch."""
         if self.batches < 1:
             raise DataError(
                 f"fft.CursorLoader: expected at least batch_size={batch_size} sample indexes from "
@@ -436,23 +458,23 @@ class _Order:
         end = min(first + self._batch_size, self._length)
         if self._own is None and not self._shuffle:
             return list(range(first, end))
-        found: list[int] = self._pass(which)[first:end].tolist()
+        found: list[int] = self._order_of(which)[first:end].tolist()
         return found
 
     def digest(self, which: int) -> str | None:
-        """Digest of the order of pass ``which``; None if it follows from the settings."""
+        """Digest of the order of data epoch ``which``; None if it follows from the settings."""
         if self._own is None:
             return None
         if which not in self._digests:
-            self._digests = {which: digest_of(self._pass(which))}
+            self._digests = {which: digest_of(self._order_of(which))}
         return self._digests[which]
 
-    def _pass(self, which: int) -> torch.Tensor:
-        if which not in self._passes:
-            if len(self._passes) > 1:
-                del self._passes[min(self._passes)]
-            self._passes[which] = self._made(which)
-        return self._passes[which]
+    def _order_of(self, which: int) -> torch.Tensor:
+        if which not in self._orders:
+            if len(self._orders) > 1:
+                del self._orders[min(self._orders)]
+            self._orders[which] = self._made(which)
+        return self._orders[which]
 
     def _made(self, which: int) -> torch.Tensor:
         if self._own is None:
@@ -501,7 +523,9 @@ def _refuse_small(dataset: Any, batch_size: int, drop_last: bool) -> None:
 def order_of(
     sampler: Any | None, order: Callable[[int], Any] | None, seed: int
 ) -> Callable[[int], torch.Tensor] | None:
-    """Number of the pass → sample indexes, as a tensor of int64; None: no order was given.
+    """Return a function from the number of the data epoch to sample indexes (a tensor of int64).
+
+    Returns None if no order was given.
 
     Raises:
         DataError: both were given, or ``sampler`` gives a share of the data.
@@ -526,7 +550,7 @@ def order_of(
 
 
 def _drawn(sampler: Any, seed: int, which: int) -> Iterable[int]:
-    """The indexes that ``sampler`` gives in pass ``which``."""
+    """The indexes that ``sampler`` gives in data epoch ``which``."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(which)

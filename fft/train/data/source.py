@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of
-from fft.train.data.drawn import ALONE, NO_PASSES, Drawn, Passes
+from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, retried
 from fft.util.errors import FftError, UnequalData
 from fft.util.temp_dir import refuse_long_temp_dir
@@ -445,14 +445,14 @@ class Inputs:
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
-        waited_ms, passes = self._waited_s * 1e3, self._passes(plan, is_last)
+        waited_ms, epochs = self._waited_s * 1e3, self._data_epochs(plan, is_last)
         return Drawn(
             batch,
             is_last,
             waited_ms,
             plan.slice,
             number,
-            passes,
+            epochs,
             digest,
             ids=_ids_in(self._source, batch),
             consumed=self._consumed(plan, is_last),
@@ -466,14 +466,14 @@ class Inputs:
         done = plan.next_cursor * self._ranks / total
         return 1.0 if is_last else min(1.0, done)
 
-    def _passes(self, plan: StartTxn, is_last: bool) -> Passes | str:
+    def _data_epochs(self, plan: StartTxn, is_last: bool) -> DataEpochs | str:
         """As of `Drawn`. What is left at the end of the data, too little for all groups, is over
         with the last txn."""
         size = getattr(self._source, "items_of_pass", None)
         if size is None:
-            return NO_PASSES
+            return NO_DATA_EPOCHS
         first, after = plan.cursor * self._ranks, plan.next_cursor * self._ranks
-        return Passes(first // size, -(-after // size) if is_last else after // size)
+        return DataEpochs(first // size, -(-after // size) if is_last else after // size)
 
     def _due(self, plan: StartTxn, number: int) -> str:
         """In words, for who looks for what could not be loaded."""
