@@ -323,7 +323,7 @@ def _refuse_unfit(each: Any) -> None:
     own = getattr(each, "step", None)
     if not callable(own):
         raise FftError(
-            f"register(): expected an optimizer or lr_scheduler with step(), got a "
+            "register(): expected an optimizer or lr_scheduler with step(), got "
             f"{type(each).__name__}; pass it as extra= if it only has a state"
         )
     try:
