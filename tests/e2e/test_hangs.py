@@ -1,6 +1,6 @@
-"""Hangs of a main thread: in Python it is rolled back; where that does not help, it is ended.
+"""Tests of hangs of a main thread: a hang in Python is rolled back; otherwise the process is ended.
 
-Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``, each process with its monitor.
+The jobs have 2 groups x 2 FSDP2 ranks under ``fft run``, each process with its monitor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 240
 
 
 def calm_job(directory: Path, steps: int) -> dict[str, Any]:
-    """What each of the ranks ends with if nobody hangs, by its name."""
+    """Return the final state of each rank, by name, of a job without hangs."""
     script = str(steps), str(directory)
     forked.run_job(WORKER, *script, folder=directory, within=LIMIT_S, ranks=2)
     return results(directory)
@@ -37,7 +37,7 @@ def calm_job(directory: Path, steps: int) -> dict[str, Any]:
 def hung_job(
     directory: Path, steps: int, *kinds: str, worker: Path = WORKER, ranks: int = 2
 ) -> dict[str, Any]:
-    """What each of the ranks ended with, by its name."""
+    """Return the final state of each rank, by name."""
     directory.mkdir()
     command = ["run", "--groups", "2", "--ranks", str(ranks)]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
@@ -49,14 +49,14 @@ def hung_job(
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """What the ranks of a job with a clean audit left."""
+    """Audit a job and return the results that its ranks left."""
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
     return {p.name: json.loads(p.read_text()) for p in sorted(directory.glob("result-*.json"))}
 
 
 def causes(directory: Path) -> list[str]:
-    """Of the rollbacks in which somebody was said to hang."""
+    """Return the causes of the rollbacks in which a rank was reported to hang."""
     return [a["cause"] for a in aborts(directory / "run") if "no progress" in a["cause"]]
 
 
@@ -73,7 +73,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_rank_hanging_in_torchft_loop_is_excluded_until_it_returns(tmp_path: Path) -> None:
-    """No rollback fetches its thread back: the others would wait for it in the barrier."""
+    """No rollback frees its thread, so the others would wait for it in the barrier."""
     out = tmp_path / "hung"
     hung_job(out, 20, worker=LOOP_WORKER, ranks=1)
     assert json.loads((out / "hung").read_text())["went_on"], "the other group waited for it"
@@ -94,7 +94,8 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
     assert list((tmp_path / "hung" / "run").glob("g1r0i4*.jsonl")), (
         "it was started three times anew"
     )
-    # What it cannot say itself its monitor says, by way of the supervisor, before it is ended.
+    # The rank cannot report this itself; its monitor does, through the supervisor, before it is
+    # ended.
     found = causes(tmp_path / "hung")
     assert any(cause.startswith("1/0#1: hangs: no progress") for cause in found), found
     for inc in (2, 3):
@@ -130,7 +131,8 @@ def test_rank_stopped_after_a_commit_is_excluded(tmp_path: Path, place: str) -> 
 def test_hang_in_an_update_is_interrupted_and_its_rank_fetches_the_state(
     tmp_path: Path, place: str, groups: int
 ) -> None:
-    """Also where the job needs all groups, so that none can be left out: no process is ended."""
+    """This also holds if the job needs all groups, so that none can be excluded: no process is
+    ended."""
     command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--no-progress"]
     command += ["--timeout", str(LIMIT_S - 30)]
     command += [str(UPDATE_WORKER), place, str(groups), str(tmp_path)]

@@ -1,6 +1,7 @@
-"""Faults of every kind on real jobs of 2 groups x 1 rank: what each does, and what FFT makes of it.
+"""Tests of faults of every kind on real jobs of 2 groups x 1 rank: their effects, and FFT's
+reactions.
 
-Planned ones under ``fft run --faults``, commanded ones by ``fft inject``. Some 20 s a job.
+Planned faults come from ``fft run --faults``, commanded ones from ``fft inject``. A job takes 20 s.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ faults:
 def run(
     root: Path, plan: str, *arguments: str, code: int = 0, timeouts: tuple[str, ...] = ()
 ) -> tuple[Path, str]:
-    """A job to its end: its traces, and what it wrote on stderr."""
+    """Run a job to its end; return its traces, and its stderr."""
     (root / "plan.yaml").write_text(plan)
     command = ["run", "--groups", "2", "--trace-dir", str(root / "run"), "--no-progress"]
     command += ["--faults", str(root / "plan.yaml"), "--timeout", str(LIMIT_S - 20)]
     command += [*arguments, str(SCRIPT), *timeouts]
-    env = {"FFT_MONITOR": "0"}  # what comes of hangs with it: test_hangs.py
+    env = {"FFT_MONITOR": "0"}  # test_hangs.py covers hangs with a monitor
     done = fft(*command, folder=root, within=LIMIT_S, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return root / "run", done.stderr
@@ -50,12 +51,12 @@ def injected(traces: Path) -> dict[str, dict[str, Any]]:
 
 
 def broken(traces: Path) -> set[str]:
-    """The guarantees that the audit finds violated."""
+    """Return the guarantees that the audit finds violated."""
     return {finding.name for finding in audit_dir(traces).findings if finding.violation}
 
 
 def seconds_to_commit(traces: Path, note: dict[str, Any]) -> float:
-    """From the injection to the step that it met being committed on that rank."""
+    """Return the seconds from the injection to the commit of that step on that rank."""
     consumed = [n for n in notes(traces, "consumed") if n["group"] == note["group"]]
     step = note["data"]["step"]
     return float(next(n["wall"] for n in consumed if n["data"]["step"] == step) - note["wall"])
@@ -113,7 +114,10 @@ faults:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_long_hang_is_gone_on_without_and_let_in_again(tmp_path: Path) -> None:
-    """At the vote, where its peers wait for its word and not in a collective. Half a minute."""
+    """It hangs at the vote, where its peers wait for a message and not in a collective.
+
+    Takes half a minute.
+    """
     short = ("vote_window=2", "ack_window=1", "bus_retry=0.5")
     arguments = ["--stop-after-plan", "3", "--max-restarts", "0"]
     traces, _ = run(tmp_path, LONG_HANGS, *arguments, timeouts=short)
@@ -136,7 +140,7 @@ faults:
 def test_a_nan_is_committed_and_shows_in_the_audit_where_replicas_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """What happens now, and is documented: FFT does not look into the gradients."""
+    """This is the current, documented behavior: FFT does not inspect the gradients."""
     monkeypatch.setenv("FFT_MONITOR", "0")
     plan = tmp_path / "plan.yaml"
     plan.write_text(POISONED.replace("WHERE", where))

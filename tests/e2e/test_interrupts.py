@@ -1,6 +1,6 @@
-"""Bodies that are interrupted, in Python and in collectives, end at once, once, and replay clean.
+"""Tests that interrupted step functions, in Python and in collectives, end once and replay cleanly.
 
-``benchmarks/interrupt_soak.py`` is the same job for longer.
+``benchmarks/interrupt_soak.py`` runs the same job for longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT_S = 240
 
 
 def run_job(directory: Path, steps: int, vain: int) -> list[dict[str, Any]]:
-    """What each of the four ranks ended with."""
+    """Return the final state of each of the four ranks."""
     directory.mkdir()
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
@@ -42,7 +42,7 @@ def test_a_run_that_is_interrupted_everywhere_ends_with_the_bits_of_one_that_is_
     assert [rank["digest"] for rank in torn] == [rank["digest"] for rank in calm]
     for rank in torn:
         assert rank["steps"] == STEPS
-        # a body without an end cannot end otherwise, and none of them is unwound twice
+        # an endless step function cannot end in another way, and none of them is unwound twice
         assert sum(rank["ended"].values()) >= rank["interruptions"] > STEPS
     assert all(rank["ended"].get("Interrupted") for rank in torn)
     report = audit_dir(tmp_path / "torn" / "run")

@@ -1,4 +1,4 @@
-"""`fft run` on scripts that are wrong, and at the end of a job: it ends at once, and says why."""
+"""Tests of `fft run` with wrong scripts, and at the end of a job: it ends at once with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(traces: Path, where: str, steps: int, groups: int = 2, *options: str
 def run(
     traces: Path, where: str, steps: int = 4, groups: int = 2, *options: str
 ) -> subprocess.CompletedProcess[str]:
-    """A job to its end; with the limit of the test, not of the job: nothing else may end it."""
+    """Run a job to its end, with the limit of the test, not of the job: nothing else may end it."""
     started = command(traces, where, steps, groups, *options)
     return fft(*started, folder=traces.parent, within=LIMIT_S)
 
@@ -96,7 +96,7 @@ def test_failure_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
 
 
 def test_the_other_groups_finish_and_nobody_waits_for_one_that_was_killed(tmp_path: Path) -> None:
-    """It comes back when there is nobody left to join."""
+    """It comes back when there is no group left to join."""
     traces, plan = tmp_path / "run", tmp_path / "plan.yaml"
     kill = {"name": "late", "kind": "kill", "step": 3, "group": 1, "phase": "vote"}
     plan.write_text(json.dumps({"faults": [kill]}))

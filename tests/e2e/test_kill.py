@@ -1,6 +1,7 @@
-"""Loss of state: a group SIGKILLed in its backward pass, a torn optimizer step, and a drain.
+"""Tests of lost state: a group SIGKILLed in its backward pass, a failed optimizer step, and a
+drain.
 
-One job of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked what happened.
+They use the traces of one job of 2 groups x 2 FSDP2 ranks under ``fft run``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ faults:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The job, run once, to its good end."""
+    """The traces of the job, which is run once to its successful end."""
     root = tmp_path_factory.mktemp("kill")
     (root / "plan.yaml").write_text(PLAN)
     arguments = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
@@ -59,7 +60,7 @@ def test_all_groups_have_equal_bits_at_equal_lineage(traces: Path) -> None:
 def test_state_is_fetched_once_by_each_rank_that_lost_it_and_by_nobody_else(traces: Path) -> None:
     found = fetches(traces)
     assert [fetch[4] for fetch in found] == ["1"] + ["0"] * 4
-    # the torn rank; the killed group; the group that came back from its drain
+    # the rank with lost state; the killed group; the group that came back from its drain
     assert [fetch[:2] for fetch in found[:1]] == [("0", 1)]
     assert sorted(fetch[:3] for fetch in found[1:3]) == [("1", 0, 2), ("1", 1, 2)]
     assert sorted(fetch[:3] for fetch in found[3:]) == [("1", 0, 3), ("1", 1, 3)]
@@ -77,7 +78,7 @@ def test_every_slice_is_consumed_exactly_once(traces: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_drained_group_leaves_after_a_commit_without_a_rollback(traces: Path) -> None:
-    # the SIGKILL may be noticed by gloo before the supervisor's word; a machine may add faults
+    # gloo may notice the SIGKILL before the supervisor's message; a machine may add faults
     causes = [record["cause"] for record in aborts(traces)]
     assert sum("optimizer step failed after COMMIT" in cause for cause in causes) == 1, causes
     history = records(traces)

@@ -1,6 +1,6 @@
-"""torchft's lighthouse beside a job, in charge of it, restarted, gone, and not there at all.
+"""Tests of torchft's lighthouse: beside a job, in charge of it, restarted, gone, and absent.
 
-Every group is a process of its own, with no supervisor and no monitor; so is the lighthouse.
+Every group is a separate process, without supervisor and monitor; so is the lighthouse.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from fft.trace.audit import audit_dir
 HERE = Path(__file__).parent
 LIMIT_S = 200.0
 QUICK_MS, DEFAULT_MS = 2000, 5000
-"""Heartbeat timeouts, the second torchft's own; its 60 s for those who do not join stay."""
+"""Heartbeat timeouts; the second is torchft's default. Its 60 s for missing groups stay."""
 
 pytestmark = pytest.mark.multiprocess
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Process:
-    """A child, what it says, and its end."""
+    """A child, its output, and its end."""
 
     def __init__(self, *command: str, log: Path) -> None:
         env: dict[str, str | None] = {"FFT_MONITOR": "0", "OMP_NUM_THREADS": "1"}
@@ -65,13 +65,13 @@ class Process:
         self._lines.put(None)
 
     def line(self) -> str:
-        """The next line that it says."""
+        """Return the next line of its output."""
         line = self._lines.get(timeout=LIMIT_S)
         assert line is not None, self.log.read_text()[-3000:]
         return line
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Read what it says until it says this."""
+        """Read its output until a line satisfies ``holds``."""
         while not holds(json.loads(self.line())):
             pass
 
@@ -84,14 +84,14 @@ class Process:
         return self.child.wait(LIMIT_S)
 
     def kill(self) -> None:
-        """End it for good."""
+        """Kill it."""
         self.child.end()
         self._reader.join(LIMIT_S)
         self.child.close()
 
 
 class Lighthouse:
-    """torchft's lighthouse at one port; may be killed, and started again there."""
+    """torchft's lighthouse at one port; it may be killed and started again there."""
 
     def __init__(self, log: Path, **options: Any) -> None:
         self.port = free_port()
@@ -114,12 +114,13 @@ class Lighthouse:
             self.process = None
 
     def status(self) -> str:
-        """Its dashboard."""
+        """Return its dashboard."""
         with urllib.request.urlopen(f"{self.url}/status", timeout=LIMIT_S) as page:
             return str(page.read().decode())
 
     def press_kill(self, group: str) -> None:
-        """The dashboard's button; the group's server never answers, for its process is gone."""
+        """Press the dashboard's button; the group's server never answers, because its process is
+        gone."""
         (replica,) = set(re.findall(rf"/replica/({group}:[0-9a-f-]+)/kill", self.status()))
         request = urllib.request.Request(f"{self.url}/replica/{replica}/kill", method="POST")
         with suppress(OSError):
@@ -127,7 +128,7 @@ class Lighthouse:
 
 
 class LighthouseJob:
-    """Groups, a bus, and perhaps a lighthouse."""
+    """Groups, a bus, and optionally a lighthouse."""
 
     def __init__(
         self, root: Path, groups: int, heartbeat_ms: int = QUICK_MS, **config: Any
@@ -140,7 +141,7 @@ class LighthouseJob:
         self.groups: dict[str, Process] = {}
 
     def start(self, lighthouse: bool = True) -> None:
-        """Start the groups; ``lighthouse``: and tell them of it."""
+        """Start the groups, with or without the address of the lighthouse."""
         if lighthouse:
             self.config["lighthouse"] = self.lighthouse.url
         (self._root / "config.json").write_text(json.dumps(self.config))
@@ -151,24 +152,24 @@ class LighthouseJob:
             self.groups[group] = Process(*script, group, log=log)
 
     def stop(self) -> None:
-        """Ask all to leave with the next commit."""
+        """Ask all groups to leave with the next commit."""
         for process in self.groups.values():
             process.child.signal(signal.SIGTERM)
 
     def ends(self, *groups: str) -> dict[str, dict[str, Any]]:
-        """What these groups ended with; they must have ended well."""
+        """Return the final states of these groups, which must have ended well."""
         for group in groups:
             log = self.groups[group].log
             assert self.groups[group].end() == 0, log.read_text()[-3000:]
         return {g: json.loads((self.traces / f"end-{g}.json").read_text()) for g in groups}
 
     def audit(self) -> None:
-        """The audit must find nothing."""
+        """Audit the job and check that there are no findings."""
         report = audit_dir(self.traces)
         assert report.ok, report.render()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End all processes."""
         for process in self.groups.values():
             process.kill()
         self.lighthouse.kill()
@@ -177,7 +178,7 @@ class LighthouseJob:
 
 @contextmanager
 def job(root: Path, groups: int, **config: Any) -> Iterator[LighthouseJob]:
-    """A job; all its processes are ended, whatever happened."""
+    """Yield a job; all its processes are ended in any case."""
     made = LighthouseJob(root, groups, **config)
     try:
         yield made
@@ -189,7 +190,8 @@ def job(root: Path, groups: int, **config: Any) -> Iterator[LighthouseJob]:
 
 
 def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
-    """Between commits of group 0: the median, and the longest that ended after ``since``."""
+    """Return the median of the gaps between commits of group 0, and the longest that ended after
+    ``since``."""
     walls = [n["wall"] for n in notes(traces, "consumed") if n["group"] == "0"]
     gaps = [(b - a, b) for a, b in pairwise(walls)]
     longest = max(gap for gap, end in gaps if end > since)
@@ -200,7 +202,7 @@ def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
 def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against a run without one, which has no thread for it either."""
+    """It is compared with a run without a lighthouse, which has no thread for it either."""
     with job(tmp_path / "without", 2, steps=150) as plain:
         plain.start(lighthouse=False)
         wanted = plain.ends("0", "1")
@@ -253,7 +255,7 @@ def members(record: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
-    """Three groups: the lighthouse comes late, is restarted; then groups are killed."""
+    """The lighthouse starts late and is restarted; then some of the three groups are killed."""
     root = tmp_path_factory.mktemp("ruled")
     patient = {"heartbeat_ms": DEFAULT_MS, "quorum_timeout": 150, "lighthouse_window": 10.0}
     with job(root, 3, membership="lighthouse", **patient) as made:
@@ -307,7 +309,7 @@ def test_group_missing_from_the_quorum_is_excluded(tmp_path: Path) -> None:
 def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
-    """It is well, and comes back each time; but each time later, and not for ever."""
+    """It is healthy and comes back each time, but each time later, and not for ever."""
     with job(tmp_path, 3, membership="lighthouse", max_body_failures=2) as made:
         made.lighthouse.start()
         way = Way(made.lighthouse.port)
@@ -355,7 +357,7 @@ faults:
 
 
 def run_job(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """2 groups x 2 FSDP2 ranks under ``fft run``, with the lighthouse in charge."""
+    """Run 2 groups x 2 FSDP2 ranks under ``fft run``, with the lighthouse in charge."""
     (root / "plan.yaml").write_text(PLAN)
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
     command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "traces")]
@@ -372,7 +374,7 @@ def run_job(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None:
-    """Rank 1 of a group fails, then is killed: neither rank 0 nor the lighthouse noticed that."""
+    """Rank 1 of a group fails, then is killed; neither rank 0 nor the lighthouse noticed that."""
     done = run_job(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     traces = tmp_path / "traces"
@@ -386,7 +388,7 @@ def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_groups_of_several_ranks_cannot_do_without_it_either(tmp_path: Path) -> None:
-    """The control of the test above: it is the lighthouse that they depend on."""
+    """This is the control of the test above: the groups do depend on the lighthouse."""
     done = run_job(tmp_path, "--no-lighthouse", "--max-restarts", "0")
     assert done.returncode != 0
     logs = "".join(path.read_text() for path in (tmp_path / "traces").glob("**/*.log"))

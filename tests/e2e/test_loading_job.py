@@ -1,4 +1,4 @@
-"""Data from worker processes in whole jobs: faults, members that come and go, one main thread."""
+"""Tests of data from worker processes in whole jobs: faults, changing members, one main thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Convolutions(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
         self.last = nn.Linear(4 * (SIDE - 2) ** 2, 1)
-        self.generator = torch.Generator()  # what a Member wants; nobody draws from it
+        self.generator = torch.Generator()  # Member requires it, but no code draws from it
         drawn = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -55,12 +55,12 @@ class Convolutions(nn.Module):
 
 
 def images(workers: int = 2) -> fft.CursorLoader:
-    """The loader of one rank."""
+    """Return the loader of one rank."""
     return fft.CursorLoader(Augmented(), 4, seed=7, num_workers=workers)
 
 
 def train(member: Member, steps: int | None, trouble: Any = None, workers: int = 2) -> None:
-    """Train; the body edits its batch in place, and then has ``trouble``, if any."""
+    """Train; the step function edits its batch in place, and then has ``trouble``, if any."""
     for txn in member.manager.transactions(images(workers), max_steps=steps):
         with txn:
             indices = txn.batch.pop("index").tolist()

@@ -1,4 +1,5 @@
-"""Loops one after the other in a job, FFT's own and torchft's: each txn is judged by its own."""
+"""Tests of consecutive loops in a job, FFT's own and torchft's: each txn is judged by its own
+loop."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fft.trace.audit import audit_dir, trace_files
 from fft.util.errors import Drained
 
 STEPS = 3
-"""Of each loop."""
+"""Steps of each loop."""
 
 
 def _loader(seed: int = 1) -> fft.CursorLoader:
@@ -42,7 +43,7 @@ def _left_by_exception(member: Member, until: int, seed: int) -> None:
 
 
 def _kept(member: Member, until: int, seed: int) -> None:
-    """The iterator lives on, and is never ended."""
+    """Train with an iterator that stays alive and is never ended."""
     loop = member.manager.transactions(_loader(seed))
     member.kept = loop  # type: ignore[attr-defined]
     for txn in loop:
@@ -123,7 +124,7 @@ def test_each_txn_owes_what_its_own_loop_does(order: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("order", list(ORDERS)[:3])
 def test_faults_in_loops_that_follow_each_other_change_no_bit(order: str, tmp_path: Path) -> None:
-    """What is rolled back, and how, is that of the loop that runs."""
+    """The kind of rollback is that of the loop that runs."""
     loops = ORDERS[order]
     assert _run(tmp_path / "faulty", loops, faults=True) == _run(
         tmp_path / "clean", loops, faults=False
@@ -132,7 +133,7 @@ def test_faults_in_loops_that_follow_each_other_change_no_bit(order: str, tmp_pa
 
 
 def test_evicted_rank_does_not_run_the_code_behind_its_loop(tmp_path: Path) -> None:
-    """The job goes on without it: what its script saves there would be an old model."""
+    """The job continues without it; its script would save an old model there."""
     behind: list[str] = []
 
     def work(member: Member) -> None:

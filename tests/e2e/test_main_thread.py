@@ -1,4 +1,4 @@
-"""The manager runs the main thread's table."""
+"""Tests that the manager runs the main thread's table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fft.util.errors import ProtocolError
 
 
 def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None:
-    """An update in the middle of a body: it would change what the reductions are made of."""
+    """An update in the middle of a step function would change the inputs of the reductions."""
     with job(tmp_path, 1) as made:
         member = made.member("0")
         member.manager.start_quorum()

@@ -1,4 +1,4 @@
-"""Several managers in one process, in threads: each of the manager's promises by itself.
+"""Tests of the manager's guarantees, one by one, with several managers in threads of one process.
 
 The bus is in memory and every group has one rank; gloo and the stores are real.
 """
@@ -62,7 +62,7 @@ def same_weights(*members: Member) -> None:
 def test_a_rank_blocked_in_gloo_is_freed_and_its_tensor_is_never_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three groups: two are in a collective on 16 MB that the third never enters."""
+    """Two of three groups are in a collective on 16 MB that the third never enters."""
     failed_at: list[float] = []
     freed_at: dict[str, float] = {}
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -73,7 +73,7 @@ def test_a_rank_blocked_in_gloo_is_freed_and_its_tensor_is_never_written_again(
             return
         if member.group == "2":
             entering.wait(20)
-            # There is no event for "is inside the collective": let some of it go over the wire.
+            # There is no event for "is inside the collective", so let some data be transferred.
             with suppress(TimeoutError):
                 member.manager._parts.job.engine.wait_command(limit=0.2)
             failed_at.append(time.monotonic())
@@ -105,7 +105,7 @@ def test_batch_norm_noise_and_data_are_as_if_the_fault_had_not_been(tmp_path: Pa
         done: list[int] = []
 
         def body(member: Member, txn: fft.Transaction, done=done, fails=fails) -> None:
-            member.model(torch.ones(4, 8))  # touches the statistics and draws noise
+            member.model(torch.ones(4, 8))  # changes the statistics and draws noise
             if fails and txn.step == 2 and member.group == "1" and not done:
                 done.append(txn.step)
                 raise ValueError("once")
@@ -265,7 +265,7 @@ def test_errors_that_differ_are_tried_again_more_often(two: Job) -> None:
 
 
 def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
-    """A second process takes the identity; its owner is told so, as often as it asks."""
+    """A second process takes the identity; the owner gets the error on every call."""
     reached = threading.Event()
     told: list[str] = []
 
@@ -314,7 +314,7 @@ def test_newer_of_two_processes_with_one_identity_wins(two: Job) -> None:
         if txn.step >= 3:
             reached.set()
         if member.group == "1" and enough.is_set() and not last:
-            last.append(txn.step + 1)  # which nobody has begun
+            last.append(txn.step + 1)  # the step that no group has begun
         if last and txn.step >= last[0]:
             member.manager.drain()
 
@@ -344,7 +344,7 @@ def _threads() -> set[threading.Thread]:
 def test_a_bus_out_of_reach_is_an_error_that_says_how_to_start_one(
     two: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:  # bound and not listening: nobody answers there
+    with socket.socket() as taken:  # bound but not listening, so connections are refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         before, began = _threads(), time.monotonic()
@@ -365,7 +365,7 @@ def test_no_bus_named_at_all_is_an_error(two: Job, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_of_a_group_that_could_not_share_a_model_are_refused(two: Job) -> None:
-    """Each would train one of its own, and commit it."""
+    """Each would train and commit its own model."""
     for member in two.ranks("0", [{}, {}]):
         with pytest.raises(FftError, match=r"2 ranks and no process group .* shard_pg="):
             member.train(1)
@@ -420,7 +420,7 @@ def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> N
 
 
 class Stream:
-    """A stateful loader: counts up; its state is how far it has counted."""
+    """A stateful loader that counts up; its state is its position."""
 
     def __init__(self, end: int = 1_000_000) -> None:
         self.at, self.end = 0, end
@@ -443,9 +443,10 @@ def join_late(
     steps: Sequence[object],
     loader: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Group 2 joins after some steps; all leave when ``body`` has put four of its into ``steps``.
+    """Let group 2 join after some steps; all leave when ``body`` has put four of its into
+    ``steps``.
 
-    With one commit: nobody has begun the step after the one that group 2 is in.
+    They leave with one commit: no group has begun the step after the one that group 2 is in.
     """
     reached = threading.Event()
     last: list[int] = []
@@ -507,7 +508,7 @@ def test_joiner_computes_while_fetching_and_counts_from_the_next_step(
 
 
 def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
-    """The learner's body is unwound, its fetch ends, and in the next epoch it is waited for."""
+    """The joiner's step function is unwound, its fetch ends, and the next epoch waits for it."""
     failing = threading.Event()
     starts: list[int | None] = []
 
@@ -526,7 +527,7 @@ def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job)
 
 
 class Dice(Stream):
-    """A stream that throws dice in the drawing process, as augmentations do."""
+    """A stream that draws random numbers in the drawing process, as augmentations do."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for item in super().__iter__():
@@ -605,7 +606,7 @@ def test_a_loader_without_state_refuses_a_late_group_and_says_why(two: Job) -> N
     late = two.member("1").start(train)
     late.end()
     assert "itertools.repeat has no load_state_dict" in str(late.error), repr(late.error)
-    # the first group's own healing ends with that epoch, too
+    # the first group's own healing also ends with that epoch
     failed = [r["event"] for r in events(two.traces, "heal_failed") if r["group"] == "1"]
     assert [event["torn"] for event in failed] == [True], "its model was loaded already"
     before = first.manager.current_step()
@@ -730,16 +731,16 @@ def test_shutdown_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
         with job(tmp_path / name, 2) as made:
             made.run(lambda m: m.train(4))
             for member in made.members:
-                member.manager.shutdown()  # a second time does no harm
+                member.manager.shutdown()  # a second call has no effect
 
-    once("warm-up")  # torchft's runtime and gloo keep some of their own, once
+    once("warm-up")  # torchft's runtime and gloo allocate some resources once
     gc.collect()
     threads, files = _threads(), _open_files()
     for i in range(3):
         once(f"again{i}")
     gc.collect()
     assert {t.name for t in _threads() - threads} == set()
-    # sockets of stores and gloo are closed by threads of their own
+    # stores and gloo close their sockets on their own threads
     wait_until(lambda: sum((_open_files() - files).values()) == 0, f"as before: {files}", within=10)
 
 

@@ -1,4 +1,5 @@
-"""Training on a NATS cluster whose leaders are killed: no step lost, doubled or different."""
+"""Tests of training on a NATS cluster with killed leaders: no step is lost, doubled or
+different."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from fft.bus.natsserver import NatsServers
 
 STEPS = 30
 KILLS = (8, 18)
-"""In the body of these steps: the votes of each meet a cluster without a leader."""
+"""Steps with a kill in the step function, so that the votes of each meet a cluster without a
+leader."""
 LONG_S = 240.0
-"""A kill costs an election of 4 to 9 s, and a busy machine is several times slower."""
+"""A limit for an election of 4 to 9 s after a kill, on a busy machine that is several times
+slower."""
 
 
 class Killer:
-    """Kills, in group 0's body, the server that leads the job's registers and votes."""
+    """A step function of group 0 that kills the server that leads the job's registers and votes."""
 
     def __init__(self, servers: NatsServers) -> None:
         self._servers = servers
@@ -37,7 +40,7 @@ class Killer:
 
 
 def train(traces: Path, servers: NatsServers | None = None) -> list[str]:
-    """Three groups to the end of their steps; the digests of their states."""
+    """Train three groups to the end; return the digests of their states."""
     killer = Killer(servers) if servers is not None else None
     with job(traces, 3, servers.url if servers is not None else None) as made:
         members = [made.member(str(group), timeout=timedelta(minutes=1)) for group in range(3)]
@@ -50,7 +53,8 @@ def train(traces: Path, servers: NatsServers | None = None) -> list[str]:
                 LONG_S,
             )
             assert killer and servers
-            servers.start(killer.killed[number])  # on this thread: it dies with who started it
+            # On this thread, as the server dies with the thread that started it
+            servers.start(killer.killed[number])
         for member in members:
             member.end(LONG_S)
             assert member.error is None, member.error

@@ -1,4 +1,4 @@
-"""Ranks on two hosts whose names do not resolve as they should: bus, gloo and heals by address.
+"""Tests of ranks on two hosts with misleading host names: bus, gloo and heals use addresses.
 
 The hosts are network namespaces, each with a host name that its /etc/hosts resolves to 127.0.1.1.
 """
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(400), needs_namespaces]
 
 @contextmanager
 def served(host: Host, listens_on: str, folder: Path, **env: str) -> Iterator[str]:
-    """The URL of a bus on ``host``."""
+    """Yield the URL of a bus on ``host``."""
     server = Forked(serve, host, listens_on, log=folder / "bus.log", env=env)
     log = folder / "bus.log"
     try:
@@ -57,7 +57,7 @@ def started(
 
 @pytest.mark.parametrize(("families", "listens_on"), [("6", "fd77::1"), ("46", "::")])
 def test_ranks_on_two_hosts_heal_by_address(tmp_path: Path, families: str, listens_on: str) -> None:
-    """The first epoch heals: only group 0 has the weights that the job begins with."""
+    """The first epoch heals, because only group 0 has the weights that the job begins with."""
     with two_hosts(tmp_path, families) as (first, second):
         named = {"FFT_HOST_ADDRESS": BUS_IN_4} if "4" in families else {}
         with served(first, listens_on, tmp_path, **named) as bus:
@@ -72,7 +72,7 @@ def test_ranks_on_two_hosts_heal_by_address(tmp_path: Path, families: str, liste
 
 
 def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> None:
-    """Group 0 advertises an address to which the other host has no route, until it is added."""
+    """Group 0 advertises an address to which the other host has no route until it is added."""
     away = "10.78.0.1"
     with two_hosts(tmp_path, "4") as (first, second), served(first, BUS_IN_4, tmp_path) as bus:
         first.ip(f"addr add {away}/32 dev lo")
@@ -94,7 +94,7 @@ def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> None:
-    """The short tests above have ranks of their own; here all processes are those of `fft run`."""
+    """The tests above start their own ranks; here `fft run` starts all processes."""
     plan, traces = tmp_path / "plan.yaml", tmp_path / "traces"
     kill = "{name: kill, kind: kill, group: 1, rank: 0, step: 5, phase: backward}"
     plan.write_text(f"faults:\n  - {kill}\n")

@@ -1,6 +1,6 @@
-"""A group that is given notice leaves before its deadline: with a commit, or saying why without.
+"""Tests that a group with a notice leaves before its deadline: with a commit, or with a reason.
 
-Jobs of real processes, whose notice is a file; the long ones under ``fft run``.
+The jobs are real processes, whose notice is a file; the long ones run under ``fft run``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 30
 
 
 def run_job(directory: Path, case: str, ranks: int = 1, notice: str = "{group}") -> dict[str, Any]:
-    """What each rank ended with, by its place."""
+    """Return the final state of each rank, by its place."""
     directory.mkdir()
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", str(ranks)]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
@@ -32,12 +32,12 @@ def run_job(directory: Path, case: str, ranks: int = 1, notice: str = "{group}")
     env = {**os.environ, "FFT_NOTICE": f"file:{directory}/notice-{notice}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     logs = "".join(path.read_text()[-3000:] for path in (directory / "run" / "logs").iterdir())
-    assert done.returncode == 3, done.stdout + done.stderr + logs  # one group has left
+    assert done.returncode == 3, done.stdout + done.stderr + logs  # one group has left the job
     return ended_with(directory)
 
 
 def ended_with(directory: Path) -> dict[str, Any]:
-    """What each rank of a job with a clean audit left, by its place."""
+    """Audit the job and return the final state of each rank, by its place."""
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
     found = sorted(directory.glob("result-*.json"))

@@ -1,6 +1,6 @@
-"""Operators at real jobs: faults commanded in the middle of training, and the commands themselves.
+"""Tests of operators on real jobs: faults commanded during training, and the commands themselves.
 
-The first tests are jobs of managers in threads; the last one is `fft run` and the `fft` command.
+The first tests run managers in threads; the last one runs `fft run` and the `fft` command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 90.0
 
 
 class Training:
-    """Two groups that train until they are told to stop."""
+    """Two groups that train until they are asked to stop."""
 
     def __init__(self, made: Job) -> None:
         self.job = made
@@ -122,7 +122,7 @@ def test_impossible_fault_is_refused_before_sending(training: Training) -> None:
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Its lines, each within the limit."""
+    """Yield its lines, each within the limit."""
     assert process.stdout is not None
     while True:
         assert select.select([process.stdout], [], [], LIMIT_S)[0], "nothing was written"
@@ -134,7 +134,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_an_operator_at_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watch, inject, evict and drain, while two groups train. Takes half a minute."""
+    """It watches, injects, evicts and drains while two groups train. Takes half a minute."""
     traces = tmp_path / "run"
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--injectable"]
     command += ["--trace-dir", str(traces), "--no-progress", "--timeout", "200", str(SCRIPT)]
@@ -155,7 +155,7 @@ def test_an_operator_at_a_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
         finally:
             watch.terminate()
             watch.communicate(timeout=LIMIT_S)
-        assert run.wait(LIMIT_S) == 75, (tmp_path / "stderr").read_text()  # all were drained
+        assert run.wait(LIMIT_S) == 75, (tmp_path / "stderr").read_text()  # all groups were drained
     finally:
         if run.poll() is None:
             run.kill()
@@ -173,7 +173,7 @@ def _operate(url: str, watch: subprocess.Popen[str], monkeypatch: pytest.MonkeyP
         assert next(e for e in events if e.get("members") == list(peers))
 
     def told(*arguments: str) -> str:
-        # in this process: a fresh one would load torch, for seconds, each time
+        # in this process, as a new one would spend seconds on importing torch each time
         done = CliRunner().invoke(app, [*arguments, "--bus", url])
         assert done.exit_code == 0, done.output
         return done.output

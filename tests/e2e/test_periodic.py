@@ -1,4 +1,4 @@
-"""Groups that step alone: what is refused, with its mend; leases, checkpoints, lost progress."""
+"""Tests of local groups: refusals and their fixes, leases, checkpoints, and lost progress."""
 
 from __future__ import annotations
 
@@ -365,7 +365,8 @@ def _bytes(state: Any) -> Any:
 
 
 def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> None:
-    """The optimizer raises half way: the parameters are the job's again, and no slice is lost."""
+    """The optimizer raises half way: the parameters are restored to the job's, and no slice is
+    lost."""
     member = _member(made)
     schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 1, 0.5)
     member.manager.register(member.model, member.optimizer, schedule)
@@ -417,7 +418,8 @@ def _plan(step: int, lease: int | None) -> StartTxn:
 
 
 def test_reductions_of_a_fetching_joiner_do_not_count_for_its_first_lease(made: Job) -> None:
-    """Its first txn was rolled back after its state had come: it reduces anew, what it computes."""
+    """Its first txn was rolled back after its state had arrived, so it recomputes what it
+    reduces."""
     member = _registered(made)
     synchronizer = _diloco(member)
     state = copy.deepcopy(synchronizer.state_dict())
@@ -437,7 +439,7 @@ def test_reductions_of_a_fetching_joiner_do_not_count_for_its_first_lease(made: 
     with torch.no_grad():
         member.model[1].bias.add_(1.0)
     synchronizer.launch()
-    assert torch.equal(reduced[1], reduced[2])  # what is repeated is the same
+    assert torch.equal(reduced[1], reduced[2])  # the repetition equals the first attempt
 
 
 def test_short_numbers_are_weighted_in_long_ones(made: Job) -> None:
@@ -470,7 +472,7 @@ def test_short_numbers_are_weighted_in_long_ones(made: Job) -> None:
 
 @contextmanager
 def _raising(member: Member, at: Callable[[], bool]) -> Iterator[list[float]]:
-    """The inner optimizer raises half way, where ``at`` says so; what it was to apply."""
+    """Make the inner optimizer raise half way at ``at``; return what it was to apply."""
     before, applied = member.optimizer.step, []
 
     def step(*args: Any) -> Any:
@@ -488,7 +490,7 @@ def _raising(member: Member, at: Callable[[], bool]) -> Iterator[list[float]]:
 
 @pytest.mark.parametrize("inner_step", [EVERY - 1, 0])
 def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_step: int) -> None:
-    """Else a COMMIT would apply what was reduced before, or nothing."""
+    """Otherwise a COMMIT would apply what was reduced before, or nothing."""
     at: dict[str, tuple[int, int]] = {}
     torn: list[int] = []
 
@@ -531,7 +533,8 @@ def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
 
 
 def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job) -> None:
-    """Such as a schedule that is over: the steps before it are committed again and again."""
+    """Such an update is a schedule that is over: the steps before it are committed again and
+    again."""
     member = _registered(made)
     _diloco(member)
     with _raising(member, lambda: txn.inner_step == 2), pytest.raises(BodyKeepsFailing):
@@ -599,14 +602,14 @@ def test_restarted_group_has_the_synchronized_state_only(made: Job) -> None:
         assert all(map(torch.equal, now[1], there[1]))
         assert not member.optimizer.state
     inner_step()
-    diloco.skip()  # its own schedule is one further: that of the state that comes counts
+    diloco.skip()  # its own schedule is one step ahead, but the fetched state's schedule counts
     diloco.load_state_dict(sent)
     diloco.start_over()
     assert stands()[0] == there[0]
 
 
 def test_a_bucket_says_what_lies_in_it(made: Job) -> None:
-    """So that votes of groups that reduce other parameters of equal size do not fit together."""
+    """This makes votes of groups that reduce other parameters of equal size mismatch."""
     member = _registered(made)
     parts, laid = [member.model[0], member.model[1]], []
     diloco = fft.DiLoCo(
@@ -659,7 +662,7 @@ def test_frozen_parameters_do_not_move(made: Job) -> None:
 def test_error_reported_in_the_step_function_prevents_the_commit(
     made: Job, tmp_path: Path, delay: int
 ) -> None:
-    """It rolls the job's txn back, as anywhere; and the inner step with it."""
+    """It rolls the job's txn back, as elsewhere, and the inner step with it."""
     member = _registered(made)
     _diloco(member, fragment_sync_delay=delay)
     positions = []
@@ -670,7 +673,7 @@ def test_error_reported_in_the_step_function_prevents_the_commit(
             if len(positions) == 2:
                 member.manager.report_error(ValueError("not this one"))
     member.manager.shutdown()
-    # it is computed again; and so may any be that the job's rollback finds in the middle
+    # it is recomputed; so may be any step that the job's rollback finds in the middle
     assert [at for at, _ in itertools.groupby(positions)] == [0, 1, 2] * 2
     assert positions[:3] == [0, 1, 1]
     made.audit()
@@ -703,7 +706,7 @@ INNER: dict[str, tuple[Callable[[], Change], str]] = {
 
 
 def bare(record: dict[str, Any]) -> dict[str, Any]:
-    """Without a word of inner steps."""
+    """Return the record without notes of inner steps."""
     if record.get("note") == "consumed":
         del record["data"]["inner_steps"]
     return record

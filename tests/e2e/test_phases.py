@@ -1,8 +1,8 @@
-"""Bit-exactness: each transient fault, at each phase, on each rank.
+"""Tests of bit-exactness: each transient fault, at each phase, on each rank.
 
 Four real processes (2 groups x 2 FSDP2 ranks) train once without a fault, and once for each rank,
-on which every fault happens in a step of its own. Each run must end with the bits of the one
-without a fault, with no state fetched and a clean audit.
+on which every fault happens in a different step. Each run must end with the bits of the one without
+a fault, with no state fetched and a clean audit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fft.trace.report import Incident, incidents
 
 STEPS = 12
 FIRST_STEP = 2
-"""Of a fault."""
+"""First step with a fault."""
 PHASES = [
     "forward",
     "backward",
@@ -39,7 +39,8 @@ WORKER = Path(__file__).with_name("phase_worker.py")
 
 
 def _faults(group: str, rank: int) -> list[dict[str, Any]]:
-    """One at each phase and a one-sided one; a phase meets another step on each rank."""
+    """Return one fault at each phase and a one-sided one; a phase meets another step on each
+    rank."""
     kinds = [{"name": phase, "kind": "exception", "phase": phase} for phase in PHASES]
     kinds.append({"name": "one-sided", "kind": "one_sided"})
     first, place = RANKS.index((group, rank)), {"group": int(group), "rank": rank}
@@ -80,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for group, rank in RANKS:
             place = str(root / "config.json"), group, str(rank)
             log = root / f"g{group}r{rank}.log"
-            # FFT_MONITOR: else one per rank and case, each a process that starts
+            # else each rank of each case would start a monitor process
             children[group, rank] = Forked(
                 as_main, str(WORKER), *place, env={"FFT_MONITOR": "0"}, log=log
             )
@@ -100,9 +101,9 @@ def _result(runs: Path, case: str, group: str, rank: int) -> dict[str, Any]:
 
 
 def _injected(runs: Path, case: str) -> list[Incident]:
-    """What the planned faults cost, in their order.
+    """Return the costs of the planned faults, in order.
 
-    There may be other incidents: a slow name service fails a rendezvous.
+    There may be other incidents, such as a rendezvous that a slow name service fails.
     """
     planned = sorted(CASES[case], key=lambda fault: fault["step"])
     found = incidents(runs / case)
@@ -139,7 +140,7 @@ def test_every_sample_is_consumed_once(runs: Path) -> None:
         for batch in _result(runs, "no-fault", group, rank)["consumed"]:
             seen += batch
     assert len(seen) == STEPS * 4 * 4
-    # 64 samples a pass, 192 consumed: each exactly three times
+    # 64 samples per data epoch, 192 consumed: each exactly three times
     assert sorted(seen) == sorted(list(range(64)) * 3)
 
 

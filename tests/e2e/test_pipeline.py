@@ -1,6 +1,6 @@
-"""Pipelines: what cannot be rolled back, or would be averaged wrongly, is refused with the mend.
+"""Tests of refused pipelines, which could not be rolled back or would be averaged wrongly.
 
-How they train, and with which bits, is shown by the recipes (tests/recipes/pipelines.py).
+The recipes (tests/recipes/pipelines.py) test their training and its bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stages:
 
     def __init__(self, member: Member, group: Any = None) -> None:
         self.modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
-        with torch.no_grad():  # alike in all groups, whose threads share torch's generator
+        with torch.no_grad():  # equal in all groups, whose threads share torch's generator
             for p in (p for module in self.modules for p in module.parameters()):
                 p.copy_(torch.linspace(-0.4, 0.5, p.numel()).view_as(p))
         self.group = group or member.manager.stage_group()
@@ -54,7 +54,7 @@ class Stages:
 
 
 def on_its_thread(tmp_path: Path, work: Callable[[Member], None], **settings: Any) -> None:
-    """Run ``work`` in a job of one group of one rank; its error is raised."""
+    """Run ``work`` in a job of one group of one rank; raise its error."""
     shard = fft.ShardProcessGroupGloo()
     settings = {"spec": "pipeline", "shard_pg": shard, **settings}
     try:
@@ -75,7 +75,8 @@ def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path) -> None:
-    """The body raises between two microbatches, when the schedule holds losses of the first."""
+    """The step function raises between two microbatches, when the schedule holds losses of the
+    first."""
     ended: dict[bool, list[torch.Tensor]] = {}
     for fails in (False, True):
 
@@ -92,7 +93,7 @@ def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path
             schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=raising_loss)
             stages.register()
             member.manager.register_pipeline(schedule)
-            stages.register()  # what was registered as a pipeline stays one
+            stages.register()  # a registered pipeline stage stays one
             loader = fft.CursorLoader(range(64), batch_size=8, seed=1)
             for txn in member.manager.transactions(loader, max_steps=4):
                 with txn:
@@ -106,7 +107,7 @@ def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path
 
 
 def test_gradients_are_the_mean_over_microbatches_and_groups(tmp_path: Path) -> None:
-    """As computed from all samples at once; also after one of the groups has left."""
+    """They equal those of all samples at once, also after one of the groups has left."""
     found: dict[tuple[str, int], tuple[list[Any], list[Any]]] = {}
 
     def work(member: Member) -> None:
@@ -196,7 +197,7 @@ def test_there_is_no_stage_group_without_one_to_abort(tmp_path: Path) -> None:
 
 def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
     class Mine(ScheduleInterleaved1F1B):
-        """With state of its own, for all that one knows."""
+        """A schedule that may have its own state."""
 
     def work(member: Member) -> None:
         stages = Stages(member)

@@ -1,4 +1,5 @@
-"""Stages that step by themselves: 2 groups x 2 stages under ``fft run``, with faults or without."""
+"""Tests of stages that step by themselves: 2 groups x 2 stages under ``fft run``, with faults or
+without."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Ended:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "did not fire" not in done.stderr
         self.most = {path.name: int(path.read_text()) for path in folder.glob("?.?.most")}
-        """Entries that a rank had."""
+        """Maximum number of entries that a rank had."""
         self.ranks = {p.name: json.loads(p.read_text()) for p in folder.glob("?.?.json")}
 
     @property
@@ -77,13 +78,14 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def assert_few(ended: Ended) -> None:
-    """The first stage has the entries that the flow allows, the last one its own and the next."""
+    """Check that the first stage has the entries that the flow allows, and the last one its own and
+    the next."""
     assert len(ended.most) == 4
     assert all(0 < most <= (2 if "1.most" in name else 3) for name, most in ended.most.items())
 
 
 def versions(traces: Path) -> list[int]:
-    """By how much the entries that were taken are behind the steps that took them."""
+    """Return by how much the taken entries are behind the steps that took them."""
     return [note["step"] - note["data"]["version"] for note in notes(traces, "entry")]
 
 
@@ -113,7 +115,7 @@ ODD: dict[str, tuple[str, Callable[[], Change], str]] = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_path: Path) -> None:
-    """In the traces of the last stage, which are linked anew."""
+    """The traces of the last stage are modified and linked anew."""
     traces = shutil.copytree(clean.traces, tmp_path / "traces")
     clean.audited()
     name, change, text = ODD[how]
@@ -126,9 +128,9 @@ def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_pat
 
 
 def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: Path) -> None:
-    """Epochs are formed where the fault was; the steps of the other stage go on in theirs.
+    """Epochs are formed in the stage with the fault; the other stage's steps continue in its own.
 
-    In one step the first stage forgets to give anything: the entry is made anew, and that is said.
+    In one step the first stage forgets to give anything: the entry is recomputed and reported.
     """
     plan = "faults:\n  - {name: one, kind: exception, step: 4, group: 0, rank: 1, phase: forward}\n"
     ended = Ended(tmp_path / "one", plan, forget=8)
@@ -139,10 +141,10 @@ def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: 
     assert sorted(note["data"]["slice"] for note in forgotten) == [16, 17]
     anew = {note["data"]["slice"] for note in notes(ended.traces, "entry_made_anew")}
     assert {16, 17} <= anew
-    # what is computed beside the steps leaves no trace in generators or buffers
+    # computations beside the steps leave no trace in generators or buffers
     for name in ("0.0.json", "1.0.json"):
         assert ended.ranks[name] == clean.ranks[name]
-    for version in (0, 6, 12):  # of a process without the job's weights, old, and not there yet
+    for version in (0, 6, 12):  # of a process without the job's weights; old; not there yet
         for path in trace_files(ended.traces):
             rewrite(path, nth_note("entry_made_anew", 0, saying(version=version)))
         told = audit_dir(ended.traces).render()
@@ -150,7 +152,7 @@ def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: 
 
 
 def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
-    """The last stage is slow: the first commits as many steps more as it may, and never more."""
+    """The last stage is slow: the first commits as many additional steps as it may, and no more."""
     slow = Ended(tmp_path / "slow", steps=6, seconds=0.6, flow_interval=0.1)
     slow.audited()
     held = notes(slow.traces, "held")
@@ -160,7 +162,7 @@ def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
     ahead = [note["data"]["step"] - note["data"]["cursor"] / 2 for note in held]
     assert set(ahead) - {1} == {AHEAD}
     behind = versions(slow.last_stage)
-    # the version that made an entry is that of its own step, if it waited in the queue
+    # an entry that waited in the queue has the version of its own step
     assert behind
     assert set(behind) == {0}
 
@@ -196,7 +198,10 @@ def test_a_stage_that_wants_fewer_steps_ends_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) -> None:
-    """By all of its groups: no record says so. The first one goes on alone to its last step."""
+    """All of its groups leave, without a record of it.
+
+    The first one continues alone to its last step.
+    """
     ended = Ended(tmp_path / "last", break_1=3)
     ended.audited()
     steps = {name[2]: rank["step"] for name, rank in ended.ranks.items()}
@@ -208,8 +213,11 @@ def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) 
 def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     late: float, tmp_path: Path
 ) -> None:
-    """And ends then, in good order: its data have ended. If one group leaves later, its ranks may
-    take what the other one's have given: that is made anew by who has left already."""
+    """It then ends normally, because its data have ended.
+
+    If one group leaves later, its ranks may take what the other's have given: the ranks that have
+    left already recompute that.
+    """
     ended = Ended(tmp_path / "first", seconds=0.2, break_0=6, late=late)
     ended.audited()
     assert {name: ended.ranks[name]["step"] for name in ("0.0.json", "1.0.json")} == {
@@ -218,14 +226,14 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     }
     data = slices(read_lines(ended.last_stage))
     assert (data.exact, data.once) == (True, 14), str(data)
-    # whichever group is the last one there
+    # depends on which group is the last one there
     told = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
     assert "stage 'stage0' has ended after 14 slices of the data" in "".join(told)
 
 
 @pytest.mark.long
 def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path: Path) -> None:
-    """Nobody has left by that; the next stage connects anew."""
+    """No group leaves the job by that; the next stage connects anew."""
     ended = Ended(tmp_path / "again", break_0=4, break_1=6, again=1)
     ended.audited()
     assert ended.ranks == clean.ranks
@@ -257,7 +265,7 @@ PACES = {
     "where", ["both", *(pytest.param(w, marks=pytest.mark.long) for w in SKIPS if w != "both")]
 )
 def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: Path) -> None:
-    """A scaler skips steps, of one stage or of both: the flow counts the slices that they take."""
+    """A scaler skips steps of one stage or of both: the flow counts the slices that they take."""
     runs = [Ended(tmp_path / "fast", **SKIPS[where])]
     for plan, more in PACES.values():
         runs.append(Ended(tmp_path / f"run{len(runs)}", plan, **more, **SKIPS[where]))
@@ -272,7 +280,7 @@ def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: P
         assert_few(run)
         entries = notes(run.last_stage, "entry")
         taken.append({(each["data"]["slice"], each["data"]["version"]) for each in entries})
-        # whichever has its last step first ends the data of the other one
+        # the stage that has its last step first ends the data of the other one
         assert run.ranks["0.0.json"]["step"] == STEPS
         assert report.stages[0].commits == min(report.commits, STEPS + skipped[1])
     assert all(run.ranks == runs[0].ranks for run in runs)
@@ -291,8 +299,8 @@ def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: 
 
 @pytest.mark.long
 def test_consumed_outputs_are_not_kept_for_an_absent_rank(tmp_path: Path) -> None:
-    """The last stage goes on with one group, while the other's rank is stopped: nobody asks that
-    group's first stage for anything, which goes on."""
+    """The last stage continues with one group, while the other's rank is stopped: no rank requests
+    anything from that group's first stage, which continues."""
     plan = (
         "faults:\n  - {name: one, kind: stop, step: 4, group: 0, rank: 1, phase: forward, "
         "seconds: 8}\n"
@@ -334,7 +342,7 @@ def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: 
 
 
 def test_torchfts_loop_is_refused_where_stages_step_by_themselves(tmp_path: Path) -> None:
-    """It would take no entries, and give none."""
+    """It would neither take nor give entries."""
     with job(tmp_path, 1) as made:
         settings = {"spec": "pipeline_ahead", "rank": 0, "ranks": 2, "register": False}
         with pytest.raises(FftError, match=r"stages step in manager\.transactions"):

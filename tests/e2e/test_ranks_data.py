@@ -1,4 +1,4 @@
-"""Data of groups of two ranks: each sample once, over a resume and over a join. In threads."""
+"""Tests of data of groups of two ranks in threads: each sample once, over a resume and a join."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = RANKS = 2
 SAVED_AT = 3
 """Step of the checkpoint."""
 SAMPLES = 4
-"""Of an item."""
+"""Samples of an item."""
 
 
 class Counting:
@@ -40,13 +40,13 @@ class Counting:
 
 
 def opened(first: int, step: int) -> Iterator[torch.Tensor]:
-    """The same items, opened anywhere."""
+    """Open the same items at any position."""
     for number in range(first, 2**62, step):
         yield torch.arange(SAMPLES) + number * SAMPLES
 
 
 def streamed() -> fft.StreamLoader:
-    """A loader of the same items that has no state."""
+    """Return a loader of the same items without state."""
     return fft.StreamLoader(opened)
 
 
@@ -74,7 +74,7 @@ def _end(members: list[Member]) -> list[int]:
 def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
     tmp_path: Path, loader: Callable[[], Any], spec: str, takers: int
 ) -> None:
-    """Once to each rank of a group, where they take the same samples."""
+    """If the ranks of a group take the same samples, each rank gets each sample once."""
     times = RANKS // takers
     saved: dict[str, dict[str, Any]] = {}
 
@@ -141,8 +141,7 @@ def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: s
 def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
     tmp_path: Path, kind: Literal["group", "rank"]
 ) -> None:
-    """A sample is numbered by its shard: that of group 1 begins at 1000, that of its rank 1 at
-    1100."""
+    """A sample is numbered by its shard: group 1 begins at 1000, and its rank 1 at 1100."""
     saved: dict[str, dict[str, Any]] = {}
 
     class Shard(Counting):

@@ -1,7 +1,8 @@
-"""Gradients are reduced when ``backward()`` returns: real groups, in threads, over gloo.
+"""Tests that gradients are reduced when ``backward()`` returns: real groups, in threads, over gloo.
 
-What each group finds in ``.grad`` inside its body is compared, bit by bit, with the mean of what
-the groups compute by themselves. With two groups that mean is exact: a sum of two, and its half.
+The ``.grad`` in each group's step function is compared, bit by bit, with the mean of the gradients
+that the groups compute by themselves. With two groups that mean is exact: a sum of two, and its
+half.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from fft.util.errors import BodyKeepsFailing, FftError, UnlikeGroups
 
 Gradients = dict[str, torch.Tensor | None]
 Body = Callable[[nn.Module, torch.Tensor], None]
-"""Forward and backward of one group, with its sample numbers."""
+"""The forward and backward of one group, with its sample numbers."""
 
 
 class Net(nn.Module):
-    """A tied weight, one that nobody uses, one that only odd samples use, and a single number."""
+    """A model with a tied weight, an unused one, one that only odd samples use, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +54,14 @@ class Net(nn.Module):
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """Copies of all gradients."""
+    """Return copies of all gradients."""
     return {
         n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
     }
 
 
 def alone(model: nn.Module, body: Body, numbers: list[torch.Tensor]) -> Gradients:
-    """The mean of the groups' gradients, computed here."""
+    """Return the mean of the groups' gradients, computed here."""
     found = []
     for part in numbers:
         single = copy.deepcopy(model)
@@ -75,7 +76,7 @@ def alone(model: nn.Module, body: Body, numbers: list[torch.Tensor]) -> Gradient
 
 
 def in_order() -> fft.CursorLoader:
-    """Sample numbers in order: those of group 0 begin with an even one, of group 1 with an odd."""
+    """Return sample numbers in order: group 0 begins with an even one, group 1 with an odd one."""
     return fft.CursorLoader(Numbers(), batch_size=3, shuffle=False)
 
 
@@ -86,7 +87,8 @@ def reduced(
     prepare: Callable[[Any, nn.Module], None],
     groups: int = 2,
 ) -> tuple[list[Gradients], list[torch.Tensor]]:
-    """Of one step: the gradients inside each group's body, after it, and their samples."""
+    """Return the gradients of one step inside each group's step function, after it, and their
+    samples."""
     seen: dict[str, tuple[Gradients, torch.Tensor]] = {}
 
     def work(member: Member) -> None:
@@ -127,7 +129,7 @@ def _replace_the_first_layer(model: nn.Sequential) -> None:
 def test_model_changed_after_sync_gradients_is_averaged_as_it_is_now(
     change: Callable[[nn.Sequential], None], moment: str, tmp_path: Path
 ) -> None:
-    """Both groups apply the same gradient, though each computes another one."""
+    """Both groups apply the same gradient, though each computes a different one."""
 
     def work(member: Member) -> None:
         model = models[member.group]
@@ -214,7 +216,7 @@ def test_small_buckets_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_three_groups_have_a_third_each(tmp_path: Path, backwards: int) -> None:
-    """A third is no binary fraction, and what is added to a mean has its own third."""
+    """A third is not a binary fraction, and contributions to a mean have their own third."""
 
     def body(model: nn.Module, numbers: torch.Tensor) -> None:
         for number in range(backwards):
@@ -229,7 +231,7 @@ def test_three_groups_have_a_third_each(tmp_path: Path, backwards: int) -> None:
 
 
 def test_mean_covers_the_participants_of_the_txn(tmp_path: Path) -> None:
-    """Two groups, then one of them alone: its gradients are its own, and no half of them."""
+    """Two groups train, then one of them alone, whose gradients are not halved."""
     found: dict[tuple[str, int], tuple[int, Gradients, torch.Tensor]] = {}
 
     def work(member: Member) -> None:
@@ -274,9 +276,9 @@ def test_two_backwards_accumulate(tmp_path: Path, quiet: bool) -> None:
 
     found, numbers = reduced(tmp_path, Net(), twice, prepare)
     assert_equal(found[0], found[1])
-    if quiet:  # reduced once, so the sum is formed as it is alone
+    if quiet:  # reduced once, so the sum is formed as in `alone`
         assert_equal(found[0], alone(Net(), twice, numbers))
-    else:  # the mean of the first part is added to, so rounding differs by a last bit
+    else:  # the mean of the first part is added to, so rounding may differ in the last bit
         for name, value in alone(Net(), twice, numbers).items():
             torch.testing.assert_close(found[0][name], value)
 
@@ -306,7 +308,7 @@ def test_a_quiet_part_within_a_quiet_part_does_not_end_it(tmp_path: Path) -> Non
     found, numbers = reduced(tmp_path, Net(), nested, prepare)
     assert len(inside) == 2
     for own, wanted in inside:
-        assert_equal(own, wanted)  # of this group alone: nothing is reduced yet
+        assert_equal(own, wanted)  # of this group alone, because nothing is reduced yet
     for mine in found:
         assert_equal(mine, alone(Net(), nested, numbers))
 
@@ -530,7 +532,7 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
             member.start(work)
         for member in members:
             member.end()
-    # the first one that sees it ends; the other one may see it, too, or goes on alone
+    # the first one that sees it ends; the other one may see it, too, or continue alone
     told = [str(m.error) for m in members if isinstance(m.error, UnlikeGroups)]
     assert told and "2 parameters with 36 numbers" in told[0]
     assert "2 parameters with 45 numbers" in told[0]
@@ -538,7 +540,8 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
 
 
 class Shared(nn.Module):
-    """``shared`` is used inside and outside of a checkpoint that is run by another backward."""
+    """A model with ``shared`` used inside and outside of a checkpoint that another backward
+    recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -572,12 +575,13 @@ def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
 def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_touched(
     tmp_path: Path,
 ) -> None:
-    """Groups may use unlike parameters: what one reduced by itself would meet another's."""
+    """Groups may use different parameters, so a separate reduction could meet another
+    parameter's."""
 
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # of one size, for gloo ends the process where unlike ones meet
+            # of equal size, because gloo ends the process if sizes differ
             self.first, self.odd, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
 
         def forward(self, numbers: torch.Tensor, again: bool = False) -> torch.Tensor:
@@ -603,20 +607,20 @@ def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_
 
 
 class Late:
-    """Keeps what a reduction of this attempt may write to, for a write when it is long over."""
+    """A store of the attempt's output tensors, for a write long after the attempt is over."""
 
     def __init__(self, begun: Callable[[], object]) -> None:
         self.writes: list[Callable[[], object]] = []
         self.begun = begun
 
     def keep(self, model: nn.Module) -> None:
-        """All gradients that there are."""
+        """Keep all gradients."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 self.writes.append(partial(parameter.grad.fill_, 1e9))
 
     def average(self, manager: Any, bucket: Any) -> torch.futures.Future[Any]:
-        """A communication hook, which keeps its bucket."""
+        """Average, as a communication hook that keeps its bucket."""
         wrong = torch.full_like(bucket.buffer(), 1e9)
         self.writes.append(partial(bucket.set_buffer, wrong))
         self.begun()
@@ -630,7 +634,8 @@ class Late:
 def test_late_writes_of_an_aborted_attempt_do_not_reach_the_replay(
     tmp_path: Path, hooked: bool
 ) -> None:
-    """Through a gradient that somebody kept, or through the bucket that a hook was given."""
+    """The write goes through a gradient that was kept, or through the bucket that a hook was
+    given."""
 
     def run(folder: Path, fails: bool) -> list[list[list[float]]]:
         under_way = threading.Event()
@@ -643,7 +648,7 @@ def test_late_writes_of_an_aborted_attempt_do_not_reach_the_replay(
             model, manager, late = member.model, member.manager, Late(begun)
             manager.register(model, member.optimizer, generators=[model.generator])
             manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
-            # of the parameter that comes last; the buckets of others are issued then
+            # of the parameter that comes last, when the buckets of others are issued
             model.first.weight.register_post_accumulate_grad_hook(begun)
             if hooked:
                 manager.register_comm_hook(manager, late.average)
@@ -683,7 +688,7 @@ def test_late_writes_of_an_aborted_attempt_do_not_reach_the_replay(
 
 
 def refused(traces: Path, body: Body) -> str:
-    """Why a job of two groups with such a body ended."""
+    """Return the error that ended a job of two groups with such a step function."""
 
     def work(member: Member) -> None:
         model = Net()
@@ -704,7 +709,7 @@ def refused(traces: Path, body: Body) -> str:
 def test_gradients_with_a_graph_are_refused_and_the_mend_is_named(
     tmp_path: Path, caught: bool
 ) -> None:
-    """Reduced they have no graph: a penalty on them would count for nothing, and nobody told."""
+    """Reduced gradients have no graph, so a penalty on them would silently have no effect."""
 
     def body(model: nn.Module, numbers: torch.Tensor) -> None:
         model(numbers).backward()
@@ -749,7 +754,7 @@ def test_a_graph_of_gradients_that_are_not_reduced_yet_is_kept(tmp_path: Path) -
 
 
 def test_two_threads_in_backward_of_one_model_are_told_so(tmp_path: Path) -> None:
-    """And nothing of it is committed, though the body catches the error and ends well."""
+    """Nothing of it is committed, though the step function catches the error and ends well."""
     errors: list[BaseException] = []
 
     def body(model: nn.Module, numbers: torch.Tensor) -> None:
@@ -819,7 +824,7 @@ def test_parameters_stepped_without_averaging_are_traced(
 
 
 def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) -> None:
-    """In a branch that depends on the data, one group trains one model, and one the other."""
+    """By a data-dependent branch, one group trains one model, and one the other."""
 
     def work(member: Member) -> None:
         pair = [nn.Linear(8, 8), nn.Linear(8, 8)]

@@ -1,6 +1,6 @@
-"""What a reducer holds of one bucket, backward or body, and must not use for the next one.
+"""Tests that a reducer does not carry state of one bucket, backward or step function to the next.
 
-Real groups in threads, over gloo, as in ``test_reducer.py``.
+Real groups run in threads, over gloo, as in ``test_reducer.py``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fft.train.state.serial import spread_as
 from fft.util.errors import FftError
 
 ONE_EACH = 64 / 2**20
-"""Cap of a bucket, in MiB, that no two layers of 8 × 8 fit into."""
+"""Cap of a bucket in MiB, too small for two layers of 8 × 8."""
 
 
 def averaged(manager: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that does what is done without one."""
+    """Average, as the default without a communication hook."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     flat = bucket.buffer().clone()
     manager.allreduce(flat).wait()
@@ -41,7 +41,7 @@ def averaged(manager: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 class Layers(nn.Module):
     """Five layers: all groups use the first and the last; 1 and 3 are of one group each, 2 of none.
 
-    So the bucket of each differs from its neighbours in who has a gradient of it.
+    So neighbouring buckets differ in which groups have a gradient.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,8 @@ class Layers(nn.Module):
 
 
 def test_hook_buckets_carry_their_own_usage_flags(tmp_path: Path) -> None:
-    """Else a group keeps ``grad = None`` where another has a gradient, and their weights differ."""
+    """Otherwise a group keeps ``grad = None`` where another has a gradient, and their weights
+    differ."""
 
     def prepare(manager: Any, model: nn.Module) -> None:
         manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
@@ -72,7 +73,8 @@ def test_hook_buckets_carry_their_own_usage_flags(tmp_path: Path) -> None:
 
 
 def test_a_hook_may_return_the_future_of_an_all_reduce(tmp_path: Path) -> None:
-    """Of torchft's, with what is to be done to its result, and nobody waits for its work."""
+    """The hook returns torchft's future with a callback on its result, and does not wait for the
+    work."""
 
     def hook(manager: Any, bucket: Any) -> Any:
         work = manager.allreduce(bucket.buffer())
@@ -89,7 +91,8 @@ def test_a_hook_may_return_the_future_of_an_all_reduce(tmp_path: Path) -> None:
 
 
 class Twice(nn.Module):
-    """``shared`` has its gradient in two parts in the first call, and in one in later ones."""
+    """A model with ``shared`` in two parts of the gradient in the first call, and in one in later
+    ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class Twice(nn.Module):
 def test_a_bucket_reduced_once_more_in_one_backward_is_reduced_once_in_the_next(
     tmp_path: Path,
 ) -> None:
-    """Who has joined since would reduce it once, and the vote would not fit."""
+    """A new joiner would reduce it once, and its vote would not match."""
     issued: dict[Any, list[int]] = {}
     managers: dict[int, Any] = {}
     backwards: dict[Any, list[list[int]]] = {}
@@ -119,7 +122,7 @@ def test_a_bucket_reduced_once_more_in_one_backward_is_reduced_once_in_the_next(
 
     def prepare(manager: Any, model: nn.Module) -> None:
         managers[id(model)] = manager
-        # copied into the buffer, as FSDP2's gradients are, which may come again
+        # copied into the buffer, as FSDP2's gradients are, which may arrive again
         manager.sync_gradients(model, bucket_cap_mb=ONE_EACH, reduce_dtype=torch.bfloat16)
         manager.register_comm_hook(manager, hook)
 
@@ -179,7 +182,7 @@ def test_a_backward_inside_another_reduces_only_what_it_has_touched(tmp_path: Pa
 def test_gradients_that_a_failed_attempt_left_unreduced_are_none_of_the_replay(
     tmp_path: Path,
 ) -> None:
-    """Here the replay comes to another model, as where a body chooses by what has failed."""
+    """Here the replay uses another model, as a step function may choose by what has failed."""
     tries = []
 
     def work(member: Member) -> None:
@@ -203,7 +206,8 @@ def test_gradients_that_a_failed_attempt_left_unreduced_are_none_of_the_replay(
 
 
 def test_whether_edits_are_looked_for_exactly_is_that_of_the_txn_alone(tmp_path: Path) -> None:
-    """Else who has joined since tells another thing than the others of the same body."""
+    """Otherwise a new joiner would report another result than the others of the same step
+    function."""
     told: list[bool] = []
 
     def work(member: Member) -> None:
@@ -248,7 +252,7 @@ def test_ranks_with_unlike_shards_of_one_model_have_the_same_buckets() -> None:
 
 
 def test_a_part_of_another_shape_is_refused_by_the_name_of_what_it_is_for() -> None:
-    """Of what is registered as ``extra``, and sharded."""
+    """The tensor belongs to a sharded object that is registered as ``extra``."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         local = torch.zeros(2, 8)

@@ -1,6 +1,7 @@
-"""A group that loses one rank keeps the other: another process takes the place of the lost one.
+"""Tests that a group that loses one rank keeps the other, and another process replaces the lost
+one.
 
-Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked what happened.
+The jobs have 2 groups x 2 FSDP2 ranks under ``fft run``; the tests use their traces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ faults:
   - {name: all, kind: kill, step: 18, group: 1, phase: backward, with_groups: 2, settled_steps: 3}
 """
 ONE = ONE_BY_ONE.partition("  - {name: first")[0]
-"""The first of its kills alone."""
+"""The fault plan with only the first of its kills."""
 WHOLE = """
 faults:
   - {name: all, kind: kill, step: 6, group: 1, phase: backward}
@@ -59,14 +60,14 @@ def job(
 
 
 def headers(traces: Path) -> dict[str, dict[str, Any]]:
-    """The first record of each trace, but of who was ended before it wrote one."""
+    """Return the first record of each trace, if the process lived to write one."""
     files = [p for p in sorted(traces.glob("*.jsonl")) if p.stat().st_size]
     return {p.stem: json.loads(p.open().readline()) for p in files}
 
 
 @pytest.fixture(scope="module")
 def waited_for(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Others wait for the successors. A job, run to its good end."""
+    """A job in which others wait for the replacements, run to its successful end."""
     root = tmp_path_factory.mktemp("waited")
     return job(root, ONE_BY_ONE, "--spares", "1", "--reform-window", "30")
 
@@ -94,7 +95,7 @@ def test_only_the_lost_shard_moves_and_the_others_live_on(waited_for: Path) -> N
     (_, first, new0), (_, second, new1) = sorted(moved[-2:])
     assert (first, second) == (0, 1), "all ranks of group 1 were killed"
     assert moved[2:-2] in ([], [("1", 1, 3)]), "who has come for one before the other was killed"
-    # a spare that was given the place of one, and ended with the group, may have had a number
+    # a spare that got a place and ended with its group may have used a number
     assert new0 in (2, 3) and new1 in (3, 4)
     found = headers(waited_for)
     assert {"g0r0i1", "g0r0i2", "g0r1i1", "g1r0i1", "g1r1i1", "g1r1i2"} < set(found)
@@ -121,8 +122,8 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
-    """Or who came in the place of one took part before the other had come to its end, or it is said
-    that it did not."""
+    """Either the replacement of one rank took part before the other rank ended, or the report
+    states that it did not."""
     traces = job(tmp_path, WHOLE, "--spares", "1")
     said = (tmp_path / "said").read_text()
     took_part = {header["config"]["pid"] for header in headers(traces).values()}
@@ -144,7 +145,7 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
     found = {(group, rank, inc) for group, rank, inc, *_ in fetches(traces)}
     assert found == {("1", 0, 2), ("1", 1, 1)}, "the rank that lived on was behind, too"
     assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r0i2", "g1r1i1"}
-    # the report does not wait for the rank that lived on, and was left out
+    # the report does not wait for the surviving rank, which was excluded
     killed = next(x for x in read_lines(traces) if x.get("note") == "inject")["wall"]
     fetched = [x["wall"] for x in read_lines(traces) if x.get("on") == "healed" and x["inc"] == 2]
     next_commit_ms = incidents(traces)[0].next_commit_ms
@@ -154,7 +155,7 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path) -> None:
-    """Who gives the state had offered that of the epoch before, until a txn began."""
+    """The donor had offered the state of the previous epoch until a txn began."""
     script = SCRIPT.with_name("lagging_donor_script.py")
     traces = job(tmp_path, ONE, "--reform-window", "30", script=script)
     assert audit_dir(traces).ok
@@ -164,11 +165,11 @@ def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.long  # all its processes load torch by themselves
+@pytest.mark.long  # all its processes import torch themselves
 def test_hanging_replacement_of_a_lost_rank_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its group is started again then."""
+    """Its group is then restarted."""
     monkeypatch.setattr(reforming, "_HANGS_S", 5.0)
     monkeypatch.setattr(reforming, "_TIMES", 0.1)
     path, script = tmp_path / "plan.yaml", SCRIPT.with_name("hanging_script.py")
@@ -190,7 +191,7 @@ def test_hanging_replacement_of_a_lost_rank_is_ended(
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -> None:
-    """The next one would, too. The group is started again."""
+    """The next one would die, too, so the group is restarted."""
     script = SCRIPT.with_name("hanging_script.py")
     traces = job(tmp_path, ONE, "--reform-window", "30", script=script, arguments=("dies",))
     said = (tmp_path / "said").read_text()
@@ -205,9 +206,12 @@ def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -
 def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     tmp_path: Path, since: int
 ) -> None:
-    """A new process could not enter that. If it is begun just now, one comes, and is refused."""
+    """A new process could not enter that group.
+
+    If it is created at this moment, a replacement starts and is refused.
+    """
     plan = ONE
-    if since == 3:  # the traces are looked at five times a second
+    if since == 3:  # the traces are read five times a second
         plan = plan.replace("step: 6", "step: 60")
     script = SCRIPT.with_name("late_group_script.py")
     traces = job(tmp_path, plan, "--reform-window", "30", script=script, arguments=(str(since),))

@@ -1,4 +1,4 @@
-"""`extra` that is sharded as the model is: fetched by a group that was killed, and resumed."""
+"""Tests of a sharded `extra`: fetched by a group that was killed, and resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 120
 
 
 def run(root: Path, steps: int, *options: str) -> dict[str, list[object]] | str:
-    """What each rank has at the end of a job of 2 groups x 2 ranks; or what was said, if it
+    """Return the final state of each rank of a job of 2 groups x 2 ranks; or its output, if it
     failed."""
     (root / "out").mkdir(parents=True, exist_ok=True)
     flags = ["--no-lighthouse", "--no-progress", "--groups", "2", "--ranks", "2"]

@@ -1,4 +1,4 @@
-"""A bus whose server stands still for longer than an operation is waited for, and comes back."""
+"""Tests of a bus whose server stops for longer than an operation waits, and comes back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATION_S, SILENCE_S = 1.0, 2.5
 
 @pytest.fixture
 def server() -> Iterator[tuple[Forked, str]]:
-    """A process that serves a bus, and its address."""
+    """Yield a process that serves a bus, and its address."""
     process = Forked(as_main, str(CHILD), "serve", "0", talks=True)
     try:
         yield process, process.stdout.readline().strip()
@@ -36,7 +36,8 @@ def server() -> Iterator[tuple[Forked, str]]:
 def test_a_job_outlives_a_server_that_stands_still(
     tmp_path: Path, server: tuple[Forked, str], when: str
 ) -> None:
-    """As under a paused `fft run`: less than ``bus_limit``, and nobody is in doubt for good."""
+    """As under a paused `fft run`, the pause is shorter than ``bus_limit``, and all doubt is
+    resolved."""
     process, url = server
     silent: list[threading.Timer] = []
 
@@ -66,5 +67,5 @@ def test_a_job_outlives_a_server_that_stands_still(
 
 
 def step_of(member: Member) -> int:
-    """Of the next txn."""
+    """Return the step of the next txn."""
     return int(member.manager.current_step())

@@ -1,4 +1,4 @@
-"""How jobs of stages that step by themselves end; in threads of one process."""
+"""Tests of how jobs of stages that step by themselves end; in threads of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BATCHES = 8
 def test_data_that_end_with_a_skipped_step_end_the_job(
     groups: int, skips: tuple[list[int], list[int]], tmp_path: Path
 ) -> None:
-    """Nobody leaves with a step that is skipped, and nothing is left to take."""
+    """No group leaves with a skipped step, and no data are left."""
     plan = Plan(BATCHES, overflows=skips)
     made = run(tmp_path, plan, groups, within=20.0)
     steps = [BATCHES // groups - bool(skipped) for skipped in skips]
@@ -60,7 +60,8 @@ def test_a_skipped_step_under_max_steps_is_made_with_another_batch(tmp_path: Pat
 
 
 def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Path) -> None:
-    """Also for a group that comes to it when the other has left, which it could not do without."""
+    """This also holds for a group that reaches the end after the other has left, which it
+    needed."""
     ends: dict[str, int] = {}
 
     def train(member: Member) -> None:
@@ -87,13 +88,15 @@ def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Pa
 
 
 def kept(place: Path, every: int = 4, resume: bool = True) -> dict[str, object]:
-    """Settings of a job that keeps checkpoints."""
+    """Return the settings of a job that keeps checkpoints."""
     return {"checkpoint": fft.Checkpointing(place, every=every, keep=0, resume=resume)}
 
 
 def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
-    """Of the stages, by step of the first one, in each checkpoint; nothing else is there, if they
-    are the ``whole``."""
+    """Return the stages' cursors in each checkpoint by step of the first stage.
+
+    With ``whole``, check that the place holds only these checkpoints.
+    """
     found = Checkpoints(open_store(str(place)))
     assert not whole or all(entry.manifest is not None for entry in found.found()), (
         "nothing is left over"
@@ -106,7 +109,7 @@ def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
-    """It has been given more steps; what the first one gives is made anew, and the end is in a
+    """It got additional steps; the first stage's entries are recomputed, and the end is in a
     checkpoint."""
     place = tmp_path / "checkpoints"
     run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
@@ -126,7 +129,8 @@ def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
     run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
 
     def meanwhile(member: Member, step: int) -> None:
-        """That of step 8 is published before that of the end, which may be done first."""
+        """Wait until the checkpoint of step 8 is published, because that of the end may be done
+        first."""
         if step == 10:
             wait_until(lambda: (place / name_of(8)).exists(), "it is published")
 
@@ -148,7 +152,8 @@ def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
 
 
 def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
-    """Such as one of two groups whose slices the next one, of one group, does not all take."""
+    """An example is an attempt of two groups whose slices the next one, of one group, does not all
+    take."""
     place = tmp_path / "checkpoints"
     run(tmp_path / "traces", Plan(32, steps=(4, 2), strays=2), **kept(place))
     plan = Plan(32, steps=(7, 7))
@@ -174,11 +179,11 @@ ODD: tuple[tuple[str, Callable[[], Change], str], ...] = (
     ("stage1", lambda: nth_note("resumed", 0, saying(attempt="x")), "begins with the checkpoint x"),
     ("stage1", lambda: beginning_at(1), "begin at step 2, cursor 1 and"),
 )
-"""What the audit would miss otherwise: the stage whose traces say it, and what is found."""
+"""Changes that the audit must detect: the stage whose traces are modified, and the finding."""
 
 
 def beginning_at(cursor: int) -> Change:
-    """The process says that it has begun at another place."""
+    """Modify the position at which the process began."""
 
     def of_header(line: dict[str, Any]) -> list[dict[str, Any]]:
         is_header = line["kind"] == "header"
@@ -190,7 +195,7 @@ def beginning_at(cursor: int) -> Change:
 def test_checkpoint_without_a_last_stage_writer_is_not_awaited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those who are there say it. Once the writer is there, too, checkpoints are taken."""
+    """The present ranks report it. Once the writer is there, too, checkpoints are taken."""
     said = "rank 1 of group 0 delivers nothing, as it has said"
     plan = Plan(80, steps=(16, 16))
     plan.late = lambda: wait_until(lambda: said in caplog.text, "the first is given up", 20.0)
@@ -201,8 +206,8 @@ def test_checkpoint_without_a_last_stage_writer_is_not_awaited(
 
 
 def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Path) -> None:
-    """The word of the first stage comes when the last one has left the place, as it may of stages
-    with unlike groups."""
+    """The first stage's message comes when the last one has left the place, as happens with
+    different numbers of groups."""
     place, name = tmp_path / "checkpoints", attempt_name("life", "late")
 
     def name_it_late(member: Member, step: int) -> None:
@@ -230,7 +235,8 @@ def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
 
 
 def test_each_stage_sees_the_ends_of_passes(tmp_path: Path) -> None:
-    """With the txn that takes the last slice of one, though it loads nothing itself."""
+    """It sees them with the txn that takes a data epoch's last slice, though it loads nothing
+    itself."""
     samples = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7))
     data = torch.utils.data.TensorDataset(samples)
     seen: dict[str, list[tuple[int, bool]]] = {}

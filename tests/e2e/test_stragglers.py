@@ -1,4 +1,7 @@
-"""A slow rank of a real job is named: by the supervisor, and by `fft watch`. Half a minute."""
+"""Tests that a slow rank of a real job is named by the supervisor and by `fft watch`.
+
+Half a minute.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ faults:
 
 
 def lines_until(said: Callable[[], str], what: str) -> list[str]:
-    """The whole lines up to one that has all these words."""
+    """Return the complete lines up to one that contains all these words."""
 
     def found() -> list[str]:
         whole = said().splitlines(keepends=True)
@@ -35,7 +38,7 @@ def lines_until(said: Callable[[], str], what: str) -> list[str]:
 
 
 def drained(job: FftRun) -> None:
-    """Drain it, to its good end."""
+    """Drain the job to its successful end."""
     job.signal(signal.SIGTERM)
     assert job.wait(LIMIT_S) == 75, job.tail()
 
@@ -71,7 +74,7 @@ def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
 
 
 def committed(traces: Path, process: str) -> int:
-    """Txns that a process has committed so far."""
+    """Return the number of txns that a process has committed so far."""
     found = list(traces.glob(f"{process}.jsonl"))
     return sum(path.read_text().count('"consumed"') for path in found)
 

@@ -1,4 +1,4 @@
-"""Models in DistributedDataParallel, torch's and torchft's, in FFT's loop: as the bare model."""
+"""Tests that models in DistributedDataParallel, torch's and torchft's, train as the bare model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULT_STEP = 2
 
 
 class Net(nn.Module):
-    """Batch norm, and a layer whose backward can fail between those of the others."""
+    """A model with batch norm, and a layer whose backward can fail between those of the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def of_torch(member: Member, model: nn.Module) -> nn.Module:
 
 
 def as_nanogpt(member: Member, model: nn.Module) -> nn.Module:
-    """Accumulates by an attribute of the wrapper, and not by `no_sync`."""
+    """Accumulate by an attribute of the wrapper, and not by `no_sync`."""
     ddp = of_torch(member, model)
 
     @contextmanager
@@ -71,7 +71,7 @@ def as_nanogpt(member: Member, model: nn.Module) -> nn.Module:
 
 
 def of_torch_and_named(member: Member, model: nn.Module) -> nn.Module:
-    """Small buckets, whose views are the gradients, and called for by name."""
+    """Use torch's wrapper, synced by name, with small buckets whose views are the gradients."""
     pg = ProcessGroupDummy(0, 1)
     model = DistributedDataParallel(
         model, process_group=pg, gradient_as_bucket_view=True, find_unused_parameters=True
@@ -81,20 +81,20 @@ def of_torch_and_named(member: Member, model: nn.Module) -> nn.Module:
 
 
 def around(member: Member, model: nn.Module) -> nn.Module:
-    """Only what is in the wrapper is registered and synced, and the wrapper is called."""
+    """Register and sync only the wrapped model, and call the wrapper."""
     member.manager.sync_gradients(model)
     member.manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     return of_torch(member, model)
 
 
 def inner_by_name(member: Member, model: nn.Module) -> nn.Module:
-    """The wrapper is registered, and what is in it is synced."""
+    """Register the wrapper, and sync the wrapped model by name."""
     member.manager.sync_gradients(model)
     return of_torch(member, model)
 
 
 class Compiled(nn.Module):
-    """A module around the wrapper, as `torch.compile` makes one."""
+    """A module around the wrapper, as `torch.compile` creates."""
 
     def __init__(self, ddp: nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ Wrap = Callable[[Member, nn.Module], nn.Module]
 
 
 def trained(traces: Path, wrap: Wrap, fails: bool) -> tuple[list[str], int]:
-    """Digests of both groups' weights after some steps, and how often they rolled back."""
+    """Return digests of both groups' weights after some steps, and the number of rollbacks."""
     found: dict[str, str] = {}
 
     def work(member: Member) -> None:
@@ -164,7 +164,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the bare model, undisturbed."""
+    """The result of the bare model, undisturbed."""
     digests, rollbacks = trained(tmp_path_factory.mktemp("bare"), bare, False)
     assert rollbacks == 0
     return digests
@@ -177,7 +177,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_wrapped_model_is_trained_as_the_bare_one(
     tmp_path: Path, wanted: list[str], wrap: Wrap, fails: bool
 ) -> None:
-    """Also after a backward that was cut, which leaves a reducer of torch's unusable."""
+    """This also holds after an interrupted backward, which leaves a reducer of torch's unusable."""
     digests, rollbacks = trained(tmp_path, wrap, fails)
     assert digests == wanted
     assert rollbacks == int(fails)
@@ -186,7 +186,7 @@ def test_a_wrapped_model_is_trained_as_the_bare_one(
 def test_a_wrapper_that_is_synced_by_name_is_not_taken_over_once_more_by_the_loop(
     tmp_path: Path,
 ) -> None:
-    """Its class would grow by one with each loop, and its switch lead to another reducer."""
+    """Its class would grow with each loop, and its switch would lead to another reducer."""
     found: list[tuple[type, Any]] = []
 
     def work(member: Member) -> None:
@@ -205,7 +205,7 @@ def test_a_wrapper_that_is_synced_by_name_is_not_taken_over_once_more_by_the_loo
 
 
 def refused(tmp_path: Path, wrap: Wrap) -> str:
-    """What is said of the model when it is registered and trained."""
+    """Return the error about the model when it is registered and trained."""
 
     def work(member: Member) -> None:
         model = wrap(member, nn.Linear(WIDTH, 1))
@@ -245,7 +245,7 @@ def test_a_hook_on_a_wrapper_that_is_taken_over_is_refused(tmp_path: Path) -> No
 
 def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
     class Pair(ProcessGroupDummy):
-        """As one of two ranks looks to DDP, which is not to be reduced over."""
+        """A process group that looks like one of two ranks to DDP, and must not reduce."""
 
         def size(self) -> int:
             return 2
@@ -266,7 +266,7 @@ def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
 
 
 def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None:
-    """`init_process_group()` under `fft run --ranks 1` makes it, and DDP takes it by default."""
+    """`init_process_group()` under `fft run --ranks 1` creates it, and DDP uses it by default."""
 
     def by_default(member: Member, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)

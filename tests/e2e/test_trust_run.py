@@ -1,4 +1,4 @@
-"""A whole job under ``fft run``, and an outsider who reaches its bus."""
+"""Tests of a whole job under ``fft run`` with an outsider who can reach its bus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 200
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that have an environment of a rank, and train."""
+    """Return the processes that have the environment of a rank, and train."""
     found = psutil.Process(run.pid).children(recursive=True)
     return [p for p in found if str(SCRIPT) in p.cmdline() and "FFT_BUS" in p.environ()]
 

@@ -1,4 +1,5 @@
-"""A rank whose state cannot be sent to a joiner ends, and does not stop joiners for ever."""
+"""Tests that a rank whose state cannot be sent to a joiner ends, and does not block joiners for
+ever."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ QUORUM = timedelta(seconds=4)
 
 
 class Odd:
-    """Something registered that comes to hold what no state can hold."""
+    """A registered object whose value becomes one that a state cannot hold."""
 
     def __init__(self) -> None:
         self.value: Any = 1

@@ -1,4 +1,5 @@
-"""State that should be equal on all groups and is not: named at the start and after a fault."""
+"""Tests of state that differs between groups but should be equal: named at the start and after a
+fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from fft.trace.audit import read_lines
 
 
 class Value:
-    """Something registered; what its load forgets, its state never shows again."""
+    """A registered object whose state no longer shows what its load has dropped."""
 
     def __init__(self, value: float, forgets: bool = False) -> None:
         self.value, self.forgets = value, forgets
@@ -31,13 +32,13 @@ class Value:
 
 
 def unlike(traces: Path) -> list[str]:
-    """Names in the notes of all groups, each once for every group that has it."""
+    """Return the names in the notes of all groups, once for each group that has the name."""
     notes = (line for line in read_lines(traces) if line.get("note") == "unlike_state")
     return sorted(line["data"]["name"] for line in notes)
 
 
 def fails_once(at: int) -> Any:
-    """A step function whose attempt at step ``at`` fails on group 1."""
+    """Return a step function whose attempt at step ``at`` fails on group 1."""
     failed = threading.Event()
 
     def body(member: Member, txn: fft.Transaction) -> None:
@@ -71,7 +72,7 @@ def test_extra_that_drifts_is_named_after_the_first_fault(
 
 
 class Routed(Noisy):
-    """A model with a router bias that balances what an expert has counted."""
+    """A model with a router bias that balances the counts of an expert."""
 
     def __init__(self, group: str) -> None:
         super().__init__(group)
@@ -84,7 +85,7 @@ class Routed(Noisy):
 def test_buffers_that_count_locally_are_named_and_reduced_counts_are_not(
     tmp_path: Path, by_all: bool
 ) -> None:
-    """The second is the recipe of the guide."""
+    """The reduced counts follow the recipe of the guide."""
 
     def work(member: Member) -> None:
         model: Any = member.model

@@ -1,6 +1,7 @@
-"""The update after a commit: done once and whole, or this state is torn. And what a body may do.
+"""Tests of the update after a commit, which is done once and completely or loses the state.
 
-Real groups in threads, over gloo; the traces are asked what was applied and what was fetched.
+They also test what a step function may do. Real groups run in threads, over gloo; the traces show
+what was applied and what was fetched.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _loss(member: Member, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(gradients: list[float]) -> tuple[list[torch.Tensor], list[Any], Any, Updates]:
-    """One weight of 1 for each gradient, with an optimizer (rate 1) and a schedule of its own."""
+    """Return one weight of 1 for each gradient, each with an optimizer (rate 1) and a schedule."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(torch.ones(1))  # it makes its tensors when it is first used
+    scaler.scale(torch.ones(1))  # creates its tensors at the first use
     weights = [torch.ones(2, requires_grad=True) for _ in gradients]
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
@@ -58,7 +59,8 @@ def test_an_overflow_of_any_optimizer_skips_the_step_of_all(bad: int, value: flo
 
 
 def test_good_steps_before_a_skipped_one_do_not_count_for_the_growth_of_the_scale() -> None:
-    """As ``GradScaler.update()`` has it, which the rank calls that has found the inf itself."""
+    """``GradScaler.update()`` behaves like this; the rank that has found the inf itself calls
+    it."""
     weights, schedules, scaler, updates = _scaled([1.0])
     scaler.set_growth_interval(3)
     scales = []
@@ -154,7 +156,7 @@ def test_on_commit_runs_once_per_step(tmp_path: Path) -> None:
 
 
 def test_a_body_that_changes_parameters_is_rolled_back_with_them(tmp_path: Path) -> None:
-    """Weight clamping as in WGAN, and by ``.data`` as older code writes it."""
+    """The change is weight clamping as in WGAN, and through ``.data`` as in older code."""
 
     def run(folder: Path, fails: bool, by_data: bool) -> list[Any]:
         def work(member: Member) -> None:
@@ -185,7 +187,7 @@ def test_a_body_that_changes_parameters_is_rolled_back_with_them(tmp_path: Path)
 
 
 def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Path) -> None:
-    """Nothing was kept of it; its state is torn, said so, and healed."""
+    """The previous value was not kept; its state is lost, which is reported and healed."""
 
     def work(member: Member) -> None:
         failed = False
@@ -208,7 +210,7 @@ def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Pat
 
 
 def test_a_schedule_that_comes_with_the_fetched_state_was_stepped_by_nobody(tmp_path: Path) -> None:
-    """The step that failed here has moved the schedule of the others on."""
+    """The step that failed here has advanced the schedule of the others."""
 
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=STEPS):
@@ -228,7 +230,7 @@ def test_a_schedule_that_comes_with_the_fetched_state_was_stepped_by_nobody(tmp_
 
 
 def _failing(failing: set[str], step: int, seen: list[tuple[str, int, int]]) -> Any:
-    """Work of a member whose update of ``step`` fails in the groups ``failing``.
+    """Return the work of a member whose update of ``step`` fails in the groups ``failing``.
 
     ``seen`` gets (group, step, step of the schedule) for each transaction that it sees committed.
     """
@@ -265,9 +267,9 @@ def test_update_that_fails_on_all_groups_raises_its_error_at_once(
 
 
 def test_update_that_fails_on_one_group_is_no_commit_there(tmp_path: Path) -> None:
-    """The state of its peer has what the peer's script did after the commit; nothing is done twice.
+    """Its peer's state includes what the peer's script did after the commit; nothing is done twice.
 
-    Digests of the update and of the state after that are no two digests of one state.
+    The digests of the update and of the state after that belong to different states.
     """
     seen: list[tuple[str, int]] = []
 
@@ -300,7 +302,7 @@ def test_update_that_fails_on_one_group_is_no_commit_there(tmp_path: Path) -> No
 def test_update_that_fails_with_the_last_commit_of_a_drained_group_raises_its_error(
     tmp_path: Path,
 ) -> None:
-    """A drain is no reason to go on behind the loop without the update of the last step."""
+    """A drain does not let the code after the loop run without the update of the last step."""
 
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=STEPS):
@@ -320,7 +322,7 @@ def test_update_that_fails_with_the_last_commit_of_a_drained_group_raises_its_er
 
 
 class Moody(torch.optim.SGD):
-    """Fails once, half way through its step, when told to."""
+    """An optimizer that fails once, half way through its step, when requested."""
 
     error: BaseException | None = None
 
@@ -334,7 +336,7 @@ class Moody(torch.optim.SGD):
 
 
 def _by_hand(member: Member, step: int) -> bool:
-    """Forward, backward and vote, as torchft's users write it."""
+    """Run forward, backward and vote, as torchft's users write it."""
     manager = member.manager
     manager.start_quorum()
     member.optimizer.zero_grad()
@@ -385,7 +387,8 @@ def test_an_interrupt_in_the_step_then_shutdown_is_a_torn_state(tmp_path: Path) 
 
 
 def test_a_second_optimizer_that_fails_tears_the_state_too(tmp_path: Path) -> None:
-    """Even if the loss was averaged between the two steps, which counts the first as the update."""
+    """This holds even if the loss was averaged between the steps, so that the first counts as the
+    update."""
 
     def work(member: Member) -> None:
         _registered(member)
@@ -418,7 +421,7 @@ def test_metrics_that_fail_after_the_step_cost_nothing(tmp_path: Path) -> None:
                 continue
             member.optimizer.step()
             if step == 2 and member.group == "1":
-                member.manager._parts.groups.replicate.cut()  # as a network would
+                member.manager._parts.groups.replicate.cut()  # as a network failure would
             member.manager.allreduce(torch.ones(1)).wait()
             if member.manager.errored() is not None:
                 lost.append(member.group)
@@ -460,10 +463,10 @@ def test_the_wrapper_of_torchft_is_watched_too(tmp_path: Path) -> None:
 def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_vote(
     tmp_path: Path, group: str, scale: str
 ) -> None:
-    """Caught by the loop. A commit that all groups leave without a step, as by a scaler, is none.
+    """The loop catches it. A commit that all groups leave without a step, as by a scaler, is none.
 
-    So nobody loses its state for it, also when both come one after the other. (No digests: an audit
-    would see, and say, that the states differed in between.)
+    So no group loses its state for it, even if both come one after the other. There are no digests,
+    because an audit would report that the states differed in between.
     """
 
     def work(member: Member) -> None:
@@ -491,7 +494,8 @@ def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_v
 
 
 def test_an_overflow_in_the_plain_loop_backs_the_registered_scale_off_once(tmp_path: Path) -> None:
-    """``should_commit()`` says False, for the commit was a skip; the next attempt has the scale."""
+    """``should_commit()`` returns False because the commit was a skip; the next attempt has the
+    scale."""
     scales: dict[str, list[float]] = {"0": [], "1": []}
 
     def work(member: Member) -> None:

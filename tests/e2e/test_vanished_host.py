@@ -1,10 +1,9 @@
-"""A host of several that vanishes without a word, or is parted from the bus: the others go on, and
-it comes back.
+"""Tests of a host that vanishes silently, or loses the bus: the others continue, and it comes back.
 
-A "host" here is an `fft run --join` with everything that it has started, each in a session of its
-own. All of it is stopped at once (SIGSTOP): no connection ends and nobody says anything, which is
-what a host without power or network looks like to the others. One that is parted from the bus
-reaches that by a way which the test can lose.
+A "host" here is an `fft run --join` with everything that it has started, each in its own session.
+All of it is stopped at once (SIGSTOP): no connection ends and no message is sent, which is what a
+host without power or network looks like to the others. A host that is cut off from the bus reaches
+it through a proxy that the test can interrupt.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ SCRIPT = Path(__file__).with_name("fault_script.py")
 LIMIT_S = 500.0
 LONG_S = 120.0
 GOES_ON_S = 40.0
-"""Far above `host_limit`, for busy machines, and below what ends the wait for a silent peer
-otherwise: the vote window and the process groups' own timeout, a minute each."""
+"""A time far above `host_limit`, for busy machines, and below the limits that otherwise end the
+wait for a silent peer: the vote window and the process groups' own timeout, a minute each."""
 MORE = 5
 
 
 @contextmanager
 def fft(folder: Path, *arguments: str, **env: str) -> Iterator[FftRun]:
-    """A command of `fft`; it and all that it has started are ended when the block is left."""
+    """Run a command of `fft`; it and all that it has started are ended when the block is left."""
     with running(*arguments, folder=folder, env=env) as process:
         limit = Timer(LIMIT_S, process.end)
         limit.start()
@@ -53,7 +52,7 @@ def fft(folder: Path, *arguments: str, **env: str) -> Iterator[FftRun]:
 
 
 def everything(process: FftRun) -> list[psutil.Process]:
-    """The process and all that it has started, if it lives."""
+    """Return the process and everything that it has started, if it is alive."""
     try:
         top = psutil.Process(process.pid)
         return [top, *top.children(recursive=True)]
@@ -68,17 +67,18 @@ class Host:
         self.process, self.traces, self.group = process, traces, group
 
     def committed(self, start: str = "1") -> int:
-        """Steps that rank 0 of the group has committed since its first start, or that ``start``."""
+        """Return the steps that rank 0 of the group has committed since its first start, or since
+        ``start``."""
         found = self.traces.glob(f"g{self.group}r0i{start}.jsonl")
         return sum(path.read_text().count('"consumed"') for path in found)
 
     def trains(self, steps: int, within: float = LONG_S) -> None:
-        """Wait until it has committed so many more."""
+        """Wait until it has committed ``steps`` more."""
         goal = self.committed() + steps
         wait_until(lambda: self.committed() >= goal, f"group {self.group} trains", within)
 
     def stop(self) -> list[psutil.Process]:
-        """Everything at once, as if there were no power."""
+        """Stop all processes at once, as a loss of power would."""
         stopped = everything(self.process)
         for one in stopped:
             with suppress(psutil.NoSuchProcess):
@@ -100,10 +100,10 @@ def two_hosts(
     second: Sequence[str] = (),
     script: Sequence[str] = (),
 ) -> Iterator[tuple[Host, Host]]:
-    """A job of two hosts, each with one group, at work. ``more`` options of `fft run`.
+    """Start a job of two hosts, each with one group. ``more``: options of `fft run`.
 
-    ``second_bus``: where the second host finds the bus that the first finds at the given URL.
-    ``second``: its own options. ``script``: the script's.
+    ``second_bus``: the address at which the second host finds the bus of the first. ``second``: its
+    own options. ``script``: those of the script.
     """
     with fft(directory, "serve") as services:
         wait_until(lambda: "\n" in services.stdout_text, "where it serves", LONG_S)
@@ -129,7 +129,8 @@ def two_hosts(
 
 
 def audited(directory: Path, *by_design: str) -> Path:
-    """The traces of both hosts in one folder, without a violation but of those properties."""
+    """Put the traces of both hosts in one folder, and audit them; only these properties may be
+    violated."""
     together = directory / "traces"
     together.mkdir()
     for path in directory.glob("host*/g*.jsonl"):
@@ -141,7 +142,7 @@ def audited(directory: Path, *by_design: str) -> Path:
 
 
 def assert_the_same_processes(traces: Path, ranks: int) -> None:
-    """Nobody was started again."""
+    """Check that no process was restarted."""
     expected = {f"g{group}r{rank}i1" for group in (0, 1) for rank in range(ranks)}
     assert {path.stem for path in traces.glob("g*.jsonl")} == expected
 
@@ -152,7 +153,7 @@ def assert_the_same_processes(traces: Path, ranks: int) -> None:
 def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     tmp_path: Path, vanishing: int
 ) -> None:
-    """With group 0 goes the store at which the process groups of the epoch have met."""
+    """If group 0 vanishes, so does the store at which the process groups of the epoch have met."""
     with two_hosts(tmp_path, ranks=2) as hosts:
         gone, stays = hosts[vanishing], hosts[1 - vanishing]
         since = time.monotonic()
@@ -190,8 +191,11 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
 def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
     tmp_path: Path, how: str, least: int
 ) -> None:
-    """If that host was only stopped, it is not let in again when it goes on. If the job needs both
-    groups, no epoch is formed without the lost one, and it is found by that."""
+    """A host that was only stopped is not admitted again when it resumes.
+
+    If the job needs both groups, no epoch forms without the lost one, which is how the loss is
+    detected.
+    """
     script = [f"least={least}"]
     with two_hosts(tmp_path, 2, second=("--spares", "2"), script=script) as (gone, stays):
         ready = [stays.traces / "logs" / f"spare-{n}.log" for n in (1, 2)]
@@ -221,7 +225,7 @@ def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
     cursor = max(record["cursor"] for record in records(traces))
     for consumed in slices(traces).values():
         assert len(consumed) == len(set(consumed)), "consumed twice"
-        # who was killed after its vote has noted nothing of the commit
+        # a process that was killed after its vote has traced no commit
         assert len(set(range(cursor)) - set(consumed)) <= (how == "killed")
     print(f"\n{how}: group 0 had committed {MORE} steps {took:.1f} s after its host was lost")
 
@@ -232,7 +236,7 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
     """Its beats stop, but its trainer votes."""
     with two_hosts(tmp_path, ranks=1) as (first, second):
         second.process.signal(signal.SIGSTOP)
-        until = time.monotonic() + 12.0  # twice the limit, and more: this is the silence itself
+        until = time.monotonic() + 12.0  # more than twice the limit: this is the silence itself
         while time.monotonic() < until:
             first.trains(1)
         second.process.signal(signal.SIGCONT)
@@ -247,9 +251,8 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
-    """With the supervisor stops the store at which its ranks vote, so that no commit speaks for
-    them until they give it up, after `connect_timeout`, 3 s in this script.
-    """
+    """With the supervisor stops the store at which its ranks vote, so no commit vouches for them
+    until they give the store up after `connect_timeout`, 3 s in this script."""
     with two_hosts(tmp_path, 2, "--host-limit", "2") as (first, second):
         second.process.signal(signal.SIGSTOP)
         wait_until(lambda: events(first.traces, "suspect") != [], "it is suspected", LONG_S)
@@ -265,7 +268,8 @@ def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_only_the_partition_side_with_the_bus_continues(tmp_path: Path) -> None:
-    """The other one's processes end in doubt, and it comes back when there is a way again."""
+    """The other side's processes end in doubt, and that side returns when it can reach the bus
+    again."""
     ways: list[Way] = []
 
     def by_a_way(url: str) -> str:
@@ -293,4 +297,4 @@ def test_only_the_partition_side_with_the_bus_continues(tmp_path: Path) -> None:
     finally:
         for way in ways:
             way.close()
-    audited(tmp_path, "decided")  # it stopped with its vote out
+    audited(tmp_path, "decided")  # it was stopped after it had voted

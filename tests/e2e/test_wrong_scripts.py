@@ -1,4 +1,5 @@
-"""Mistakes that show after some steps: the job ends at once, badly, and says why; once."""
+"""Tests of mistakes that show after some steps: the job ends at once, with an error and the
+reason."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 def run(
     folder: Path, groups: int, *script: str, every: int = 100, resume: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """A job with checkpoints, of which by default none is due."""
+    """Run a job with checkpoints, of which by default none is due."""
     flags = ["--no-lighthouse", "--no-progress", "--groups", str(groups)]
     flags += ["--checkpoint", str(folder / "checkpoints"), "--every", str(every)]
     flags += ["--resume"] * resume
@@ -31,7 +32,7 @@ def run(
 def test_an_error_of_the_script_is_not_tried_again_and_again(
     groups: int, starts: int, tmp_path: Path
 ) -> None:
-    """Neither from a checkpoint. One group alone tries it once more."""
+    """Nor is it retried from a checkpoint. One group alone retries it once."""
     done = run(tmp_path, groups, "raises", "3")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: in the evaluation") == starts, done.stderr
@@ -39,7 +40,7 @@ def test_an_error_of_the_script_is_not_tried_again_and_again(
 
 
 def test_an_update_that_fails_on_all_groups_ends_the_job_and_is_shown(tmp_path: Path) -> None:
-    """No group has the state then. The job does not start again from a checkpoint, either."""
+    """No group has the state then, and the job does not restart from a checkpoint either."""
     done = run(tmp_path, 2, "updates", "3", every=2)
     assert done.returncode == 1
     assert "ended with KeyError at" in done.stderr

@@ -1,8 +1,8 @@
 """One group of a small job, whose update hangs once in group 1. `fft run` starts it.
 
-``update_hang_worker.py PLACE GROUPS OUT``: the hang is in ``step``, in the optimizer's step, or in
-``commit``, in a function of ``on_commit``; the job needs so many GROUPS to go on. Leaves what it
-ended with in the folder OUT.
+``update_hang_worker.py PLACE GROUPS OUT``: the hang is in ``step``, the optimizer's step, or in
+``commit``, a function of ``on_commit``; the job needs GROUPS groups to continue. It leaves its
+final state in the folder OUT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import fft
 STEPS = 12
 SETTLED = 6
 LONELY_S = 0.5
-"""A step of one group alone takes so long, so that the other finds the job still at work."""
+"""Seconds of a step of a single group, so that the other finds the job still running."""
 
 
 def main() -> None:

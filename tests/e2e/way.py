@@ -1,4 +1,4 @@
-"""A way to a server of this machine that can be lost and found again, or closed."""
+"""A connection to a server of this machine that can be interrupted, restored, or closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIMIT_S = 200.0
 
 
 class Way:
-    """Passes on what it is told, from its making until ``close``. Two threads a connection."""
+    """A proxy that forwards until ``close``, with two threads for each connection."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -42,15 +42,15 @@ class Way:
             sink.shutdown(socket.SHUT_WR)
 
     def lose(self) -> None:
-        """What is said from now on stays under way; nobody is told."""
+        """Hold all traffic from now on; no connection is closed."""
         self._open.clear()
 
     def find(self) -> None:
-        """All of it arrives."""
+        """Deliver the held traffic."""
         self._open.set()
 
     def close(self) -> None:
-        """Nothing comes through any more; nobody is let in. Idempotent."""
+        """End all connections and accept no more. Idempotent."""
         for end in (self._listener, *self._ends):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,10 @@
 """A small job for test_wrong_scripts.py with a mistake that shows after some steps.
 
-``wrong_script.py MISTAKE STEP``, by what is done after the commit of STEP: ``raises``: all do, in
-their evaluation; ``once``: group 1 does, once; ``leaves``: group 1 leaves its loop, while all
-groups are needed; ``averages``: they average across the groups there; ``breaks``: all leave it. Or
-``updates``: the optimizer of all fails in STEP. ``nothing``: no mistake.
+``wrong_script.py MISTAKE STEP``. These mistakes come after the commit of STEP: ``raises``: all
+ranks raise in their evaluation; ``once``: group 1 raises there, once; ``leaves``: group 1 leaves
+its loop, while all groups are needed; ``averages``: they average across the groups there;
+``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; ``nothing`` is
+no mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import fft
 
 
 def main() -> None:
-    """Train to the mistake."""
+    """Train until the mistake."""
     mistake, step = sys.argv[1], int(sys.argv[2])
     is_first = os.environ["REPLICA_GROUP_ID"] == "0"
     again = Path(os.environ["FFT_CHECKPOINT"]).with_name("again")
