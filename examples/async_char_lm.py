@@ -34,7 +34,6 @@ def main() -> None:
         load_state_dict=None,  # what is registered below is saved and loaded
         state_dict=None,
         min_replica_size=1,
-        replica_id=os.environ.get("REPLICA_GROUP_ID", "0"),
         timeouts={"join_window": 0.2, "join_interval": 0.1},  # wait no longer for who is not ready
         init_sync=False,  # every process builds the same weights from the seed
         digest="commit",  # lets the audit compare the groups bit by bit; too costly for long runs

@@ -9,7 +9,6 @@ groups or on none. To run it on this machine:
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
@@ -65,7 +64,6 @@ def main() -> None:
         load_state_dict=None,  # what is registered below is saved and loaded
         state_dict=None,
         min_replica_size=1,
-        replica_id=os.environ.get("REPLICA_GROUP_ID", "0"),
         init_sync=False,  # every process builds the same weights from the seed
         digest="commit",  # lets the audit compare the groups bit by bit; too costly for long runs
     )
