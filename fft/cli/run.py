@@ -37,65 +37,82 @@ class BusKind(StrEnum):
     nats = "nats"
 
 
-_BUS_KIND = Annotated[BusKind, typer.Option(help="Served by this process, or by NATS servers.")]
-_CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
+_BUS_KIND = Annotated[
+    BusKind,
+    typer.Option(help="Kind of bus: served by this process, or by NATS servers that it starts."),
+]
+_CLUSTER = Annotated[int, typer.Option(help="With --bus nats: number of servers, 1, 3 or 5.")]
 _LIGHTHOUSE = Annotated[
     bool,
     typer.Option(help="Serve torchft's lighthouse and its dashboard."),
 ]
 _ALL_GROUPS = Annotated[
-    int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
+    int | None,
+    typer.Option(help="Number of groups on all hosts. Default: --first-group plus --groups."),
 ]
 _HOST_LIMIT = Annotated[
-    float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
+    float,
+    typer.Option(
+        help="Seconds without a heartbeat of this host until the others continue without it."
+    ),
 ]
 _JOIN = Annotated[
-    bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
+    bool,
+    typer.Option("--join", help="Join the job that FFT_BUS names; serve no bus and no lighthouse."),
 ]
 _EVICT_STRAGGLERS = Annotated[
     float | None,
     typer.Option(
-        metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
+        metavar="FACTOR",
+        help="Restart a group once if one of its ranks takes FACTOR times the median time.",
     ),
 ]
 _CHECKPOINT = Annotated[
-    str | None, typer.Option(metavar="DIR|URL", help="Where durable checkpoints are kept.")
+    str | None, typer.Option(metavar="DIR|URL", help="Directory or URL of durable checkpoints.")
 ]
 _EVERY = Annotated[
     str,
-    typer.Option(metavar="STEPS|SECONDS", help="How often: 100 is steps; 90s, 10m, 2h is time."),
+    typer.Option(
+        metavar="STEPS|SECONDS",
+        help="Interval of checkpoints: 100 means steps; 90s, 10m and 2h mean time.",
+    ),
 ]
-_KEEP = Annotated[int, typer.Option(min=0, help="Keep so many of the newest; 0: all.")]
+_KEEP = Annotated[
+    int, typer.Option(min=0, help="Number of newest checkpoints to keep; 0 keeps all.")
+]
 _RESUME = Annotated[
-    bool, typer.Option("--resume", help="Begin with the newest checkpoint that verifies, if any.")
+    bool, typer.Option("--resume", help="Begin with the newest valid checkpoint, if there is one.")
 ]
 _AUTO_RESUME = Annotated[
-    bool, typer.Option(help="Go on from it when the job has lost its bus or all its groups.")
+    bool, typer.Option(help="Restart from the newest checkpoint if the bus or all groups are lost.")
 ]
-_PROGRESS = Annotated[
-    bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
-]
+_PROGRESS = Annotated[bool, typer.Option(help="Show the state of the groups while they run.")]
 _INJECTABLE = Annotated[
     bool, typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job.")
 ]
 _DIAGNOSE_AFTER = Annotated[
-    int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
+    int,
+    typer.Option(min=0, help="Diagnose after this number of rollbacks in a row; 0 disables it."),
 ]
 _REFORM = Annotated[
-    bool, typer.Option(help="Replace a lost rank alone; else its group is started again.")
+    bool, typer.Option(help="Replace a lost rank alone, instead of restarting its group.")
 ]
 _SPARES = Annotated[
-    int, typer.Option(help="Processes that wait, all imports loaded, for the place of a lost rank.")
+    int,
+    typer.Option(
+        help="Number of processes that wait, with imports loaded, to replace a lost rank."
+    ),
 ]
 _REFORM_WINDOW = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", help="Wait so long for a lost rank's successor; absent: 2, for a spare."
+        metavar="SECONDS",
+        help="Time to wait for the successor of a lost rank. Default: 2 if a spare is ready, or 0.",
     ),
 ]
 _TAKE_OVER = Annotated[
     bool,
-    typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
+    typer.Option("--take-over", help="Take these groups over from the supervisor that runs them."),
 ]
 
 
@@ -195,16 +212,16 @@ def serve(
     lighthouse_port: Annotated[
         int, typer.Option(help="Port of the lighthouse; 0: a free one.")
     ] = 0,
-    job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+    job: Annotated[str | None, typer.Option(help="Name of the job. Default: a new one.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the job's token; created if there is none.")
+        Path | None, typer.Option(help="File of the job's token; created if it does not exist.")
     ] = None,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     lighthouse: _LIGHTHOUSE = True,
     with_parent: _WITH_PARENT = False,
 ) -> None:
-    """Serve bus and lighthouse, print how to reach them, run until SIGINT, SIGTERM or SIGHUP."""
+    """Serve bus and lighthouse until SIGINT, SIGTERM or SIGHUP, and print how to reach them."""
     from fft.launch.services import handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
 
@@ -227,25 +244,32 @@ def serve(
 def run(
     script: Annotated[Path, typer.Argument(help="The training script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    groups: Annotated[int, typer.Option(help="Number of replica groups.")] = 1,
+    groups: Annotated[
+        int, typer.Option(help="Number of replica groups; 0 for a host of spares only.")
+    ] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
     faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
     injectable: _INJECTABLE = False,
     trace_dir: Annotated[
-        Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
+        Path | None, typer.Option(help="Directory of traces and logs. Default: runs/<time>.")
     ] = None,
-    min_groups: Annotated[int, typer.Option(help="Give up with fewer usable groups.")] = 1,
+    min_groups: Annotated[int, typer.Option(help="Drain the job if fewer groups can be used.")] = 1,
     max_restarts: Annotated[
-        int, typer.Option(help="Give a group up after so many restarts without progress.")
+        int, typer.Option(help="Give a group up after this number of restarts without a commit.")
     ] = 10,
     stop_after_plan: Annotated[
-        int | None, typer.Option(help="Drain this many steps after the plan is finished.")
+        int | None,
+        typer.Option(help="Drain the job this number of steps after the fault plan is finished."),
     ] = None,
     min_steps: Annotated[
-        int, typer.Option(help="With --stop-after-plan: not before this step.")
+        int, typer.Option(help="With --stop-after-plan: the earliest step to drain at.")
     ] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until the job is killed.")] = None,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the job is killed.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that a drain may take before the job is killed.")
+    ] = 60.0,
     evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
     diagnose_after: _DIAGNOSE_AFTER = 4,
@@ -266,7 +290,7 @@ def run(
     resume: _RESUME = False,
     auto_resume: _AUTO_RESUME = True,
 ) -> None:
-    """Run SCRIPT as groups x ranks processes; restart what dies.
+    """Run SCRIPT in groups x ranks processes, and restart processes that die.
 
     SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP drain the job; a second SIGINT or SIGTERM kills it.
     """

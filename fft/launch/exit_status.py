@@ -9,9 +9,10 @@ class ExitStatus(IntEnum):
     """How a job, or the part of it on this host, has ended."""
 
     COMPLETE = 0
-    """The work is done, with all groups."""
+    """The work is done. A group that is still restarting at the end does not change this."""
     FAILED = 1
-    """The work is not done, and starting the job again may not help."""
+    """The work is not done, and starting the job again may not help. An automatic resume that fails
+    also ends like this."""
     REFUSED = 2
     """The job was not started as asked, or the arguments are wrong."""
     FEWER_GROUPS = 3

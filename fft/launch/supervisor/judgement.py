@@ -24,24 +24,24 @@ NO_TRANSACTIONS = (
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the job ended; ``lines`` say what went wrong, and where."""
+    """How the job ended; ``lines`` describe the problems, with their places, for the operator."""
 
     ok: bool
     lines: tuple[str, ...] = ()
     lost: str | None = None
-    """Why no process has the state any more, though it can go on from a checkpoint."""
+    """The reason why no process has the state, if the job can continue from a checkpoint."""
     fired: frozenset[str] = frozenset()
-    """Faults of the plan that have happened."""
+    """Faults of the plan that have fired."""
     step: int = 0
-    """The last that was committed; of the first stage, where each steps by itself."""
+    """The last committed step; if stages step independently, that of the first stage."""
     failed: tuple[int, str] | None = None
-    """Step and cause of the last checkpoint that was not taken for an error."""
+    """Step and cause of the newest checkpoint that failed with an error."""
     is_stale: bool = False
-    """Traces could not be written, nor could be asked how many steps were committed."""
+    """Traces have gaps, and the number of committed steps could not be read from the bus."""
     errors: frozenset[tuple[str, str]] = frozenset()
-    """Of the script, by which groups have ended."""
+    """Errors of the script that ended groups."""
     deaths: frozenset[tuple[str, str]] = frozenset()
-    """Step and cause of the deaths by which the state was lost."""
+    """Step and cause of the deaths that lost the state."""
     status: ExitStatus | None = None
     """None: COMPLETE or FAILED, as ``ok`` says."""
 
@@ -55,30 +55,30 @@ class JobOutcome:
 
 @dataclass
 class Judgement:
-    """What the supervisor has found so far, and what follows from it at the end."""
+    """Collects what the supervisor finds, and derives the outcome at the end."""
 
     groups: Collection[Group]
     plan: FaultPlan
     has_services: bool
     """Whether the services of the job are hosted here."""
     problems: list[str] = field(default_factory=list)
-    """Each of them is why the job has not ended well."""
+    """Reasons why the job failed."""
     remarks: list[str] = field(default_factory=list)
-    """What else there is to say."""
+    """Lines that are not problems."""
     shown: set[tuple[str, str]] = field(default_factory=set)
-    """Errors whose traceback is among what there is to say."""
+    """Errors whose traceback has been reported."""
     given_up: list[str] = field(default_factory=list)
-    """Problems that cost the job one group, and are no reason why it has not ended well."""
+    """Problems that cost the job one group, and do not fail the job."""
     is_plan_through: bool = False
     """The supervisor has drained the job, because its fault plan is finished."""
     asked_to_end: bool = False
-    """By a signal to the supervisor."""
+    """The supervisor has received a signal that drains the job."""
     hopeless: bool = False
-    """The script itself is wrong: how its groups were ended then says nothing."""
+    """The script itself is wrong, so the ends of its groups are not reported."""
 
     @property
     def what_ended(self) -> str:
-        """If all processes here are ended: others of the job may be on other hosts."""
+        """Name what ends when all processes here end; the job may have others on other hosts."""
         return "the job" if self.has_services else "this part of the job"
 
     def shown_mistake(self, group: Group, mistake: Mistake) -> str:
@@ -154,9 +154,10 @@ class Judgement:
         )
 
     def _status(self, view: JobView, problems: Sequence[str]) -> ExitStatus | None:
-        """Choose the exit status; None: whether there are problems decides.
+        """Return the exit status, or None if it depends only on whether there are problems.
 
-        ``problems``: without those that only cost the job one of its groups.
+        Args:
+            problems: Problems, without those that only cost the job one of its groups.
         """
         if problems or self.is_plan_through:
             return None
