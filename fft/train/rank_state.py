@@ -78,7 +78,7 @@ class RankState:
         """Entries of optimizer states at the last look for what cannot be sent; None: none yet."""
         self.has_extra = False
         """Something is registered besides model, optimizer, schedule and scaler."""
-        self.source: DataSource | None = None
+        self.source: DataSource | ShardedSource | None = None
         self.loader: Any = None
         """The loader that the source draws from; it knows what was drawn and not consumed."""
         self.position: Record | None = None
@@ -281,7 +281,7 @@ class RankState:
         if isinstance(self.source, ShardedSource):
             self.source.committed(plan)
 
-    def inputs_from(self, source: DataSource) -> Inputs | ShardedInputs:
+    def inputs_from(self, source: DataSource | ShardedSource) -> Inputs | ShardedInputs:
         """What this rank takes of it."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
@@ -296,7 +296,7 @@ class RankState:
         replay_only: bool,
         identify: Identify | None = None,
         sharded: Callable[[Any], ShardedSource] | None = None,
-    ) -> DataSource:
+    ) -> DataSource | ShardedSource:
         """The data source of ``loader``, where the checkpoint says; the caller opens it."""
         if self._stage is not None:
             refuse_unconnected(self._stage, self.output, loader)

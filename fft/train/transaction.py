@@ -24,7 +24,6 @@ from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource
 from fft.train.data.source import (
     AUGMENTATION_MEND,
     ORDER_MEND,
-    DataSource,
     Identify,
     Inputs,
     named,
@@ -110,13 +109,14 @@ class TransactionLoop:
             if state.synchronizer is not None:
                 from fft.train.periodic.loop import PeriodicLoop  # which builds on this module
 
+                assert not isinstance(source, ShardedSource), "refused by shard_of"
                 alone = PeriodicLoop(
                     self, state.synchronizer, self._watchers, state, self._reductions
                 )
                 yield from alone.run(source, max_steps)
                 state.end_gathering()
                 return
-            is_still_in = yield from self._txns(source, state.inputs_from(source), max_steps)
+            is_still_in = yield from self._txns(state.inputs_from(source), max_steps)
             state.end_gathering()
             if self._has_stages:
                 self.is_over |= is_still_in
@@ -137,7 +137,7 @@ class TransactionLoop:
         return lambda loader: state.shard_of(loader, kind, job.peer.group, job.bus, identify)
 
     def _txns(
-        self, source: DataSource, inputs: Inputs | ShardedInputs, max_steps: int | None
+        self, inputs: Inputs | ShardedInputs, max_steps: int | None
     ) -> Generator[Transaction, None, bool]:
         """Those that share a step with all groups. Returns whether this one is still in the job:
         nothing is left to do, and no commit was the last."""

@@ -50,7 +50,9 @@ class Shelf:
 
 
 class ShardedSource:
-    """The loader of one shard as a `DataSource` of its group.
+    """The loader of one shard, and the counts of all shards.
+
+    It is opened, exported, loaded and closed like a `DataSource`, and drawn from by `draw`.
 
     Args:
         loader: has ``state_dict`` and ``load_state_dict``, and gives the batches of this shard.
@@ -155,16 +157,10 @@ class ShardedSource:
         state: dict[str, Any] = torch.load(io.BytesIO(found), weights_only=True)
         return state
 
-    # --- DataSource ---
+    # --- as of DataSource ---
 
     def open(self) -> None:
         """Nothing to start: the first item is drawn when its txn begins."""
-
-    def holds(self, first: int, count: int) -> bool:
-        raise NotImplementedError("a shard is drawn by draw()")
-
-    def take(self, due: Due) -> Any:
-        raise NotImplementedError("a shard is drawn by draw()")
 
     def export(self, first: int) -> Any:
         """The counts of all shards, and the state of this one."""
