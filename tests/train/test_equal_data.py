@@ -104,6 +104,46 @@ def test_digests_differ_where_batches_do_and_only_there() -> None:
     assert digests == [digest_of(batch) for batch in _batches()]
 
 
+def _unusual(value: float) -> dict[str, Any]:
+    rows = [torch.full((2, 4), value), torch.ones(3, 4)]
+    dense = torch.tensor([[0.0, value], [1.0, 0.0]])
+    scales, zeros = torch.tensor([0.1, 0.1]), torch.tensor([0, 0])
+    objects = np.empty(2, dtype=object)
+    objects[:] = [value, "a"]
+    gaps = torch.nested.narrow(
+        torch.stack([dense, dense]), 1, torch.tensor([0, 0]), torch.tensor([1, 2]), torch.jagged
+    )
+    return {
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "jagged with gaps": gaps,
+        "strided nested": torch.nested.nested_tensor(rows),
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((1, 1)),
+        "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+        "quantized by channel": torch.quantize_per_channel(dense, scales, zeros, 0, torch.qint8),
+        "set": {"ab", "cd", value},
+        "objects": objects,
+        "masked": np.ma.array([value, 1.0], mask=[False, True]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls some of these tensors prototypes
+@pytest.mark.parametrize("kind", _unusual(2.0))
+def test_digest_depends_on_the_content_of_unusual_values(kind: str) -> None:
+    digests = [digest_of(_unusual(value)[kind]) for value in (2.0, 2.0, 3.0)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_digest_ignores_masked_data_but_not_the_mask() -> None:
+    first, hidden, shown = (
+        np.ma.array([1, value], mask=[False, masked])
+        for value, masked in ((0, True), (7, True), (0, False))
+    )
+    assert digest_of(first) == digest_of(hidden) != digest_of(shown)
+
+
 def test_digest_of_an_object_without_known_content_is_that_of_its_class() -> None:
     assert digest_of([object()]) == digest_of([object()]) != digest_of([threading_lock()])
 

@@ -2,7 +2,8 @@
 
 A digest covers types, shapes and values. Tensors and arrays of up to `WHOLE_BYTES` are read in
 full; of a larger one `SAMPLES` evenly spaced elements are read, so the cost is bounded whatever the
-size of a batch. Objects of unknown classes count by the name of their class.
+size of a batch. Of a masked array the mask and the data that it leaves visible count. Objects of
+unknown classes count by the name of their class.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -65,9 +67,9 @@ def combined(digests: list[str]) -> str:
 
 def _add(put: Callable[[bytes], None], value: Any, depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        _add_tensor(put, value)
+        _add_tensor(put, value, depth)
     elif isinstance(value, np.ndarray):
-        _add_array(put, value)
+        _add_array(put, value, depth)
     elif isinstance(value, _PLAIN):
         put(f"{type(value).__name__}:{value!r};".encode())
     elif isinstance(value, str | bytes | bytearray | memoryview):
@@ -84,8 +86,10 @@ def _add_parts(put: Callable[[bytes], None], value: Any, depth: int) -> None:
         return
     if isinstance(value, Mapping):
         parts: list[Any] = [part for item in value.items() for part in item]
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         parts = list(value)
+    elif isinstance(value, Set):
+        parts = sorted(digest_of(part) for part in value)  # the order depends on the process
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
@@ -95,12 +99,20 @@ def _add_parts(put: Callable[[bytes], None], value: Any, depth: int) -> None:
         _add(put, part, depth - 1)
 
 
-def _add_tensor(put: Callable[[bytes], None], tensor: torch.Tensor) -> None:
+def _add_tensor(put: Callable[[bytes], None], tensor: torch.Tensor, depth: int) -> None:
+    if tensor.is_nested:  # its shape contains symbols that are numbered by process
+        put(f"nested:{tensor.layout}:{tensor.dtype};".encode())
+        with torch.no_grad():
+            _add(put, _parts_of_nested(tensor), depth)
+        return
     put(f"tensor:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.is_meta:
         return
     with torch.no_grad():
         values = tensor.detach()
+        if values.layout is not torch.strided or values.is_quantized:
+            _add(put, _plain_parts(values), depth)
+            return
         if values.numel() * values.element_size() > WHOLE_BYTES:
             places = torch.arange(0, values.numel(), _stride(values.numel()), device=values.device)
             values = values[torch.unravel_index(places, values.shape)]
@@ -109,12 +121,43 @@ def _add_tensor(put: Callable[[bytes], None], tensor: torch.Tensor) -> None:
         put(values.view(torch.uint8).numpy().tobytes())
 
 
-def _add_array(put: Callable[[bytes], None], array: np.ndarray[Any, Any]) -> None:
+def _parts_of_nested(tensor: torch.Tensor) -> list[Any]:
+    """Return values and offsets of a nested tensor, or its components if they do not describe it.
+
+    The values of a jagged tensor with lengths contain gaps, whose content is undefined.
+    """
+    jagged: Any = tensor  # torch does not declare these methods
+    if tensor.layout is torch.jagged and jagged.lengths() is None:
+        return [jagged.values(), jagged.offsets(), jagged._ragged_idx]
+    return list(tensor.unbind())
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[Any]:
+    """Return strided tensors and numbers that define a sparse or a quantized tensor."""
+    if tensor.is_quantized:
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return [tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis()]
+    if tensor.layout is torch.sparse_coo:  # uncoalesced values stay as they are: sums could round
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
+def _add_array(put: Callable[[bytes], None], array: np.ndarray[Any, Any], depth: int) -> None:
     put(f"array:{array.dtype}:{array.shape};".encode())
-    if array.dtype.hasobject:
-        return
     if array.nbytes > WHOLE_BYTES:
-        put(np.ascontiguousarray(array.flat[:: _stride(array.size)]).tobytes())
+        array = array.flat[:: _stride(array.size)]
+    if isinstance(array, np.ma.MaskedArray):  # data under the mask do not count
+        put(b"mask;" + np.ma.getmaskarray(array).tobytes())
+        nothing: Any = np.zeros((), array.dtype)
+        array = np.ma.filled(array, nothing)
+    if array.dtype.hasobject:
+        _add(put, array.reshape(-1).tolist(), depth)
     else:
         put(array.tobytes())
 
