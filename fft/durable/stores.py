@@ -33,8 +33,8 @@ _CHUNK = 4 * 1024 * 1024
 _PASSING = frozenset({errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT})
 """Transient errors of network file systems, such as a handle that another host made stale.
 
-This list is narrower than `fft.util.error_places.may_pass`: after EIO, for example, written data may
-be lost, so the attempt at the checkpoint fails instead.
+This list is narrower than `fft.util.error_places.may_pass`: after EIO, for example, written data
+may be lost, so the attempt at the checkpoint fails instead.
 """
 _PAUSES_S = (0.05, 0.5, 2.0)
 """Pauses between the attempts at one operation."""

@@ -57,7 +57,7 @@ class StageInput:
         self.scope = before[0]
         self._slices = as_source(loader)
         self.items_of_pass: int | None = getattr(self._slices, "items_of_pass", None)
-        """Of the loader: a data epoch ends here with the txn that takes its last slice."""
+        """Batches of one data epoch of the loader; None if it counts none."""
         self._connection: Connection | None = None
         self._reader: threading.Thread | None = None
         self._asked: dict[int, bool] = {}
