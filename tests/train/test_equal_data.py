@@ -330,7 +330,7 @@ def test_a_weighted_sampler_gives_the_same_order_wherever_it_is_read(workers: in
         == [again.indices(n) for n in range(6)]
     )
     assert not {0, 4, 8, 12} & {i for batch in taken for i in batch}, "their weight is 0"
-    assert taken[:3] != taken[3:], "each pass has its own order"
+    assert taken[:3] != taken[3:], "each data epoch has its own order"
     assert fft.CursorLoader(data, 4, sampler=weighted(), seed=1)[0].tolist() != taken[0]
 
 

@@ -81,7 +81,7 @@ def test_every_sample_comes_once_a_pass_in_an_order_of_the_pass() -> None:
     first = [i for n in range(5) for i in loader[n]]
     second = [i for n in range(5, 10) for i in loader[n]]
     assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second, "each pass has an order of its own"
+    assert first != second, "each data epoch has its own order"
     assert fft.CursorLoader(list(range(20)), 4, seed=1, collate_fn=list)[7] == loader[7]
 
 
