@@ -330,10 +330,11 @@ def run(
         )
         traces, serve = config.trace_dir, None if join else (bus, cluster, lighthouse)
         supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+        config.check(join)
+        total = config.groups_in_all
+        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
         with held(config, join) as config:
             config = begun(config, join)
-            total = config.groups_in_all
-            plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
             verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
         _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
 

@@ -44,7 +44,6 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
     Gives ``config`` with the place of what its processes compile. Raises StoreError: no checkpoints
     can be kept there, or another job keeps its own there; SupervisorError.
     """
-    config.check(joins)
     with ExitStack() as undo:
         job = Joined.from_env().bus_url.rpartition("/")[2] if joins else None
         undo.enter_context(held_traces(config.trace_dir, job))
