@@ -281,10 +281,30 @@ def test_a_permanent_error_names_the_item_after_some_attempts(
                 drawn(Inputs(source, 1, 0), cursor)
     finally:
         source.close()
-    number = 2 if kind == "stream" else 3  # a stream is drawn one txn ahead
-    assert caught.value.fft_item == f"item {number}"  # type: ignore[attr-defined]
+    assert caught.value.fft_item == "item 3"  # type: ignore[attr-defined]
     notes = "\n".join(caught.value.__notes__)
-    assert f"item {number} could not be loaded in {attempts} attempts" in notes
+    assert f"item 3 could not be loaded in {attempts} attempts" in notes
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_unreadable_item_ahead_keeps_its_name_and_the_step_before_it(group: int) -> None:
+    inputs = Inputs(as_source(Fails(ValueError("never"), 99)), 1, 0)
+    assert int(drawn(inputs, 0, group, 2).batch) == group
+    with pytest.raises(ValueError, match="never") as caught:
+        drawn(inputs, 2, group, 2)
+    assert caught.value.fft_item == "item 3"  # type: ignore[attr-defined]
+
+
+def test_failure_of_identify_skips_no_item() -> None:
+    failures = [ValueError("once")]
+
+    def identify(batch: torch.Tensor) -> torch.Tensor:
+        if int(batch) == 3 and failures:
+            raise failures.pop()
+        return batch
+
+    inputs = Inputs(as_source(Counter(), identify=identify), 1, 0)
+    assert [int(drawn(inputs, cursor).batch) for cursor in range(5)] == list(range(5))
 
 
 def test_pauses_between_attempts_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

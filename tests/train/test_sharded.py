@@ -14,7 +14,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.protocol.invariants import Finding
 from fft.trace.inputs import Given, Inputs, Items, Owed, judge_shards, told_of_ids
-from fft.train.data import sharded
+from fft.train.data import retries, sharded
 from fft.train.data.digests import ids_of
 from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataError
@@ -118,6 +118,53 @@ def test_a_process_that_comes_back_continues_its_shard(
     for _ in range(3):
         job.txn("01", [sources[0], back])
     assert sorted(job.consumed) == [*range(11), *range(100, 110)]
+
+
+class Fails(Share):
+    """A share whose item 3 cannot be read the first ``times`` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(1)
+        self.left = times
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for item in super().__iter__():
+            if item == 103 and self.left > 0:
+                self.left -= 1
+                raise ValueError("not now")
+            yield item
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_error_while_items_are_skipped_leaves_the_shard_usable(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One further attempt follows each error, and load() can be called again."""
+    monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
+    job = Job()
+    sources = [job.source(0), job.source(1)]
+    for _ in range(5):
+        job.txn("01", sources)
+    job.shelf.clear()
+    back = job.source(1, loader=Fails(times))
+    if times == 3:
+        with pytest.raises(ValueError, match="not now") as caught:
+            back.load(sources[0].export(0), 0)
+        assert caught.value.fft_item == "item 3 of shard 1"  # type: ignore[attr-defined]
+    back.load(sources[0].export(0), 0)
+    assert job.txn("01", [sources[0], back]) == [5, 105]
+
+
+def test_unreadable_item_of_a_shard_is_named_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
+    job = Job()
+    sources = [job.source(0), job.source(1, loader=Fails(99))]
+    assert [job.txn("01", sources) for _ in range(3)][-1] == [2, 102]
+    with pytest.raises(ValueError, match="not now") as caught:
+        job.txn("01", sources)
+    assert caught.value.fft_item == "item 3 of shard 1"  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_fetches_the_state_keeps_the_items_that_it_has_drawn() -> None:

@@ -32,6 +32,20 @@ def forbid_retry(error: Exception) -> None:
     error.fft_retry = False  # type: ignore[attr-defined]
 
 
+def name_item(error: Exception, item: str, number: int) -> None:
+    """Record in ``error`` which item failed; a loader may draw other items than the one due."""
+    error.fft_item = item  # type: ignore[attr-defined]
+    error.fft_item_number = number  # type: ignore[attr-defined]
+
+
+def is_ahead(error: Exception, end: int) -> bool:
+    """Return whether only an item from ``end`` on failed, which can be drawn again later."""
+    if isinstance(error, FftError) or not getattr(error, "fft_retry", True):
+        return False
+    number: int | None = getattr(error, "fft_item_number", None)
+    return number is not None and number >= end
+
+
 def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
     """Call ``load``, and call it again after errors.
 
@@ -42,7 +56,7 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
 
     Args:
         load: Loads the item; can be called again after it has raised.
-        item: Name of the item for messages.
+        item: Name of the item for messages, where the error has no name from `name_item`.
         alive: Called during the pauses, so that the monitor does not take them for a hang.
 
     Raises:
@@ -56,16 +70,17 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
         except (FftError, Superseded):
             raise
         except Exception as error:
+            failed: str = getattr(error, "fft_item", item)
             pauses = PAUSES_S if may_pass(error) else PAUSES_OF_OTHERS_S
             is_over = attempt > len(pauses) or not getattr(error, "fft_retry", True)
             if is_over:
-                error.fft_item = item  # type: ignore[attr-defined]
+                error.fft_item = failed  # type: ignore[attr-defined]
                 if attempt > 1:
-                    error.add_note(f"{item} could not be loaded in {attempt} attempts")
+                    error.add_note(f"{failed} could not be loaded in {attempt} attempts")
                 raise
             logger.warning(
                 "%s could not be loaded (%s: %s); attempt %d follows in %g s",
-                item,
+                failed,
                 type(error).__name__,
                 error,
                 attempt + 1,

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from fft.bus.base import BusError
 from fft.messages.effects import StartTxn
 from fft.train.data.batch_copy import copied
 from fft.train.data.drawn import SHARDED, Drawn
-from fft.train.data.retries import retried
+from fft.train.data.retries import is_ahead, retried
 from fft.train.data.source import DataError, DataSource, Due, Identify, StreamSource, named
 from fft.train.state.serial import plain
 
@@ -91,7 +92,9 @@ class ShardedSource:
         self._published_at = -PUBLISH_S
         self._expected: set[str] = set()
         """Groups whose shards are in the checkpoint that this job resumes from."""
-        self._stream = StreamSource(loader, identify)
+        self._stream = StreamSource(loader, identify, f" of shard {self.shard}")
+        self.alive: Callable[[], object] = lambda: None
+        """Called while a failed item waits for its next attempt."""
 
     @property
     def _first(self) -> int:
@@ -104,12 +107,25 @@ class ShardedSource:
         first, count = self._first, self._takers
         self._refuse_missing(plan)
         self._publish()
-        is_last = not self._stream.holds(first, 2 * count)
-        if is_last and not self._stream.holds(first, count):
-            return None
         number = first + (self._rank if count > 1 else 0)
-        batch = copied(self._stream.take(Due(first, number, count)))
-        return batch, is_last, first // count, self._stream.fingerprint(first, count)
+
+        def take(ahead: bool = True) -> tuple[Any, bool, int, str | None] | None:
+            is_last = ahead and not self._stream.holds(first, 2 * count)
+            if (is_last or not ahead) and not self._stream.holds(first, count):
+                return None
+            batch = copied(self._stream.take(Due(first, number, count)))
+            return batch, is_last, first // count, self._stream.fingerprint(first, count)
+
+        try:
+            return retried(take, self._some_item, self.alive)
+        except Exception as error:
+            if not is_ahead(error, first + count):
+                raise
+            return take(ahead=False)  # the error comes in the txn in which the item is due
+
+    @property
+    def _some_item(self) -> str:
+        return f"an item of shard {self.shard}"
 
     def ids(self, batch: Any) -> list[int] | list[str] | None:
         """As of `StreamSource`."""
@@ -185,10 +201,10 @@ class ShardedSource:
     def load(self, state: Any, first: int) -> None:
         """Take over the counts, and continue this shard where its group stands."""
         self._refuse_other(state)
-        was = self._first
         self.positions = dict(state["positions"])
-        if self._stream.is_open and was <= self._first:  # this process has drawn it
-            self._skip(was)
+        start = self._stream.start
+        if start is not None and start <= self._first:  # this process has drawn it
+            self._skip()
         else:
             self._restore(state["states"].get(self.shard))
 
@@ -220,19 +236,20 @@ class ShardedSource:
         begun = max(fitting, key=lambda s: int(s["position"]), default=None)
         if begun is not None:
             self._stream.load(begun["state"], begun["position"] * self._takers)
-        elif self._stream.is_open:
+        elif self._stream.start is not None:
             raise DataError(
                 f"shard {self.shard}: expected a published state up to slice {position}, found "
                 f"none, and {named(self._loader)} has already been read in this process; restart "
                 "the group, which then reads its shard from the beginning"
             )
         at = begun["position"] if begun is not None else 0
-        self._skip(at * self._takers)
+        self._skip()
         logger.info("shard %s continues at slice %d, from slice %d", self.shard, position, at)
 
-    def _skip(self, first: int) -> None:
-        """Drop the items from ``first`` on that the group has consumed."""
-        if not self._stream.skip(first, self._first):
+    def _skip(self) -> None:
+        """Drop the items that the group has consumed."""
+        skip = partial(self._stream.skip, self._first)
+        if not retried(skip, self._some_item, self.alive):
             raise DataError(
                 f"shard {self.shard}: expected at least {self._first} items, which its group has "
                 f"consumed, but {named(self._loader)} ends before; give the loader the same data "
@@ -269,17 +286,23 @@ class ShardedInputs:
     """What one rank takes from its shard, txn by txn."""
 
     def __init__(self, source: ShardedSource) -> None:
-        self.alive: Callable[[], object] = lambda: None
-        """As of ``Inputs``."""
         self._source = source
         self._step, self._waited_s = -1, 0.0
+
+    @property
+    def alive(self) -> Callable[[], object]:
+        """As of ``Inputs``."""
+        return self._source.alive
+
+    @alive.setter
+    def alive(self, alive: Callable[[], object]) -> None:
+        self._source.alive = alive
 
     def draw(self, plan: StartTxn) -> Drawn | None:
         """The input for ``plan``; None: the shard has ended. Outside of bodies."""
         began, source = time.monotonic(), self._source
-        item = f"an item of shard {source.shard}"
         try:
-            if (taken := retried(lambda: source.draw(plan), item, self.alive)) is None:
+            if (taken := source.draw(plan)) is None:
                 return None
         except Exception as error:
             error.add_note(f"shard {source.shard} was to give the batch of step {plan.step}")

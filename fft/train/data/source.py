@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of
 from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
-from fft.train.data.retries import forbid_retry, retried
+from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
 from fft.util.errors import FftError, UnequalData
 from fft.util.temp_dir import refuse_long_temp_dir
 
@@ -153,12 +153,14 @@ class StreamSource:
     Args:
         loader: an iterable of batches.
         identify: batch → what identifies it; None: its content.
+        of: Follows the number of an item in its name; empty: the items are those of all data.
     """
 
     in_any_order = False
 
-    def __init__(self, loader: Any, identify: Identify | None = None) -> None:
+    def __init__(self, loader: Any, identify: Identify | None = None, of: str = "") -> None:
         self._loader = loader
+        self._of = of
         self._identify = identify
         self._iterator: Iterator[Any] | None = None
         self._start: int | None = None
@@ -175,36 +177,64 @@ class StreamSource:
 
     def holds(self, first: int, count: int) -> bool:
         self._forget(first)
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
         while len(self._items) < count:
-            state, number = self._state(), first + len(self._items)
+            number = first + len(self._items)
             try:
-                item = next(self._iterator)
-            except StopIteration:
-                return False
+                drawn = self._next(number)
+            except FftError:
+                raise
             except Exception as error:
                 error.add_note(f"while item {number} of {named(self._loader)} was drawn")
-                self._put_back(state, error)
+                name_item(error, f"item {number}{self._of}", number)
                 raise
-            digest = self._digest(item, number)
+            if drawn is None:
+                return False
+            state, item, digest = drawn
             self._states.append(state)
             self._items.append(item)
             self._digests.append(digest)
         return True
+
+    def _next(self, number: int) -> tuple[Any, Any, str] | None:
+        """Draw item ``number``.
+
+        Returns:
+            The state of the loader before it, the item and its digest; None at the end.
+        """
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        state = self._state()
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            return None
+        except Exception as error:
+            self._put_back(state, error)
+            raise
+        try:
+            return state, item, self._digest(item, number)
+        except FftError:
+            raise
+        except Exception as error:  # raised by identify: a further attempt needs the same item
+            self._put_back(state, error)
+            raise
 
     def ids(self, batch: Any) -> list[int] | list[str] | None:
         """Ids of the samples of ``batch``, where the user has said how to find them."""
         return None if self._identify is None else ids_of(self._identify(batch))
 
     @property
-    def is_open(self) -> bool:
-        """Whether the loader is being read."""
-        return self._iterator is not None
+    def start(self) -> int | None:
+        """The number of the first item that can be taken; None before the loader is read."""
+        return self._start
 
-    def skip(self, first: int, end: int) -> bool:
-        """Draw the items ``first`` … ``end - 1`` and drop them. False: the loader ends before."""
-        for number in range(first, end):
+    def skip(self, end: int) -> bool:
+        """Draw the items before ``end`` and drop them; after an error it can be called again.
+
+        Returns:
+            False if the loader ends before.
+        """
+        for number in range(self._start or 0, end):
             if not self.holds(number, 1):
                 return False
             self._forget(number + 1)
@@ -426,15 +456,21 @@ class Inputs:
         first, count = plan.cursor * ranks, plan.participants * ranks
         number = first + (plan.index or 0) * ranks + self._rank
 
-        def take() -> tuple[bool, Any] | None:
+        def take(ahead: bool = True) -> tuple[bool, Any] | None:
             # One txn ahead, so that at the end of the data all groups leave with one commit.
-            is_last = not self._source.holds(first, 2 * count)
-            if is_last and not self._source.holds(first, count):
+            is_last = ahead and not self._source.holds(first, 2 * count)
+            if (is_last or not ahead) and not self._source.holds(first, count):
                 return None
             return is_last, copied(self._source.take(Due(first, number, count)))
 
         try:
-            if (taken := retried(take, f"item {number}", self.alive)) is None:
+            try:
+                taken = retried(take, f"item {number}", self.alive)
+            except Exception as error:
+                if not is_ahead(error, first + count):
+                    raise
+                taken = take(ahead=False)  # the error comes in the txn in which the item is due
+            if taken is None:
                 return None
             is_last, batch = taken
             fingerprint = getattr(self._source, "fingerprint", None)
