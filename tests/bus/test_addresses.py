@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from fft.bus import BusError, open_bus, serve_tcp
+from fft.bus import BusError, addresses, open_bus, serve_tcp
 from fft.bus.addresses import (
     SETTING,
     advertised_address,
@@ -60,6 +60,23 @@ def test_metadata_of_a_foreign_transport_gets_the_own_address() -> None:
     assert reachable_url(f"http://{name}:80/x", bus) == "http://[::1]:80/x"
     assert reachable_url("http://elsewhere:80/x", bus) == "http://elsewhere:80/x"
     assert reachable_url("nccl", bus) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("found", "host"),
+    [
+        (["127.0.1.1"], "10.9.9.9"),
+        (["127.0.1.1", "::1"], "10.9.9.9"),
+        (["127.0.1.1", "10.1.2.3"], "h"),
+        (["10.1.2.3"], "h"),
+    ],
+)
+def test_reachable_replaces_a_name_only_if_all_its_addresses_are_loopback(
+    found: list[str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_resolved", lambda name, source: [(None, a) for a in found])
+    monkeypatch.setattr(addresses, "own_address", lambda bus: "10.9.9.9")
+    assert addresses.reachable("h", "tcp://10.0.0.1:1/job") == host
 
 
 def test_joined_puts_ipv6_into_brackets() -> None:

@@ -27,7 +27,7 @@ import fft
 from fft.bus import serve_tcp
 from fft.train.preemption import FileNotice
 from fft.train.unsafe_places import Safety, look
-from fft.util.errors import FftError, InDoubt
+from fft.util.errors import Drained, FftError, InDoubt
 
 WITHIN_S = 10.0
 LIMIT_S = 60.0
@@ -220,7 +220,7 @@ def test_before_the_first_epoch_there_is_nothing_to_wait_for(two: Job) -> None:
     wait_until(lambda: job.engine and job.engine.local.head_read, "it asks to join")
     member.manager.drain(1000.0, "the machine goes")
     member.end()
-    assert member.error is None and member.manager.current_step() == 0
+    assert isinstance(member.error, Drained) and member.manager.current_step() == 0
     (left,) = notes(two.traces, "drained")
     assert left["data"]["left"] > 900 and not notes(two.traces, "drain_late")
     two.audit()
@@ -284,7 +284,7 @@ def test_a_signal_with_a_deadline(two: Job) -> None:
         signal.signal(signal.SIGUSR1, before)
     member.start(lambda m: m.train(5))
     member.end()
-    assert member.error is None
+    assert isinstance(member.error, Drained)
     (left,) = notes(two.traces, "drained")
     assert left["data"]["reason"] == "SIGUSR1" and left["data"]["left"] > 900
 

@@ -21,7 +21,7 @@ from fft.launch.services import start_services
 from fft.launch.supervisor import SupervisorError
 from fft.launch.trace_directory import folder_for, held_traces, refuse_launcher
 from fft.trace.resumed import audit_job
-from fft.trace.starts import folder_of
+from fft.trace.starts import folder_of, start_folder
 from fft.util.new_file import claimed
 
 LIMIT_S = 60.0
@@ -103,6 +103,16 @@ def test_folder_of_a_start_is_the_same_on_all_hosts_and_for_no_other_start(tmp_p
     (second / "g0r0i1.jsonl").touch()
     assert folder_for(tmp_path, None) == tmp_path / "start3"
     assert folder_of(tmp_path, "job-a") == tmp_path
+
+
+def test_folder_of_the_next_start_comes_after_all_others_even_if_one_is_empty(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.jsonl", "start3/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "start2").mkdir()
+    assert start_folder(tmp_path) == tmp_path / "start4"
 
 
 def test_claimed_file_is_never_one_that_exists(tmp_path: Path) -> None:

@@ -144,6 +144,16 @@ def test_digest_ignores_masked_data_but_not_the_mask() -> None:
     assert digest_of(first) == digest_of(hidden) != digest_of(shown)
 
 
+@pytest.mark.parametrize("column", range(10))
+def test_digest_of_a_large_batch_sees_every_column(column: int) -> None:
+    """2048 samples of 20480 elements: a distance of 10 would meet the first column only."""
+    rows = torch.zeros(2048, 10)
+    other = rows.clone()
+    other[:, column] += 1
+    assert digest_of(rows) != digest_of(other)
+    assert digest_of(rows.numpy()) != digest_of(other.numpy())
+
+
 def test_digest_of_an_object_without_known_content_is_that_of_its_class() -> None:
     assert digest_of([object()]) == digest_of([object()]) != digest_of([threading_lock()])
 
@@ -269,7 +279,8 @@ def test_an_error_that_passes_costs_no_item(kind: str, error: Exception, times: 
 
 @pytest.mark.parametrize("kind", _loaders())
 @pytest.mark.parametrize(
-    ("error", "attempts"), [(ConnectionError("reset"), 4), (ValueError("never"), 2)]
+    ("error", "attempts"),
+    [(ConnectionError("reset"), 4), (FileNotFoundError("gone"), 2), (ValueError("never"), 2)],
 )
 def test_a_permanent_error_names_the_item_after_some_attempts(
     kind: str, error: Exception, attempts: int

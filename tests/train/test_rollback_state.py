@@ -375,6 +375,22 @@ def test_parameter_added_between_two_steps_is_restored_and_in_the_fingerprint() 
     assert state.fingerprint() == seen
 
 
+def test_parameter_replaced_under_its_name_between_two_steps_is_restored() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = StepState([model], [optimizer])
+    state.capture()
+    state.note_edits()
+    state.forget()
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    optimizer.param_groups[0]["params"][0] = model.weight
+    state.capture()
+    with torch.no_grad():
+        model.weight.add_(1)
+    state.restore()
+    assert torch.equal(model.weight, torch.ones(2, 2))
+
+
 def test_a_rollback_drops_gradients_of_parameters_that_only_an_optimizer_has() -> None:
     model, loose = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     state = StepState([model], [torch.optim.SGD([loose], lr=0.1)])

@@ -89,6 +89,19 @@ def test_each_group_takes_the_items_of_its_shard_once() -> None:
     assert job.txn("01", sources) == [6, 7, 104, 105]
 
 
+def test_a_member_that_does_not_contribute_consumes_nothing_of_its_shard() -> None:
+    job = Job()
+    sources = [job.source(0), job.source(1)]
+    job.txn("01", sources)
+    learning = job.plan(sources[1], "0")
+    assert learning.members == ("0", "1") and learning.contributors == ("0",)
+    for source in sources:
+        source.committed(learning)
+        assert source.positions == {"0": 2, "1": 1}
+    job.step += 1
+    assert job.txn("01", sources) == [2, 101]
+
+
 def test_each_rank_takes_the_items_of_its_own_shard() -> None:
     job = Job("rank", ranks=2)
     sources = [job.source(0, rank) for rank in (0, 1)]
