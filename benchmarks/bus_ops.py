@@ -29,7 +29,7 @@ CLIENTS = (1, 2, 4, 8)
 LISTENERS = (1, 4, 16, 64)
 SIZES = (300, 30_000, 300_000)
 BURST = 200
-"""Broadcasts in one go: well below the ring, so that no listener is overrun."""
+"""Broadcasts in one burst: well below the ring, so that no listener is overrun."""
 LISTENERS_A_PROCESS = 16
 LIMIT_S = 120.0
 
@@ -38,7 +38,7 @@ LIMIT_S = 120.0
 
 
 def serve(pipe: Connection) -> None:
-    """Serve a bus; answer every word with the CPU seconds used so far; end at "end"."""
+    """Serve a bus; answer every message with the CPU seconds used so far; end at "end"."""
     with serve_tcp() as server:
         pipe.send(server.url)
         while pipe.recv() != "end":
@@ -46,7 +46,8 @@ def serve(pipe: Connection) -> None:
 
 
 def hammer(pipe: Connection, url: str, seconds: float) -> None:
-    """Asked for an operation: prepare it; asked again: repeat it for `seconds`, say how often."""
+    """Prepare each requested operation; at the next message repeat it for `seconds` and send the
+    count."""
     with open_bus(url) as bus:
         while (operation := pipe.recv()) != "end":
             act = OPERATIONS[operation](bus)
@@ -61,7 +62,8 @@ def hammer(pipe: Connection, url: str, seconds: float) -> None:
 
 
 def hear(pipe: Connection, url: str, listeners: int, inbox: str | None) -> None:
-    """Listen `listeners` times; after each word with a number: wait until all heard so many."""
+    """Listen `listeners` times; for each number received, wait until all listeners have so many
+    messages."""
     changed = threading.Condition()
     heard = [0] * listeners
 
@@ -124,7 +126,7 @@ OPERATIONS: dict[str, Callable[[ErrorBus], Callable[[], object]]] = {
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """A process with a pipe; ends with a word, as all of ours do."""
+    """Yield a pipe to a process that runs `target`; the message "end" ends it."""
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(target=target, args=(there, *arguments))
     child.start()
@@ -184,7 +186,7 @@ def until_heard(
 
 
 def ballot(clients: list[ErrorBus], rounds: int) -> list[float]:
-    """From the common start until the last voter holds all votes."""
+    """Measure from the common start until the last voter holds all votes."""
     taken = []
     start = threading.Barrier(len(clients))
     began = [0.0] * len(clients)
@@ -274,7 +276,7 @@ def saturation(
 
 @contextmanager
 def several(calls: list[tuple[Any, ...]]) -> Iterator[list[Connection]]:
-    """Several processes at once."""
+    """Run several processes at once."""
     if not calls:
         yield []
         return
@@ -285,7 +287,7 @@ def several(calls: list[tuple[Any, ...]]) -> Iterator[list[Connection]]:
 def deliveries(
     server: Connection, url: str, listeners: int, inbox: str | None, rounds: int
 ) -> dict[str, object]:
-    """Bursts of 300 bytes to listeners in several processes: the server's time for each."""
+    """Measure bursts of 300 bytes to listeners in several processes: the server's time for each."""
     shares = [
         min(LISTENERS_A_PROCESS, listeners - done)
         for done in range(0, listeners, LISTENERS_A_PROCESS)
@@ -319,14 +321,15 @@ def deliveries(
 
 
 def slope(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """(constant, factor) of the straight line through `points`, by least squares."""
+    """Return (constant, factor) of the least-squares line through `points`."""
     fitted = statistics.linear_regression(*zip(*points, strict=True))
     return fitted.intercept, fitted.slope
 
 
 def model(saturated: list[dict[str, Any]], delivered: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures that a latency model needs, in microseconds of the server's time."""
-    busiest = {r["operation"]: r["server_cpu_us"] for r in saturated}  # the most clients come last
+    """Return the figures that a latency model needs, in microseconds of the server's time."""
+    # The largest number of clients comes last
+    busiest = {r["operation"]: r["server_cpu_us"] for r in saturated}
     reads = [(float(size), busiest[f"read {size} B"]) for size in SIZES]
     writes = [(float(size), busiest[f"write {size} B"]) for size in SIZES]
     heard = [(r["listeners"], r["server_cpu_us"]) for r in delivered if r["listeners"] > 1]

@@ -30,13 +30,15 @@ STATE_MB = 100
 EVERY = 10
 BLOCK = 40
 PAIRS = 12
-"""Of blocks, after one that is not counted."""
+"""Number of pairs of blocks, after one pair that is not counted."""
 AFTER = EVERY // 2
-"""A block begins so many steps after a checkpoint: the last one is written within its block."""
+"""Steps from a checkpoint to the start of a block, so that the last one is written within its
+block."""
 
 
 class Model(nn.Module):
-    """So much state, of which little is trained: a step is not to be a copy of the memory."""
+    """A model with much state, of which little is trained: a step must not be a copy of the
+    memory."""
 
     def __init__(self, state_mb: int) -> None:
         super().__init__()
@@ -122,7 +124,8 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
 
 
 def traced(traces: Path) -> dict[str, float]:
-    """What the job says itself: how many, and medians of the main thread's share, copy, write."""
+    """Return the figures in the job's own traces: their number, and medians of the main thread's
+    share, copy, write."""
     found: dict[str, list[float]] = {}
     counts = dict.fromkeys(("checkpoint", "checkpoint_skipped", "checkpoint_failed"), 0)
     for path in traces.glob("*.jsonl"):

@@ -1,11 +1,11 @@
-"""The picture of `make demo` in README: the demo's own output as an SVG.
+"""A generator of the picture of `make demo` in README: the demo's own output as an SVG.
 
     make demo | python -m benchmarks.demo_picture
 
-Nothing is drawn by hand: the output is read from standard input and shortened. Of the lines that
+The output is read from standard input and shortened; nothing is drawn by hand. Of the lines that
 show the running job, those stay at which a fault fired, or a process started or ended; the text of
-the last fault is cut from them, since the table below has it. The table of error places is left
-out, because it has paths of this machine. ``…`` stands for lines that were left out.
+the last fault is cut from them, since the table below has it. The table of error places is omitted,
+because it has paths of this machine. ``…`` stands for omitted lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEB_FONT = re.compile(r" *@font-face \{.*?\}\n", re.DOTALL)
 
 
 def shortened(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of the picture, from all lines of the demo."""
+    """Return the lines of the picture, from all lines of the demo."""
     shown: object = None
     in_places = False
     last = ""
@@ -47,7 +47,7 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
 
 
 def picture(lines: Iterable[str]) -> str:
-    """An SVG of ``lines``, as a terminal would show them."""
+    """Return an SVG of ``lines``, as a terminal would show them."""
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ def picture(lines: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """Read the output, write the picture. Exit 1 if the demo did not come to its verdict."""
+    """Read the output and write the picture. Exit with 1 if the demo did not reach its verdict."""
     lines = sys.stdin.read().splitlines()
     if not any(line.startswith("verdict: ") for line in lines):
         sys.stderr.write("this is not the output of a demo that ended: it has no verdict\n")

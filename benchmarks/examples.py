@@ -57,7 +57,10 @@ COLUMNS = (
 
 
 def run(example: Example, folder: Path) -> bool:
-    """Train it to the end of its plan; whether it ended well. Its output goes to ``job.log``."""
+    """Train it to the end of its plan and return whether it ended well.
+
+    Its output goes to ``job.log``.
+    """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", f"{example.groups}"]
     command += ["--ranks", str(example.ranks)]
@@ -72,7 +75,7 @@ def run(example: Example, folder: Path) -> bool:
 
 
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
-    """The columns of one run, and whether all is as it must be."""
+    """Return the columns of one run, and whether all requirements are met."""
     report, found = audit_dir(traces), incidents(traces)
     missing = fired(traces)
     all_fired = missing is not None and missing.startswith("all ")
@@ -96,7 +99,7 @@ def row(example: Example, traces: Path) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    """Run them and print the table; the exit code."""
+    """Run the examples, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="specs; all if absent")
     parser.add_argument("--dir", type=Path, required=True, help="for traces and logs; must be new")

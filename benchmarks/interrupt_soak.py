@@ -1,8 +1,8 @@
-"""Interrupts bodies at random points for long: 2 groups x 2 FSDP2 ranks, in Python and in gloo.
+"""A long test with step functions interrupted at random points: 2 groups x 2 FSDP2 ranks.
 
-``python benchmarks/interrupt_soak.py [interruptions]`` (10,000 unless said otherwise, summed over
-the ranks) trains twice, without a fault and with three interruptions of every step, and
-prints how the bodies ended, how long it took from an error to the last rank's restored state and to
+``python benchmarks/interrupt_soak.py [interruptions]`` (default 10,000, summed over the ranks)
+trains twice, without a fault and with three interruptions of every step, in Python and in gloo. It
+prints how the step functions ended, the time from an error to the last rank's restored state and to
 the next commit, and whether both runs ended with the same bits and a clean audit.
 """
 
@@ -26,11 +26,11 @@ RANKS = 4
 VAIN = 3
 LONGEST_S = 0.02
 PER_STEP = 3
-"""Interruptions of a step with ``VAIN``, about."""
+"""Approximate number of interruptions of a step with ``VAIN``."""
 
 
 def run(directory: Path, steps: int, vain: int) -> list[dict[str, Any]]:
-    """What each rank ended with."""
+    """Return the final state of each rank."""
     directory.mkdir()
     fft = str(Path(sys.executable).parent / "fft")
     command = [fft, "run", "--groups", "2", "--ranks", "2", "--no-progress"]

@@ -1,8 +1,8 @@
-"""What a SIGKILL takes before anybody can know of it: the floor of every time after a kill.
+"""The time from a SIGKILL until it can be noticed: a lower bound of every time after a kill.
 
-``python benchmarks/kill_floor.py [TIMES]`` kills a process with torch in it, again and again, and
-prints when its pidfd told, when the other end of a connection of its saw the end, and when the
-lock that it held (`fft.health.death_mutex`) did.
+``python benchmarks/kill_floor.py [TIMES]`` repeatedly kills a process with torch in it, and prints
+the times at which its pidfd, the other end of one of its connections, and the lock that it held
+(`fft.health.death_mutex`) showed the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ there.recv(1)
 
 
 def kill_one() -> tuple[float, float, float, int]:
-    """Milliseconds to the pidfd, the connection's end, the lock; MiB that the process held."""
+    """Return the milliseconds to the pidfd, the connection's end and the lock; and the process's
+    MiB."""
     line, woken = DeathMutex(), threading.Event()
     lock: list[float] = []
 

@@ -1,5 +1,5 @@
 """`make chaos`: every kind of fault at every phase and place, and long random runs, on real jobs.
 
-``python -m benchmarks.chaos`` from the root of the repository. Starts `fft run` and speaks to it as
-an operator would; all figures are read from the traces of the jobs. Nothing of FFT imports it.
+Run ``python -m benchmarks.chaos`` from the root of the repository. It starts `fft run` and controls
+it as an operator would; all figures come from the traces of the jobs. FFT does not import it.
 """

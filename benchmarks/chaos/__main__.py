@@ -23,7 +23,7 @@ from benchmarks.chaos.cases import FITTING, LAYOUTS, Case, Layout, suites
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ``words`` in its place."""
+    """Parse the command line, or ``words`` in its place."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("what", choices=("matrix", "random", "list"))
     parser.add_argument(
@@ -52,7 +52,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_matrix(layout: Layout, args: argparse.Namespace, traces: Path, console: Console) -> bool:
-    """Whether nothing was wrong."""
+    """Run the matrix of one layout; return whether there were no problems."""
 
     def wanted(case: Case) -> bool:
         return args.case is None or any(word in case.name for word in args.case)
@@ -76,7 +76,7 @@ def run_matrix(layout: Layout, args: argparse.Namespace, traces: Path, console: 
 
 
 def run_random(layout: Layout, args: argparse.Namespace, traces: Path, console: Console) -> bool:
-    """Whether nothing was wrong."""
+    """Run random faults in one layout; return whether there were no problems."""
     load = os.getloadavg()[0]
     found = soak.run(
         layout,
@@ -98,11 +98,11 @@ def run_random(layout: Layout, args: argparse.Namespace, traces: Path, console: 
 
 
 def main() -> None:
-    """Run and say."""
+    """Run the benchmarks and print the results."""
     args, console = arguments(), Console()
     if not console.is_terminal:  # a pipe has no width
         console.width = 150
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the job that runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the running job, too
     root = args.traces or Path(tempfile.mkdtemp(prefix="fft-chaos-"))
     good = True
     for name in args.layout:

@@ -1,7 +1,7 @@
-"""A job whose groups step alone: how its inner steps went, beside its synchronisations. Pure.
+"""The inner steps of a job whose groups train locally, beside its synchronizations. Pure.
 
-Reads the notes of traces. An inner step *counts* if its slice of the data was consumed by a
-synchronisation; those of a group that was killed before it are computed again by another.
+The input is the notes of traces. An inner step *counts* if a synchronization consumed its slice of
+the data; another group recomputes the steps of a group that was killed before that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.slices import Slices
 
 FEW = 20
-"""Losses at either end of the run, of which the mean is told."""
+"""Number of losses at either end of the run whose mean is reported."""
 ALONE = frozenset({"local_sgd", "diloco", "hsdp_diloco", "async"})
-"""Of `trainer.py`: those whose groups step alone."""
+"""Trainers of `trainer.py` whose groups train locally."""
 NOTES = frozenset({"inner_commit", "inner_abort", "inner_torn", "metrics"})
 
 
@@ -27,16 +27,16 @@ class Inner:
     """The inner steps of a run."""
 
     steps: int
-    """Of one synchronisation."""
+    """Inner steps of one synchronization."""
     done: int
-    """Committed by their groups."""
+    """Inner steps committed by their groups."""
     counted: int
-    """Of these, and of those of a group that was lost after its vote: in a synchronisation."""
+    """Inner steps that count, including those of a group that was lost after its vote."""
     repeated: int
     torn: int
-    """How often a group had to begin anew from the last synchronisation."""
+    """How often a group had to restart from the last synchronization."""
     clean_ms: float
-    """Median time from one to the next, of one group between two synchronisations."""
+    """Median time between inner steps of one group, between two synchronizations."""
     first_loss: float
     last_loss: float
 
@@ -46,14 +46,14 @@ class Inner:
         return self.last_loss < self.first_loss
 
     def goodput(self, groups: int, wall_s: float) -> float:
-        """Counted steps x clean step / (wall x groups): as if no group were ever away."""
+        """Return counted steps x clean step / (wall x groups), as if no group were ever away."""
         return self.counted * self.clean_ms / 1e3 / (wall_s * groups) if wall_s else 0.0
 
 
 def inner_of(lines: Iterable[Mapping[str, Any]], data: Slices) -> Inner | None:
-    """Of the notes, by wall clock; None: there was no inner step.
+    """Compute the inner steps from the notes, by wall clock; None if there were none.
 
-    The ranks of a group step together, so that those of its first one are counted.
+    The ranks of a group step together, so only those of its first rank are counted.
     """
     notes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:

@@ -1,7 +1,7 @@
-"""The matrix: which faults, where. Pure.
+"""The fault matrix: the faults and their places. Pure.
 
-A place is one rank, one group, or all groups but one. Where a layout makes two of them the same,
-it is done once. Cases that can be had from one running job share one: a `Suite`.
+A place is one rank, one group, or all groups but one. If a layout makes two places equal, the case
+is run once. Cases that can share a running job form a `Suite`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fft.messages.fault_plans import PHASES
 PACE_S = 0.02
 HANG_GRACE_S = 2.0
 HANGS_FOR_S = 8.0
-"""Longer than threshold and grace: it is unwound or ended, where it is noticed at all."""
+"""Seconds above threshold and grace, so that a hang that is noticed is unwound or ended."""
 DECIDED = frozenset({"decided"})
 _QUICK_BUS = ("connect_timeout=1", "bus_retry=0.5", "bus_limit=3")
 _GRACE = (f"hang_grace={HANG_GRACE_S:g}",)
@@ -23,29 +23,32 @@ _GRACE = (f"hang_grace={HANG_GRACE_S:g}",)
 
 @dataclass(frozen=True)
 class Layout:
-    """Groups x ranks in each."""
+    """The number of groups and of ranks in each."""
 
     groups: int
     ranks: int
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The name on the command line."""
         return f"{self.groups}x{self.ranks}"
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The name in tables."""
         ranks = f"{self.ranks} FSDP2 ranks" if self.ranks > 1 else "1 rank"
         return f"{self.groups} groups × {ranks}"
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Those that its steps have: a model without FSDP2 waits for no single reduction."""
+        """The phases that its steps have: a model without FSDP2 waits for no single reduction."""
         return tuple(p for p in PHASES if self.ranks > 1 or p != "after_allreduce")
 
     def places(self, whole_groups: bool) -> dict[str, list[tuple[str, int | None]]]:
-        """(group, rank) of each place; rank None: the fault is the group's. Group 0 stays."""
+        """Return (group, rank) of each place; rank None if the fault is the group's.
+
+        Group 0 is spared.
+        """
         last = self.groups - 1
         every = [None] if whole_groups else list(range(self.ranks))
         found: dict[str, list[tuple[str, int | None]]] = {}
@@ -70,7 +73,7 @@ FITTING = {
     "pipeline": ("2x2",),
     "pipeline_ahead": ("2x2",),
 }
-"""Loops of `trainer.py`, and the layouts that each can train in. `gpt` and `cnn` are hsdp's."""
+"""Trainers of `trainer.py`, and the layouts that each can use. `gpt` and `cnn` also fit hsdp."""
 
 
 @dataclass(frozen=True)
@@ -78,38 +81,38 @@ class Case:
     """One fault at one phase and place."""
 
     kind: str
-    """As in the table: a hang with the interpreter's lock is a kind of its own."""
+    """Kind as in the table; a hang with the interpreter's lock is a separate kind."""
     phase: str
     place: str
     entries: tuple[dict[str, Any], ...] = ()
-    """Faults to be commanded, without names and steps."""
+    """Faults to command, without names and steps."""
     evict: tuple[str, ...] = ()
-    """GROUP or GROUP.RANK to be evicted instead."""
+    """GROUP or GROUP.RANK to evict instead."""
     leaves: tuple[str, ...] = ()
-    """Groups that nobody brings back but us."""
+    """Groups that only the benchmark brings back."""
 
     @property
     def name(self) -> str:
-        """``kind/phase/place``, for people and for --case."""
+        """The case as ``kind/phase/place``, for tables and for --case."""
         return f"{self.kind}/{self.phase}/{self.place}".replace(" ", "-")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases for one job, one after the other."""
+    """Cases for one job, run one after the other."""
 
     name: str
     cases: tuple[Case, ...]
     timeouts: tuple[str, ...] = ()
-    """Of the workers, NAME=SECONDS, where the defaults would make the matrix take hours."""
+    """Timeouts of the workers, NAME=SECONDS, if the defaults would make the matrix take hours."""
     allowed: frozenset[str] = field(default=frozenset())
-    """Findings of the audit that DESIGN promises for these faults."""
+    """Findings of the audit that DESIGN permits for these faults."""
     ends: bool = False
-    """The job ends with its only case, by design."""
+    """Whether the job ends with its only case, by design."""
 
 
 def suites(layout: Layout) -> list[Suite]:
-    """Everything, for one layout."""
+    """Return all suites of one layout."""
     transient = [
         *_by_phase(layout, "exception"),
         *_by_phase(layout, "network_cut"),
@@ -153,7 +156,7 @@ def _placed(layout: Layout, called: str, phase: str, fault: dict[str, Any]) -> l
 
 def _drains(layout: Layout) -> Iterator[Case]:
     for place, groups in layout.places(whole_groups=True).items():
-        if place != "1 rank":  # only a group can be drained
+        if place != "1 rank":  # a drain applies to groups only
             names = tuple(group for group, _ in groups)
             entries = tuple({"kind": "drain", "group": name} for name in names)
             yield Case("drain", "vote", place, entries, leaves=names)

@@ -1,6 +1,6 @@
-"""A running job and a hand on it: `fft run` as a child, its bus, and what its traces say so far.
+"""Control of a running job: `fft run` as a child, its bus, and its traces so far.
 
-Starts one `fft run` and ends it. Sets FFT_TOKEN_FILE in this process while it opens the bus.
+It starts one `fft run` and ends it. It sets FFT_TOKEN_FILE in this process while it opens the bus.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from fft.trace.tail import TraceTail
 WORKER = Path(__file__).with_name("worker.py")
 TRAINER = Path(__file__).with_name("trainer.py")
 SETTLED = 12
-"""Commits of a whole job before it is broken (again). A monitor that has just been started needs to
-have seen three of them, and until then waits for `hang_limit`, ten minutes."""
+"""Commits of a whole job before a fault.
+
+A monitor that has just started needs three of them, and until then waits for `hang_limit`, ten
+minutes.
+"""
 LEAD = 5
-"""Steps from the command to the fault: all who are concerned have heard it."""
+"""Steps from the command to the fault, enough for all ranks concerned to receive it."""
 POLL_S = 0.02
 START_S = 240.0
 RECOVERED_S = 180.0
@@ -39,16 +42,16 @@ _REACH = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
 
 
 def fault_names(case: Case, number: int) -> list[str]:
-    """What the faults of the job's ``number``-th case are called in its traces."""
+    """Return the names of the faults of the job's ``number``-th case in its traces."""
     return [f"case-{number}-{i}" for i in range(len(case.entries))]
 
 
 class ChaosError(Exception):
-    """The job did not do what every job must: says what was waited for, and where to look."""
+    """The job did not behave as required; the message names the awaited event and the logs."""
 
 
 class Job:
-    """One job, until the block is left; then it is drained, or killed if it does not heed."""
+    """One job, until the block is left; then it is drained, or killed if it does not drain."""
 
     def __init__(
         self,
@@ -59,9 +62,12 @@ class Job:
         limit_s: float,
         trainer: str | None = None,
     ) -> None:
-        """``pace``: of a step, in seconds; the job is killed after ``limit_s``.
+        """Start the job.
 
-        ``trainer``: a loop of `trainer.py`; None: the small model of `worker.py`.
+        Args:
+            pace: Seconds of a step.
+            limit_s: Time after which the job is killed.
+            trainer: A loop of `trainer.py`, or None for the small model of `worker.py`.
         """
         self.script = WORKER if trainer is None else TRAINER
         self.layout, self.traces = layout, directory / "traces"
@@ -106,13 +112,13 @@ class Job:
         self._end()
 
     def _end(self) -> None:
-        """Drain the job; `fft run` kills its children if they do not heed, we only `fft run`."""
+        """Drain the job; `fft run` kills its children if they do not drain, this only `fft run`."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
             self.process.wait(ENDED_S)
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # the second one kills all ranks
+            self.process.terminate()  # the second signal kills all ranks
             self.process.wait(ENDED_S)
         finally:
             self.tail.close()
@@ -121,11 +127,14 @@ class Job:
                 self.process.wait()
 
     def said(self) -> str:
-        """What `fft run` has written."""
+        """Return the output of `fft run`."""
         return self._said.read_text(errors="replace")
 
     def until(self, holds: Callable[[], bool], what: str, within: float) -> None:
-        """Look again and again: traces have nothing to wait on. Raises ChaosError."""
+        """Poll until ``holds`` is true, because traces offer no event to wait for.
+
+        Raises ChaosError.
+        """
         deadline = time.monotonic() + within
         while not holds():
             if self.process.poll() is not None:
@@ -137,11 +146,11 @@ class Job:
     # --- what it is doing ---
 
     def whole_epoch(self) -> tuple[int, ...] | None:
-        """The epoch that all groups are at work in, by rank, if there is one.
+        """Return the epoch that all groups are working in, by rank, if there is one.
 
-        It is one and the same, but for stages that step by themselves. Groups that wait for no slow
-        one are in few epochs together: ``()`` where all have been in one since they began, and the
-        newest record counts them in: of who was killed it alone tells.
+        It is the same for all, except for stages that step by themselves. Asynchronous groups are
+        rarely in one epoch together: the result is ``()`` if each has been in an epoch since it
+        began and the newest record lists it, which is the only sign for a group that was killed.
         """
         view, groups = self.tail.poll(), [str(g) for g in range(self.layout.groups)]
         ranks = [view.of(group) for group in groups]
@@ -181,7 +190,7 @@ class Job:
     # --- breaking it ---
 
     def commit(self, case: Case, names: Sequence[str]) -> None:
-        """Carry out a case, its faults under ``names``, and wait until it has happened."""
+        """Carry out a case, with its faults under ``names``, and wait until it has happened."""
         for place in case.evict:
             drain.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
         if not case.entries:
@@ -195,20 +204,20 @@ class Job:
         state = self.desk.job()
         said = inject.send(self.desk, state, FaultPlan.model_validate({"faults": entries}))
         answers = "; ".join(one.text for one in said)
-        if all("group" in entry for entry in entries):  # else it is the supervisor's
+        if all("group" in entry for entry in entries):  # else the fault is the supervisor's
             self.until(
                 lambda: self._happened(entries, before), f"{case.name} ({answers})", RECOVERED_S
             )
 
     def bring_back(self, case: Case) -> None:
-        """Start the groups that a case made leave, once their processes have ended."""
+        """Start the groups that left because of a case, once their processes have ended."""
         for group in case.leaves:
             ended = partial(self.has_ended, group)
             self.until(ended, f"group {group} leaves", RECOVERED_S)
             self.start_again(group)
 
     def start_again(self, group: str) -> None:
-        """Have the supervisor start a group that has left."""
+        """Make the supervisor start a group that has left."""
         drain.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
 
     def has_ended(self, group: str) -> bool:
@@ -219,7 +228,8 @@ class Job:
         return {place: rank.inc for place, rank in self.tail.view.ranks.items()}
 
     def _happened(self, entries: list[dict[str, Any]], before: dict[tuple[str, int], int]) -> bool:
-        """Each fault has fired, or the process that was to do it has ended by another's."""
+        """Whether each fault has fired, or the process that was to do it has ended by another
+        fault."""
         view = self.tail.poll()
 
         def over(entry: dict[str, Any]) -> bool:

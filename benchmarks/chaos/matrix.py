@@ -1,4 +1,4 @@
-"""Runs the fault matrix: one job for each suite of a layout, one case after the other in it."""
+"""The runner of the fault matrix: one job for each suite of a layout, one case after the other."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Say = Callable[[str], None]
 
 @dataclass
 class Result:
-    """Of one layout."""
+    """The results of one layout."""
 
     layout: Layout
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What no job may do; empty, if all is well."""
+    """Violations of the requirements for every job; empty if there are none."""
     steps_ms: dict[str, float] = field(default_factory=dict)
     """Median step by suite."""
     took_s: float = 0.0
 
 
 def run(layout: Layout, directory: Path, wanted: Callable[[Case], bool], say: Say) -> Result:
-    """Every wanted case; traces stay under ``directory``."""
+    """Run every wanted case; traces stay under ``directory``."""
     result, began = Result(layout), time.monotonic()
     for suite in suites(layout):
         if cases := [case for case in suite.cases if wanted(case)]:
@@ -74,7 +74,10 @@ def _carry_out(job: Job, suite: Suite, one: Done) -> None:
 
 
 def _ended_wrongly(job: Job, suite: Suite) -> Iterator[str]:
-    """A job ends well when it is drained; one that is to end by design must say so."""
+    """Return the problem with a job's end.
+
+    A drained job ends well; one that ends by design reports it.
+    """
     code, said = job.process.returncode, job.said()
     is_told = "the bus was restarted, and has forgotten the job" in said
     if (suite.ends and not (code == 1 and is_told)) or (not suite.ends and code != 0):

@@ -1,8 +1,9 @@
-"""What the cases of a job cost, out of its traces alone. Times are wall clock of one host.
+"""The costs of a job's cases, computed from its traces alone. Times are wall clock of one host.
 
-Reads trace files only. *Heard by all*: the last of those who lived on has heard the record that
-ended the epoch of the fault. *Rolled back*: the last of them has its start of the step back. *Next
-commit*: the last of them has committed a step after it.
+It reads only trace files. The columns are the times until the last surviving rank has reached an
+event. *Heard by all*: it has received the record that ended the epoch of the fault. *Rolled back*:
+it has restored its state at the start of the step. *Next commit*: it has committed a step after
+that.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class Done:
 
     case: Case
     names: list[str]
-    """Of its faults in the traces; empty: ``began`` is when it was asked for."""
+    """Names of its faults in the traces; if empty, ``began`` is the time of the request."""
     began: float
-    """Wall clock, s."""
+    """Wall clock in seconds."""
     over: float = math.inf
-    """When the whole job was at work again."""
+    """Time at which the whole job was working again."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Times in ms from the first of its faults; None: that did not happen."""
+    """One case. Times are in ms from the first of its faults; None if the event did not happen."""
 
     layout: str
     kind: str
@@ -49,15 +50,16 @@ class Row:
     attempts_lost: int
     bytes_healed: int
     audit: str
-    """``clean``, or the findings; of the job that the case was a part of."""
+    """``clean``, or the findings of the audit of the job that the case was a part of."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 def judged(directory: Path, allowed: Iterable[str]) -> str:
-    """The audit: ``clean``, or what was found, beginning with VIOLATED if it is not ``allowed``."""
+    """Audit: return ``clean`` or the findings, beginning with VIOLATED if one is not
+    ``allowed``."""
     findings = [f for f in audit_dir(directory).findings if f.violation is not None]
     broken = {f.name: f"{f.name}: {f.violation} ({f.place})" for f in findings}
     if bad := [text for name, text in broken.items() if name not in set(allowed)]:
@@ -66,7 +68,7 @@ def judged(directory: Path, allowed: Iterable[str]) -> str:
 
 
 def median_step_ms(lines: list[dict[str, Any]], groups: int) -> float:
-    """Median of the time from commit to commit of the whole job, on one rank, in one epoch."""
+    """Return the median time between commits of the whole job, on one rank, in one epoch."""
     mine = [r for r in lines if r.get("on") == "applied" and (r["group"], r["rank"]) == ("0", 0)]
     steps = [
         (b["wall"] - a["wall"]) * 1e3
@@ -79,7 +81,7 @@ def median_step_ms(lines: list[dict[str, Any]], groups: int) -> float:
 def rows(
     layout: str, done: Iterable[Done], lines: list[dict[str, Any]], audit: str
 ) -> Iterator[Row]:
-    """A row for each case of a job that has ended, with all its ``lines``."""
+    """Return a row for each case of a job that has ended, from all its ``lines``."""
     for one in done:
         start = _start(lines, one)
         window = [line for line in lines if start <= line["wall"] < one.over]
@@ -90,16 +92,16 @@ def rows(
 
 @dataclass(frozen=True)
 class _Window:
-    """What was traced from the fault of a case until its job was whole again."""
+    """The trace lines from the fault of a case until its job was whole again."""
 
     lines: list[dict[str, Any]]
     start: float
     epoch: int
-    """In which it met the job."""
+    """The epoch in which the fault met the job."""
     inside: set[Who]
 
     def ends(self) -> list[dict[str, Any]]:
-        """Records that ended an epoch, in order."""
+        """Return the records that ended an epoch, in order."""
         found = {e["record"]["n"]: e["record"] for r in self.lines if "record" in (e := _event(r))}
         return [
             record
@@ -108,7 +110,7 @@ class _Window:
         ]
 
     def firsts(self, mark: Callable[[dict[str, Any]], bool]) -> dict[Who, float]:
-        """When each who was in the epoch first wrote a line with that mark."""
+        """Return when each member of the epoch first wrote a line with that mark."""
         found: dict[Who, float] = {}
         for line in self.lines:
             if _who(line) in self.inside and mark(line):
@@ -116,7 +118,8 @@ class _Window:
         return found
 
     def last_ms(self, found: dict[Who, float], lived_on: Iterable[Who]) -> float | None:
-        """The last of those who lived on (of all, if nobody did), in ms from the fault."""
+        """Return the time of the last survivor (of all members if there is none), in ms from the
+        fault."""
         walls = [found[who] for who in lived_on if who in found] or list(found.values())
         return (max(walls) - self.start) * 1e3 if walls else None
 

@@ -1,6 +1,6 @@
 """Tables for the terminal, and docs/chaos.md: each run fills in its own part of the page.
 
-Reads and writes that page only.
+It reads and writes only that page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.pages import fill, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chaos.md"
 TARGETS = {"exception": "≤ 20", "one_sided": "≤ 20", "kill": "≤ 20", "hang": "≤ threshold + 50"}
-"""Of the time until all have heard, in ms."""
+"""Targets for the time until all ranks have received the record, in ms."""
 HEADINGS = (
     "kind", "cases", "heard by all", "target", "rolled back", "next commit", "bytes healed",
     "audit",
@@ -35,7 +35,7 @@ _THRESHOLD = re.compile(r"hangs: .*\(threshold (\d+\.\d+) s")
 
 
 def machine(load_before: float) -> str:
-    """Of this machine, now; its load as it was before the run."""
+    """Describe this machine now, and its load as it was before the run."""
     return (
         f"{datetime.now():%Y-%m-%d %H:%M}, {os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}; load average before the run {load_before:.1f}"
@@ -43,7 +43,7 @@ def machine(load_before: float) -> str:
 
 
 def summary(result: Result) -> list[tuple[str, ...]]:
-    """A row a kind; times in ms as median / maximum."""
+    """Return a row for each kind; times in ms as median / maximum."""
     kinds = dict.fromkeys(row.kind for row in result.rows)
     return [_summary(kind, [r for r in result.rows if r.kind == kind]) for kind in kinds]
 
@@ -67,7 +67,7 @@ def _summary(kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _beyond(rows: Iterable[Row]) -> str:
-    """How long after the threshold hangs were heard of, where a monitor said which it was."""
+    """Return how long after the threshold hangs were reported, if a monitor named the threshold."""
     found = ((row.heard_ms, _THRESHOLD.search(row.noticed)) for row in rows)
     over = [heard - float(m[1]) * 1e3 for heard, m in found if heard is not None and m is not None]
     if not over:
@@ -76,7 +76,7 @@ def _beyond(rows: Iterable[Row]) -> str:
 
 
 def matrix_table(result: Result) -> Table:
-    """The summary, for the terminal."""
+    """Return the summary for the terminal."""
     table = Table(title=f"{result.layout.title}: ms, median / maximum")
     for heading in HEADINGS:
         table.add_column(heading, overflow="fold")
@@ -86,14 +86,14 @@ def matrix_table(result: Result) -> Table:
 
 
 def soak_lines(soak: Soak) -> list[str]:
-    """A random run in lines of markdown."""
+    """Return a random run in lines of markdown."""
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.faults.items()))
     checks = soak.checks.get("agreement", 0), soak.checks.get("replicas_equal", 0)
     divergent = sum(text.startswith("replicas_equal") for text in soak.splits)
     data, inner = soak.data, soak.inner
     goodput = f"; clean step {soak.clean_step_ms:.0f} ms; **goodput {soak.goodput:.1%}**"
     if math.isnan(soak.clean_step_ms):
-        goodput = ""  # no two commits in one epoch
+        goodput = ""  # there are no two commits in one epoch
     alone = []
     if inner is not None:
         alone = [
@@ -122,7 +122,7 @@ def soak_lines(soak: Soak) -> list[str]:
 
 
 def soak_table(soak: Soak) -> list[tuple[str, ...]]:
-    """What was sampled."""
+    """Return a table of the samples."""
     return [
         (
             s.place,
@@ -143,7 +143,7 @@ SAMPLED = (
 
 
 def write_matrix(result: Result, load_before: float) -> None:
-    """The part of one layout."""
+    """Write the part of one layout."""
     details = [
         "layout,kind,phase,place,noticed by,heard by all ms,rolled back ms,next commit ms,"
         "attempts lost,bytes healed",
@@ -172,7 +172,7 @@ def write_matrix(result: Result, load_before: float) -> None:
 
 
 def write_soak(soak: Soak, load_before: float) -> None:
-    """The part of the random run of one layout."""
+    """Write the part of the random run of one layout."""
     lines = [f"Measured {machine(load_before)}.", "", *soak_lines(soak), ""]
     name = "-".join(filter(None, ["random", soak.layout.name, soak.trainer]))
     fill(PAGE, name, [*lines, *markdown(SAMPLED, soak_table(soak))])

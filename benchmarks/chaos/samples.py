@@ -1,7 +1,7 @@
-"""What a job's processes hold, sampled while it runs, and whether that stays the same.
+"""Samples of the resources of a job's processes while it runs, and whether they stay constant.
 
-Reads /proc through psutil; ends nothing. A process is known by its place (``trainer 1/0``), so that
-one that was started again goes on where the one before it was; its first seconds do not count.
+It reads /proc through psutil and ends no process. A process is identified by its place (``trainer
+1/0``), so a restarted one continues the series of its predecessor; its first seconds do not count.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import psutil
 
 WARM_UP_S = 10.0
-"""Of a process's life: it loads, and allocators reach their size."""
+"""Seconds of a process's life that do not count: it loads, and allocators reach their size."""
 LEAST = 6
-"""Samples of a place, without which nothing is said about it."""
+"""Minimum number of samples of a place for a verdict."""
 BOUNDS = {"rss_mib": (0.05, 8.0), "fds": (0.0, 4.0), "threads": (0.0, 3.0), "bus_keys": (0.0, 8.0)}
-"""How much the median of the last third may be above that of the first: a share of it, or so much
-at least. Threads and descriptors come and go with every epoch."""
+"""Limits for the growth of the median from the first to the last third: a share of it, or at least
+an absolute amount. Threads and descriptors come and go with every epoch."""
 UNITS = {"rss_mib": "MiB", "fds": "file descriptors", "threads": "threads", "bus_keys": "bus keys"}
 
 
@@ -40,7 +40,7 @@ class Series:
 
     @property
     def bound(self) -> float:
-        """What ``late`` may be."""
+        """Return the maximum for ``late``."""
         share, least = BOUNDS[self.what]
         return self.early + max(share * self.early, least)
 
@@ -52,16 +52,16 @@ class Series:
 
 @dataclass
 class Sampler:
-    """Takes samples of the children of the process ``pid``, and of itself."""
+    """A sampler of the children of the process ``pid``, and of that process."""
 
     pid: int
     worker: str
-    """Path of the training script, by which trainers are known."""
+    """Path of the training script, which identifies trainers."""
     _values: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     _places: dict[tuple[int, float], str | None] = field(default_factory=dict)
 
     def sample(self, now: float, bus_keys: int) -> None:
-        """One sample of all at the wall clock's ``now``, in seconds."""
+        """Take one sample of all processes at the wall-clock time ``now``, in seconds."""
         self._values["the bus", "bus_keys"].append(bus_keys)
         try:
             root = psutil.Process(self.pid)
@@ -85,7 +85,7 @@ class Sampler:
                 self._values[place, what].append(value)
 
     def series(self) -> list[Series]:
-        """What was seen, by place."""
+        """Return the samples by place."""
         return [
             _series(place, what, values)
             for (place, what), values in sorted(self._values.items())
@@ -93,7 +93,7 @@ class Sampler:
         ]
 
     def _place(self, process: psutil.Process) -> str | None:
-        """A name; None: a process of a moment."""
+        """Return the name of a process's place, or None for a short-lived process."""
         key = (process.pid, process.create_time())
         if key not in self._places:
             self._places[key] = self._name(process)
@@ -112,7 +112,7 @@ class Sampler:
         )
         parent = process.parent()
         is_forked = parent is not None and parent.pid != self.pid and parent.cmdline() == words
-        if role is None or is_forked:  # the latter is a worker of a trainer's loader
+        if role is None or is_forked:  # a forked one is a worker of a trainer's loader
             return None
         env = process.environ()
         return f"{role} {env.get('FFT_GROUP')}/{env.get('RANK')}"

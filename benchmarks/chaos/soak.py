@@ -1,8 +1,8 @@
-"""A long random run: faults drawn from a seed, into one job, at any time; and what came of it.
+"""A long random run: faults drawn from a seed hit one job at any time.
 
-Faults that may end a process wait until every group is there and has the state: a job whose last
-group with the state is ended has nothing to go on with. All others come when they come, also into
-an epoch that is just being formed.
+Faults that may end a process wait until every group has the state: a job cannot continue after its
+last group with the state has ended. All other faults come at any time, including while an epoch is
+being formed.
 """
 
 from __future__ import annotations
@@ -34,67 +34,68 @@ from fft.util.errors import FftError
 
 PACE_S = 0.2
 EVERY_S = 5.0
-"""Mean time from one fault to the next; the times are drawn from the seed too."""
+"""Mean time between faults; the times are also drawn from the seed."""
 SAMPLE_S = 2.0
 HUNG_S = 30.0
-"""Without a commit for longer, the job counts as hung."""
+"""Seconds without a commit after which the job counts as hung."""
 DEADLY = frozenset({"kill", "stop", "hang", "drain"})
-"""A hang where no signal unwinds is ended by the monitor, too."""
+"""Faults that may end a process. The monitor ends a hang that no signal unwinds."""
 DRAIN_EVERY = 5
-"""Where groups step alone, every so manieth fault is a drain; the group is then started again."""
+"""Interval of drains among the faults of local groups; a drained group is restarted."""
 TIMEOUTS = ("hang_grace=3",)
-"""So that who is stopped for 5 s is ended by its monitor, and not waited for."""
+"""Timeouts that make the monitor end a process that is stopped for 5 s."""
 _TICK_S = 0.1
 _STAGES_APART = 2
-"""Steps, at most, of stages that step by themselves: the step that is looked at is the first's."""
+"""Maximum distance in steps of stages that step by themselves; the driver observes the first
+stage's step."""
 _APART = 10
-"""Steps from one fault that may end a process to the next; it has begun by then, or is over."""
+"""Steps between faults that may end a process; the previous one has begun by then, or is over."""
 
 
 @dataclass
 class Soak:
-    """What came of a run."""
+    """The result of a run."""
 
     layout: Layout
     seed: int
     seconds: float
     trainer: str | None = None
-    """The real loop that trains; None: the benchmarks' own body."""
+    """The loop of `trainer.py`, or None for the benchmarks' own step function."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Fired, by kind."""
+    """Number of faults that fired, by kind."""
     missed: int = 0
-    """Drawn for a place where nobody was just then."""
+    """Number of faults that were drawn for a place without a process at that moment."""
     commits: int = 0
     aborts: int = 0
     epochs: int = 0
     wall_s: float = 0.0
-    """From the first commit to the last."""
+    """Seconds from the first commit to the last."""
     clean_step_ms: float = 0.0
     longest_gap_s: float = 0.0
     hangs: int = 0
     splits: list[str] = field(default_factory=list)
-    """What the audit found violated."""
+    """Violations that the audit found."""
     checks: dict[str, int] = field(default_factory=dict)
-    """How often the audit weighed each guarantee."""
+    """Number of checks of each guarantee by the audit."""
     data: Slices = field(default_factory=lambda: Slices(0, 0, 0, 0, 0))
     inner: Inner | None = None
-    """Where groups step alone."""
+    """The inner steps, if groups train locally."""
     series: list[Series] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
-        """Committed steps x median clean step / wall: the share of the time that counted."""
+        """Return committed steps x median clean step / wall: the share of the time that counted."""
         return self.commits * self.clean_step_ms / 1e3 / self.wall_s if self.wall_s else 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether nothing has grown beyond its bound."""
+        """Whether no resource has grown beyond its bound."""
         return all(series.steady for series in self.series)
 
     @property
     def ok(self) -> bool:
-        """Whether it went as it must."""
+        """Whether the run met all requirements."""
         learned = self.inner is None or self.inner.learned
         clean = not (self.problems or self.splits or self.hangs) and self.data.exact
         return clean and self.steady and learned
@@ -108,7 +109,7 @@ def run(
     say: Say,
     trainer: str | None = None,
 ) -> Soak:
-    """Break a job at random for ``seconds``; traces stay under ``directory``."""
+    """Inject random faults into a job for ``seconds``; traces stay under ``directory``."""
     soak = Soak(layout, seed, seconds, trainer)
     try:
         with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds, trainer) as job:
@@ -127,14 +128,15 @@ def run(
 
 
 class _Driver:
-    """Injects and samples, on the caller's thread, until the time is over."""
+    """A loop that injects and samples on the caller's thread until the time is over."""
 
     def __init__(self, job: Job, soak: Soak, sampler: Sampler, say: Say) -> None:
         self._job, self._soak, self._sampler, self._say = job, soak, sampler, say
         self._safe_from = 0
-        """The step from which a fault may end a process again."""
+        """The step from which a fault may again end a process."""
         self._whole: tuple[tuple[int, ...] | None, int] = (None, 0)
-        """The epoch that the whole job was last seen at work in, and the step at which it began."""
+        """The last epoch in which the whole job was seen working, and the step at which it
+        began."""
         self._leaving: str | None = None
         """The group that is being drained."""
 
@@ -168,7 +170,7 @@ class _Driver:
         epoch, step = self._job.whole_epoch(), self._job.tail.view.step
         if epoch != self._whole[0]:
             self._whole = (epoch, step)
-        # who has just joined has the state only with the first commit of the epoch
+        # a joiner has the state only with the first commit of the epoch
         has_state = step > self._whole[1] + _STAGES_APART
         return epoch is not None and has_state and step >= self._safe_from
 
@@ -190,13 +192,13 @@ class _Driver:
 
     def _sample(self) -> None:
         if self._job.whole_epoch() is None:
-            return  # how many connections there are depends on how many processes there are
+            return  # the number of connections depends on the number of processes
         keys = self._job.desk.bus.key_count(messages=False)
         self._sampler.sample(time.time(), keys)
 
 
 def with_drains(faults: Iterable[AnyFault]) -> Iterator[AnyFault]:
-    """The same, with a drain of its group in place of every `DRAIN_EVERY`-th."""
+    """Replace every `DRAIN_EVERY`-th fault by a drain of its group."""
     for number, fault in zip(itertools.count(1), faults, strict=False):
         group = getattr(fault, "group", None)
         if number % DRAIN_EVERY or group is None:
@@ -206,7 +208,7 @@ def with_drains(faults: Iterable[AnyFault]) -> Iterator[AnyFault]:
 
 
 def _judge(soak: Soak, traces: Path) -> None:
-    """Fill in what the traces say. Reads all of them: some minutes after an hour."""
+    """Fill in the results from all traces, which takes some minutes after an hour's run."""
     if not list(traces.glob("*.jsonl")):
         return
     report = audit_dir(traces)
@@ -241,7 +243,7 @@ def _is_fault(line: dict[str, Any]) -> bool:
 
 
 def _tells(line: dict[str, Any]) -> bool:
-    """Whether `_judge` wants it; a long run has too many lines to keep them all."""
+    """Whether `_judge` needs the line; a long run has too many lines to keep them all."""
     note = line.get("note")
     is_told = note in ("inject", "consumed") or note in NOTES
     return is_told or line.get("on") == "applied" or "record" in (line.get("event") or {})

@@ -1,11 +1,11 @@
-"""One rank of a job to be broken that trains as people do: a GPT, also in torch's DDP, a
-convolutional network, a pipeline; a GPT by LocalSGD, by DiLoCo, with shards of it on the ranks of
-each group or without, and by DiLoCo that waits for no slow group.
+"""One rank of a job for fault injection with a realistic loop: a GPT, also in torch's DDP, a
+convolutional network, or a pipeline; a GPT by LocalSGD, by DiLoCo, sharded over the ranks of each
+group or not, and by asynchronous DiLoCo.
 
-``trainer.py NAME PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss and
-backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
-Groups of several ranks shard the model by FSDP2, or hold a stage of the pipeline each. Replicas are
-compared every fourth step. Where groups step alone, PACE is that of a synchronisation.
+``trainer.py NAME PACE [NAME=SECONDS ...]``: as `worker.py`, with the parts of real loops beside
+loss and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers. Groups
+of several ranks shard the model by FSDP2, or hold one pipeline stage each. Replicas are compared
+every fourth step. If groups train locally, PACE is that of a synchronization.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from benchmarks.whole_step import CONTEXT, GPT, VOCABULARY, Windows
 
 CHECK_EVERY = 4
 EVERY = 4
-"""Inner steps from one synchronisation to the next."""
+"""Inner steps between synchronizations."""
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Noise around one of ten patterns, flipped and shifted at random as it is loaded."""
+    """A data set of noise around one of ten patterns, flipped and shifted at random as it is
+    loaded."""
 
     def __init__(self) -> None:
         self.patterns = torch.randn(10, 3, 12, 12, generator=torch.Generator().manual_seed(7))
@@ -52,7 +53,7 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 class Progressions(torch.utils.data.Dataset[torch.Tensor]):
-    """Text that can be learned: each goes on by a stride of its own."""
+    """Text that can be learned: each sequence advances by its own stride."""
 
     def __len__(self) -> int:
         return 1_000_000  # more than a run takes
@@ -63,16 +64,17 @@ class Progressions(torch.utils.data.Dataset[torch.Tensor]):
 
 
 Body = Callable[[Any], torch.Tensor | None]
-"""An attempt at a step, given its batch, or in `pipeline_ahead` its txn; may give the loss."""
+"""An attempt at a step, given its batch, or in `pipeline_ahead` its txn; may return the loss."""
 
 
 def shard(manager: fft.ManagerFFT, model: nn.Module) -> nn.Module:
-    """Under FSDP2, where a group has several ranks."""
+    """Shard the model by FSDP2 if a group has several ranks."""
     return fully_shard(model, mesh=manager.shard_mesh()) if RANKS > 1 else model
 
 
 def gpt(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """nanoGPT's loop: two micro-batches, clipping, AdamW, a cosine schedule; unsharded an EMA."""
+    """Train as nanoGPT: two micro-batches, clipping, AdamW, a cosine schedule; unsharded with an
+    EMA."""
     model = shard(manager, GPT(2, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
@@ -95,7 +97,7 @@ def gpt(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 
 
 def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """torchvision's loop: BatchNorm, autocast with a scaler, SGD, pictures from two workers."""
+    """Train as torchvision: BatchNorm, autocast with a scaler, SGD, pictures from two workers."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(
         *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2)),
@@ -120,7 +122,7 @@ def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 
 
 def ddp(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """torch's DistributedDataParallel around the GPT, whose averages FFT takes over."""
+    """Train the GPT in torch's DistributedDataParallel, whose averaging FFT takes over."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(),
                                          rank=0, world_size=1)  # fmt: skip
     model = nn.parallel.DistributedDataParallel(GPT(2, 64), bucket_cap_mb=0.2)
@@ -157,7 +159,7 @@ class Stage(nn.Module):
 
 
 def pipeline(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """The GPT in a stage for each rank, 1F1B, clipped by the norm over all stages."""
+    """Train the GPT with one stage per rank, 1F1B, clipped by the norm over all stages."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # half a second
 
     group, whole = manager.stage_group(), GPT(2, 64)
@@ -185,7 +187,7 @@ def _next_tokens(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_ahead(manager: fft.ManagerFFT) -> tuple[Body, Any]:
-    """The GPT's halves as stages that step by themselves; the first has a head of its own."""
+    """Train the GPT's halves as stages that step by themselves; the first has its own head."""
     whole = GPT(2, 64)
     rank = int(os.environ["RANK"])
     model = nn.ModuleDict({"stage": Stage(whole, rank, 2), "head": Stage(GPT(2, 64), 1, 2)})
@@ -220,7 +222,7 @@ def pipeline_ahead(manager: fft.ManagerFFT) -> tuple[Body, Any]:
 
 
 def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.CursorLoader]:
-    """The GPT, each group for itself, on as many ranks as it has; ``make`` synchronises them."""
+    """Train the GPT locally in each group, on all its ranks; ``make`` synchronizes the groups."""
     model = shard(manager, GPT(2, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager.register(model, inner)
@@ -236,7 +238,7 @@ def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.
 
 
 def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """The groups' parameters are averaged."""
+    """Average the groups' parameters."""
 
     def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.LocalSGD:
         return fft.LocalSGD(manager, model, inner, EVERY)
@@ -245,7 +247,7 @@ def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 
 
 def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """Streaming DiLoCo: two fragments in turn, each reduced beside one inner step."""
+    """Train by streaming DiLoCo: two fragments in turn, each reduced beside one inner step."""
 
     def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.DiLoCo:
         halves = [
@@ -259,7 +261,7 @@ def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 
 
 def asynchronous(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """DiLoCo that waits for no slow group; who is in a synchronisation is as it comes."""
+    """Train by asynchronous DiLoCo; the members of a synchronization vary."""
 
     def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.DiLoCo:
         outer = torch.optim.SGD(model.parameters(), lr=0.7)
@@ -287,7 +289,7 @@ def main() -> None:
     timeouts = {key: float(value) for key, _, value in (word.partition("=") for word in given)}
     group, groups = os.environ["REPLICA_GROUP_ID"], int(os.environ["NUM_REPLICA_GROUPS"])
     torch.set_num_threads(1)
-    # on a busy machine a group may start late; groups that wait for no slow one, wait for none
+    # on a busy machine a group may start late; asynchronous groups do not wait for others
     joins = {"join_window": 0.2, "join_interval": 0.1} if name == "async" else {"join_window": 30.0}
     shards = RANKS > 1 and name != "pipeline_ahead"
     manager = fft.ManagerFFT(

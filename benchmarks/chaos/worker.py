@@ -1,7 +1,7 @@
-"""One rank of a job to be broken: a small model, sharded if its group has several ranks.
+"""One rank of a job for fault injection: a small model, sharded if its group has several ranks.
 
-``worker.py PACE [NAME=SECONDS ...]``: each step computes for PACE seconds more than it has to;
-what follows are timeouts of the manager. Trains until it is drained; `fft run` starts it.
+``worker.py PACE [NAME=SECONDS ...]``: each step takes PACE seconds longer than its computation; the
+other arguments are timeouts of the manager. It trains until it is drained; `fft run` starts it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import fft
 WIDTH = 32
 LIMIT = timedelta(seconds=60)
 LONELY_S = 0.2
-"""A step of a job that is not whole takes at least so long, from its second on: the cores are for
-the group that starts, and the traces stay short."""
+"""Minimum seconds of a step of a job that is not whole, from its second on: this leaves the cores
+to the group that starts, and keeps the traces short."""
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -40,7 +40,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def built(manager: fft.ManagerFFT, sharded: bool) -> nn.Module:
-    """The model; random numbers in it (dropout), so that a replay has something to get wrong."""
+    """Return the model; its dropout draws random numbers, which a replay must reproduce."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(3)))
     if sharded:

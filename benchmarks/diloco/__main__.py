@@ -41,7 +41,7 @@ HEADINGS = (
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ``words`` in its place."""
+    """Parse the command line, or ``words`` in its place."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco", description=__doc__)
     parser.add_argument("--dir", type=Path, help="of the run; else a folder in /tmp")
     parser.add_argument("--outer", type=int, default=OUTER, help="synchronisations")
@@ -56,7 +56,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(job: str, schedule: Schedule, directory: Path) -> dict[str, Any]:
-    """Run one job; its figures, for JSON."""
+    """Run one job; return its figures for JSON."""
     from benchmarks.diloco.launch import run  # loads torch
 
     here = described()
@@ -68,7 +68,7 @@ def measured(job: str, schedule: Schedule, directory: Path) -> dict[str, Any]:
         lines = read_lines(traces)
         events_of = [(line["wall"], e) for line in lines if (e := line.get("event"))]
         healed = [(wall, e["bytes"]) for wall, e in events_of if e["type"] == "healed"]
-        heals = [(wall, size) for wall, size in healed if size]  # else it had the state
+        heals = [(wall, size) for wall, size in healed if size]  # otherwise it had the state
         report, data = audit_dir(traces), slices(lines)
         verdict = "no violation" if report.ok else "VIOLATION"
         audit = f"{verdict}; slices once / twice / never by the register: {data}"
@@ -83,10 +83,10 @@ def measured(job: str, schedule: Schedule, directory: Path) -> dict[str, Any]:
 
 
 def kept(job: str, schedule: Schedule, root: Path) -> dict[str, Any]:
-    """What it was in ``root``, if it came to its end there; else it is run."""
+    """Return the result of a job in ``root`` if it ran to its end there; otherwise run it."""
     file = root / f"{job}-{schedule.outer}-{schedule.every}.json"
     if not file.exists():
-        shutil.rmtree(root / job, ignore_errors=True)  # it was cut short
+        shutil.rmtree(root / job, ignore_errors=True)  # an interrupted run
         file.write_text(json.dumps(measured(job, schedule, root / job)))
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -97,7 +97,7 @@ def _faults(events: Sequence[Event]) -> list[tuple[int, str]]:
 
 
 def rows(jobs: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table: each kind of fault, FFT beside torchft."""
+    """Return the table: each kind of fault, FFT beside torchft."""
     found = [
         (cost["kind"].replace("_", "-"), SYSTEMS[system], cost)
         for system in SYSTEMS
@@ -111,7 +111,7 @@ def rows(jobs: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def write(result: dict[str, Any]) -> None:
-    """Results, picture and page."""
+    """Write the results, picture and page."""
     jobs = result["jobs"]
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     KEPT.write_text(json.dumps(result) + "\n")
@@ -141,11 +141,11 @@ def write(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run, show, write."""
+    """Run the jobs, show and write the results."""
     args, console = arguments(), Console()
     if not console.is_terminal:  # a pipe has no width
         console.width = 160
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end what runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the running job, too
     os.environ.setdefault("RUST_LOG", "error")
     root = (args.dir or Path(tempfile.mkdtemp(prefix="fft-diloco-"))).resolve()
     root.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""From the events of a job to what its faults cost. Pure.
+"""The costs of faults, computed from the events of a job. Pure.
 
 Events of a group: ``begin`` an inner step (with the numbers of its samples), ``failed`` it,
-``dropped`` all since the last synchronisation, ``sync``: the job's parameters have taken a step
+``dropped`` all since the last synchronization, ``sync``: the job's parameters have taken a step
 (with the samples that this group's parameters had in them, and a checksum), ``fault``, ``fetched``
-another group's state (bytes), ``exit``. An inner step is *lost* if no synchronisation of the group
-that computed it has it. What happens is put down to the last fault before it.
+another group's state (bytes), ``exit``. An inner step is *lost* if no synchronization of the group
+that computed it has it. An event is attributed to the last fault before it.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _NS = 1e9
 
 @dataclass
 class Cost:
-    """Of all faults of one kind."""
+    """The costs of all faults of one kind."""
 
     kind: str
     faults: int = 0
     lost_steps: int = 0
-    """Inner steps, of all groups."""
+    """Lost inner steps of all groups."""
     twice: int = 0
-    """Samples in a synchronisation for the second time."""
+    """Samples in a synchronization for the second time."""
     never: int = 0
-    """Samples of lost inner steps that no synchronisation ever had."""
+    """Samples of lost inner steps that are in no synchronization."""
     transfers: int = 0
     transfer_bytes: int = 0
     splits: int = 0
-    """Synchronisations that one group committed and another one of the same attempt did not."""
+    """Synchronizations that one group committed and another one of the same attempt did not."""
     unequal: int = 0
-    """Synchronisations after which the groups' global parameters differ."""
+    """Synchronizations after which the groups' global parameters differ."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the costs for JSON."""
         return asdict(self)
 
 
 class _Faults:
-    """Whose fault it is."""
+    """The attribution of times to faults."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         faults = [e for e in events if e["e"] == "fault"]
@@ -57,13 +57,16 @@ class _Faults:
             self.costs[kind].faults += 1
 
     def cost(self, at: int) -> Cost:
-        """Of the last fault at or before ``at``, ns."""
+        """Return the costs of the last fault at or before ``at``, in ns."""
         number = bisect_right(self._at, at)
         return self.costs[self._kinds[number - 1] if number else BEFORE]
 
 
 def costs(events: Sequence[Event], heals: Iterable[tuple[float, int]] = ()) -> list[Cost]:
-    """By kind. ``heals``: state that was transferred, by a trace: (wall clock in s, bytes)."""
+    """Return the costs by kind.
+
+    ``heals``: transfers of state in a trace as (wall clock in s, bytes).
+    """
     faults = _Faults(events)
     lost = list(_lost(events))
     for at, _ in lost:
@@ -92,7 +95,7 @@ def costs(events: Sequence[Event], heals: Iterable[tuple[float, int]] = ()) -> l
 
 
 def curve(events: Iterable[Event]) -> list[tuple[int, float]]:
-    """(synchronisation, loss of the job's parameters on a text of its own)."""
+    """Return (synchronization, loss of the job's parameters on a separate text)."""
     return [(e["step"], e["loss"]) for e in events if e["e"] == "sync" and e["loss"] is not None]
 
 
@@ -106,7 +109,7 @@ def _transferred(cost: Cost, size: int) -> None:
 
 
 def _lost(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
-    """Inner steps: when, and with which samples."""
+    """Return when inner steps were lost, and with which samples."""
     open_: dict[int, list[list[int]]] = defaultdict(list)
     last: dict[int, int] = {}
     for event in events:
@@ -121,12 +124,12 @@ def _lost(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
         elif what == "dropped":
             yield from ((at, samples) for samples in mine)
             mine.clear()
-    for pid, mine in open_.items():  # it was killed
+    for pid, mine in open_.items():  # these processes were killed
         yield from ((last[pid], samples) for samples in mine)
 
 
 def _splits(events: Iterable[Event]) -> Iterator[int]:
-    """When. A group that did not commit a step, which another one committed at its first try."""
+    """Return when a group did not commit a step that another one committed at its first try."""
     refused: dict[int, dict[int, int]] = defaultdict(dict)
     synced: dict[int, set[int]] = defaultdict(set)
     for e in events:
@@ -140,7 +143,7 @@ def _splits(events: Iterable[Event]) -> Iterator[int]:
 
 
 def _unequal(events: Iterable[Event]) -> Iterator[int]:
-    """When the second of two groups had other bits than the first after the same step."""
+    """Return when the second of two groups had other bits than the first after the same step."""
     sums: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event["e"] == "sync":

@@ -1,6 +1,7 @@
-"""Runs the job of one system to its end, and starts a group that died again.
+"""A launcher that runs the job of one system to its end, and restarts a group that died.
 
-FFT under `fft run`; torchft's groups from here, with a lighthouse. Nothing outlives `run`.
+FFT runs under `fft run`; torchft's groups are started here, with a lighthouse. No process outlives
+`run`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 HOST = "127.0.0.1"
 LIGHTHOUSE = {"join_timeout_ms": 2000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 2000}
-"""A dead group is noticed soon; a slow one on a busy machine is waited for."""
+"""Settings with which a dead group is noticed soon, and a slow one on a busy machine is waited
+for."""
 _END_S = 20.0
 _RESTARTS = 100
 
 
 class LaunchError(Exception):
-    """The job did not come to its end. Says where its logs are."""
+    """The job did not reach its end; the message names its logs."""
 
 
 def run(system: System, schedule: Schedule, directory: Path, limit_s: float) -> list[Event]:
-    """All events of a job, in order. Raises LaunchError."""
+    """Return all events of a job, in order. Raises LaunchError."""
     directory.mkdir(parents=True)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FFT_", "TORCHFT_"))}
     env |= {
@@ -64,7 +66,7 @@ def _run_fft(env: dict[str, str], directory: Path, limit_s: float) -> None:
 
 def _run_torchft(env: dict[str, str], directory: Path, limit_s: float) -> None:
     os.environ.setdefault("RUST_LOG", "error")
-    from torchft.coordination import LighthouseServer  # loads torch
+    from torchft.coordination import LighthouseServer  # imports torch
 
     lighthouse = LighthouseServer(f"{HOST}:0", min_replicas=1, **LIGHTHOUSE)
     env = {**env, "TORCHFT_LIGHTHOUSE": lighthouse.address()}

@@ -1,4 +1,4 @@
-"""The picture: loss over synchronisations, a line for each job, as SVG."""
+"""A plot of the loss over synchronizations, one line for each job, as SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def title(job: str) -> str:
-    """For people."""
+    """Return the label of a job."""
     return _STYLE[job][0]
 
 

@@ -1,8 +1,8 @@
-"""One group of the job, under FFT or under torchft: trains to the end, and writes its events.
+"""One group of the job, under FFT or under torchft: it trains to the end, and writes its events.
 
-``BENCH_SYSTEM`` says which, ``BENCH_DIR`` where to write, ``BENCH_OUTER`` how many synchronisations
-there are, ``BENCH_FAULT_EVERY`` after how many a fault comes. Both loops have the same model, data,
-optimizers and faults. Events: `figures`.
+``BENCH_SYSTEM`` selects the system, ``BENCH_DIR`` the folder for events, ``BENCH_OUTER`` the number
+of synchronizations, and ``BENCH_FAULT_EVERY`` the number between faults. Both loops have the same
+model, data, optimizers and faults. `figures` describes the events.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ REDUCE = timedelta(seconds=5)
 CALL = timedelta(seconds=10)
 QUORUM = timedelta(seconds=60)
 PROBE = 16
-"""Windows of the text on which the job's parameters are weighed, after each synchronisation."""
+"""Windows of the text on which the job's parameters are evaluated, after each synchronization."""
 
 
 class Text(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Windows of Python's own documentation, in printable ASCII, and their numbers."""
+    """A data set of windows of Python's own documentation, in printable ASCII, and their
+    numbers."""
 
     def __init__(self) -> None:
         topics = pydoc_data.topics.topics
@@ -61,17 +62,18 @@ class Text(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self._codes[at : at + CONTEXT], index
 
     def probe(self) -> torch.Tensor:
-        """Windows that are in no sample."""
+        """Return windows that are in no sample."""
         return self._held_out.view(PROBE, CONTEXT)
 
 
 class Recorder:
-    """What happens to this group's inner steps, and the faults that come to it."""
+    """A recorder of this group's inner steps, which also plants the group's faults."""
 
     def __init__(self, directory: Path, group: int, model: nn.Module, text: Text) -> None:
         self.pen = Pen(directory, group, 0)
         self.samples: list[list[int]] = []
-        """Of the inner steps since the last synchronisation that this group's parameters have."""
+        """Samples of the inner steps since the last synchronization that this group's parameters
+        have."""
         self.synced = False
         self.manager: Manager
         self._model, self._probe, self._windows = model, GPT(2, 64), text.probe()
@@ -85,28 +87,28 @@ class Recorder:
     # --- inner steps ---
 
     def begin(self, samples: list[int]) -> None:
-        """An inner step begins; here comes the fault, if one is due."""
+        """Begin an inner step, with a fault if one is due."""
         self.pen.say("begin", samples=samples, step=self.manager.current_step())
         if self._whole == 0 and self.synced:
             time.sleep(LONELY_S / EVERY)
         self._break()
 
     def ended(self, samples: list[int], well: bool) -> None:
-        """It has ended."""
+        """Record the end of an inner step."""
         if well:
             self.samples.append(samples)
         else:
             self.pen.say("failed")
 
     def dropped(self, why: str) -> None:
-        """What this group has done since the last synchronisation is void."""
+        """Record that this group's work since the last synchronization is void."""
         self.pen.say("dropped", why=why, step=self.manager.current_step())
         self.samples = []
 
     # --- synchronisations ---
 
     def outer_stepped(self, *_: Any) -> None:
-        """The job's parameters have taken a step here."""
+        """Record that the job's parameters have taken a step here."""
         manager = self.manager
         n = manager.num_participants()
         self._whole, self.synced = (self._whole + 1 if n == GROUPS else 0), True
@@ -141,7 +143,7 @@ class Recorder:
         self._fails_next = True
 
     def listen(self, pg: Any) -> None:
-        """Stand in the way of the reductions."""
+        """Intercept the reductions."""
         reduce = pg.allreduce
 
         def allreduce(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +157,7 @@ class Recorder:
 
 
 def built() -> tuple[GPT, torch.optim.Optimizer, torch.optim.Optimizer]:
-    """The model, the inner and the outer optimizer, equal in every process."""
+    """Return the model, the inner and the outer optimizer, equal in every process."""
     torch.manual_seed(3)
     model = GPT(2, 64)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -164,7 +166,7 @@ def built() -> tuple[GPT, torch.optim.Optimizer, torch.optim.Optimizer]:
 
 
 def trained(model: nn.Module, windows: torch.Tensor) -> None:
-    """Forward, backward, clipping."""
+    """Run forward, backward and clipping."""
     model(windows).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -173,7 +175,7 @@ def trained(model: nn.Module, windows: torch.Tensor) -> None:
 
 
 def fft_loop(group: int, outer_steps: int, directory: Path) -> None:
-    """FFT's DiLoCo in FFT's loop."""
+    """Run FFT's DiLoCo in FFT's loop."""
     import fft
 
     text, (model, inner, outer) = Text(), built()
@@ -215,7 +217,8 @@ def fft_loop(group: int, outer_steps: int, directory: Path) -> None:
 
 
 class Position:
-    """Which batches of its share a torchft group has had, on disk: kept at each synchronisation."""
+    """The batches that a torchft group has used of its share, on disk, saved at each
+    synchronization."""
 
     def __init__(self, text: Text, group: int, directory: Path) -> None:
         from torchft.data import DistributedSampler
@@ -228,21 +231,24 @@ class Position:
         self._at = int(self._file.read_text()) if self._file.exists() else 0
 
     def batches(self) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """From the place where the process before this one was."""
+        """Yield batches from the position of the previous process on."""
         while True:
             numbers = self._numbers[self._at * BATCH : (self._at + 1) * BATCH]
             self._at += 1
             yield torch.stack([self._text[number][0] for number in numbers]), numbers
 
     def keep(self, *_: Any) -> None:
-        """A synchronisation is committed."""
+        """Save the position when a synchronization is committed."""
         new = self._file.with_suffix(".new")
         new.write_text(str(self._at))
         new.replace(self._file)
 
 
 def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
-    """torchft's DiLoCo and Manager. The loop goes on after an exception, with the next batch."""
+    """Run torchft's DiLoCo and Manager.
+
+    The loop continues after an exception, with the next batch.
+    """
     from torchft.local_sgd import DiLoCo
 
     text, (model, inner, outer) = Text(), built()
@@ -258,7 +264,8 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
         record.dropped("another group's state")
         model.load_state_dict(found["model"])
         inner.load_state_dict(found["inner"])
-        record.samples = [list(step) for step in found["samples"]]  # they are in the parameters
+        # These samples are in the parameters
+        record.samples = [list(step) for step in found["samples"]]
 
     record.manager = manager = Manager(
         pg=pg,
@@ -275,7 +282,7 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
         manager._checkpoint_transport.recv_checkpoint, record.pen
     )
     position = Position(text, group, directory)
-    meet(directory, GROUPS, 1)  # nobody is to be alone because it was the first
+    meet(directory, GROUPS, 1)  # no group must be alone because it was the first
     outer.register_step_post_hook(record.outer_stepped)
     outer.register_step_post_hook(position.keep)
     try:
@@ -291,7 +298,7 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
                     record.ended(numbers, well=False)
                     continue
                 record.ended(numbers, well=True)
-                inner.step()  # and synchronises
+                inner.step()  # this call also synchronizes
                 if diloco._local_step == 0 and record.samples:
                     record.dropped(UNCOMMITTED)
         record.pen.say("exit")
@@ -301,7 +308,7 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
 
 
 def _weighed(receive: Callable[..., Any], pen: Pen) -> Callable[..., Any]:
-    """The same, which tells the bytes of all tensors that came."""
+    """Wrap ``receive`` so that it reports the bytes of all tensors that arrived."""
 
     def size(value: Any) -> int:
         if isinstance(value, torch.Tensor):

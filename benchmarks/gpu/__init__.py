@@ -1,6 +1,6 @@
-"""What only a machine with a GPU can show, by one command there: ``python -m benchmarks.gpu``.
+"""The tests that need a machine with a GPU, as one command: ``python -m benchmarks.gpu``.
 
-`plan` lists the parts and their time limits, `runner` runs each in a process of its own, `findings`
-is how they tell what they found, `page` writes it down; `parts` are the trials themselves. What
-runs them needs Python alone, so that it works where torch, or anything else, does not.
+`plan` lists the parts and their time limits, `runner` runs each in its own process, `findings` is
+the format of their results, `page` writes the page, and `parts` contains the tests themselves. The
+code that runs them needs only Python, so that it works where torch or another package does not.
 """

@@ -23,11 +23,11 @@ from benchmarks.gpu import machine, page, runner
 from benchmarks.gpu.plan import PARTS, TOTAL_S, chosen
 
 UNUSABLE = 4
-"""Exit code: there is a GPU, and torch cannot use it."""
+"""Exit code if there is a GPU that torch cannot use."""
 
 
 def main() -> int:
-    """Run what is chosen; the exit code."""
+    """Run the chosen parts; return the exit code."""
     args = _arguments()
     if args.list:
         for part in PARTS:
@@ -96,7 +96,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write(path: Path, line: dict[str, Any]) -> None:
-    """At once: nothing is lost if this process is ended."""
+    """Write a line at once, so that nothing is lost if this process is ended."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -1,6 +1,6 @@
-"""How a part tells what it found: a line of JSON for each, written at once.
+"""The findings of a part: a line of JSON for each, written at once.
 
-So nothing is lost if the process dies afterwards. Needs Python alone.
+So none is lost if the process dies afterwards. The module needs only Python.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["ok", "failed", "measured", "not here"]
-"""``measured``: a figure that nothing is demanded of; ``not here``: this machine cannot try it."""
+"""``measured``: a figure without a requirement; ``not here``: this machine cannot run the test."""
 _OURS = ("fft", "benchmarks")
 
 
 class Pen:
-    """Writes the findings of one part."""
+    """A writer of the findings of one part."""
 
     def __init__(self, path: Path, part: str) -> None:
         self._path, self._part = path, part
 
     def check(self, what: str, holds: bool, text: str = "", **figures: Any) -> None:
-        """Something that must hold."""
+        """Record whether a requirement holds."""
         self._write("ok" if holds else "failed", what, text, figures)
 
     def measured(self, what: str, text: str = "", **figures: Any) -> None:
-        """A figure."""
+        """Record a figure."""
         self._write("measured", what, text, figures)
 
     def absent(self, what: str, why: str) -> None:
-        """This machine cannot try it."""
+        """Record that this machine cannot run a test."""
         self._write("not here", what, why, {})
 
     def pass_on(self, findings: Iterable[dict[str, Any]]) -> None:
-        """What another process of this part has found."""
+        """Copy the findings of another process of this part."""
         for line in findings:
             self._write(line["status"], line["what"], line["text"], line)
 
     @contextmanager
     def trial(self, what: str) -> Iterator[None]:
-        """An error within it is a finding, and the part goes on after it.
+        """Run a trial in the block; an error within it is a finding, and the part continues after
+        it.
 
         A package that is not installed makes the trial impossible here; any other error fails it.
         """
@@ -52,7 +53,7 @@ class Pen:
             if (error.name or "").partition(".")[0] in _OURS:
                 raise
             self.absent(what, f"needs the package {error.name}, which is not installed here")
-        except Exception:  # noqa: BLE001 - whatever it is, it is what was found
+        except Exception:  # noqa: BLE001 - any error is a finding
             self._write("failed", what, _last_lines(traceback.format_exc()), {})
 
     def _write(self, status: Status, what: str, text: str, figures: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ class Pen:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """What was written there; a line that a dying process has cut is left out."""
+    """Read the findings in a file, without a last line that a dying process has truncated."""
     found = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:

@@ -1,7 +1,7 @@
-"""What is on this machine: device, driver, torch, NCCL, packages.
+"""A description of this machine: device, driver, torch, NCCL, packages.
 
-``python -m benchmarks.gpu.machine`` prints one JSON object. Run in a process of its own: any of it
-may fail to load. What cannot be found out is among ``fails``, and the rest is told.
+``python -m benchmarks.gpu.machine`` prints one JSON object. It runs in its own process, because any
+of the imports may fail. Failures are listed under ``fails`` beside the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ROOMS = (
     "fft.train.manager",
     "fft.cli.run",
 )
-"""What parts need of FFT, from what needs least to what needs most."""
+"""FFT's packages that the parts need, from the one with the fewest requirements to the most."""
 NOTED = Path("gpu-packages", "commit.txt")
-"""Of the repository's root: FFT's commit when the packages were got."""
+"""Path in the repository of the commit of FFT for which the packages were downloaded."""
 _KEYS = ("python", "kernel", "commit", "driver", "device", "nccl", "cuda", "when")
 _PROC = Path("/proc/driver/nvidia/gpus")
 _ASK_S = 120.0
@@ -41,13 +41,13 @@ _SLOW_LOOKUP_MS = 500
 
 
 def described() -> dict[str, Any]:
-    """All of it."""
+    """Return the whole description."""
     found = _nothing()
 
     def note(key: str, ask: Callable[[], Any]) -> None:
         try:
             found[key] = ask()
-        except Exception as error:  # noqa: BLE001 - the rest is to be told, whatever it was
+        except Exception as error:  # noqa: BLE001 - the rest must be reported after any error
             found["fails"][key] = f"{type(error).__name__}: {error}"
 
     note("when", lambda: time.strftime("%Y-%m-%d %H:%M"))
@@ -82,7 +82,7 @@ def described() -> dict[str, Any]:
 
 
 def missing(machine: dict[str, Any]) -> str:
-    """Why no GPU can be used, in a few words; empty: one can, or that is not known."""
+    """Return briefly why no GPU can be used; empty if one can, or if that is unknown."""
     if ASK in machine["fails"]:
         return ""
     if "torch" in machine["fails"]:
@@ -98,7 +98,7 @@ def missing(machine: dict[str, Any]) -> str:
 
 
 def mend(machine: dict[str, Any]) -> str:
-    """What to install where there is a GPU that torch cannot use; empty: there is none."""
+    """Return what to install if torch cannot use an existing GPU; empty if there is none."""
     if not machine["gpus"] and "gpus" not in machine["fails"]:
         return ""
     names = ", ".join(machine["gpus"]) or f"a GPU, perhaps ({machine['fails']['gpus']}),"
@@ -113,11 +113,11 @@ def mend(machine: dict[str, Any]) -> str:
 
 
 ASK = "this machine"
-"""Among ``fails``: it could not be described at all."""
+"""The entry of ``fails`` for a machine that could not be described at all."""
 
 
 def ask() -> dict[str, Any]:
-    """`described`, by a process of its own; if that fails, why, among ``fails``."""
+    """Return `described` from a separate process, or the reason of its failure under ``fails``."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.gpu.machine"],
@@ -129,7 +129,8 @@ def ask() -> dict[str, Any]:
         )
         if done.returncode == 0:
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            answer: dict[str, Any] = json.loads(lines[-1])  # libraries may say more, at exit too
+            # Libraries may print more lines, also at exit
+            answer: dict[str, Any] = json.loads(lines[-1])
             return {**_nothing(), **answer}
         why = f"exit code {done.returncode}: {done.stderr[-1500:]}"
     except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:
@@ -138,7 +139,7 @@ def ask() -> dict[str, Any]:
 
 
 def in_words(machine: dict[str, Any]) -> list[str]:
-    """Lines for people."""
+    """Return the description as lines of text."""
     packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
     lacks = [name for name, number in machine["packages"].items() if number == "not installed"]
@@ -168,9 +169,9 @@ def _nothing() -> dict[str, Any]:
 
 
 def _unusable(torch: Any) -> str:
-    """Why torch can use no GPU, in its words; empty: it can."""
+    """Return torch's reason for which it can use no GPU; empty if it can."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says the same by the error
+        warnings.simplefilter("ignore")  # the error has the same text
         if torch.cuda.is_available():
             return ""
     try:
@@ -181,7 +182,7 @@ def _unusable(torch: Any) -> str:
 
 
 def _commit() -> str:
-    """Of FFT: by git, or as `packages` has noted it, where the tree came without its history."""
+    """Return FFT's commit from git, or as `packages` has recorded it for a tree without history."""
     if (found := commit()) != "unknown":
         return found
     noted = ROOT / NOTED
@@ -189,7 +190,7 @@ def _commit() -> str:
 
 
 def _smi(question: str) -> list[str]:
-    """The answer's lines; none, where there is no nvidia-smi, or it knows no GPU."""
+    """Return the answer's lines; none without nvidia-smi or without a GPU that it knows."""
     if shutil.which("nvidia-smi") is None:
         return []
     asked = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
@@ -200,7 +201,7 @@ def _smi(question: str) -> list[str]:
 
 
 def _gpus() -> list[str]:
-    """Their names, as the driver has them, whether torch can use them or not."""
+    """Return the names of the GPUs according to the driver, whether or not torch can use them."""
     return _smi("name") or (
         [each.name for each in sorted(_PROC.iterdir())] if _PROC.is_dir() else []
     )
@@ -211,7 +212,7 @@ def _driver() -> str | None:
 
 
 def _lookup_ms() -> int:
-    """How long the question for a name takes that nobody knows, as torch asks it (`runner`)."""
+    """Return how long the lookup of an unknown name takes, with torch's query (`runner`)."""
     began = time.monotonic()
     with suppress(OSError):
         socket.getnameinfo(("192.0.2.1", 80), socket.NI_NAMEREQD)  # RFC 5737: nobody's address

@@ -22,15 +22,16 @@ from benchmarks.side_by_side.machine import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "gpu-packages"
-"""In it a folder for each Python: ``3.12``."""
+"""A folder with a subfolder for each Python version, such as ``3.12``."""
 COMMIT = ROOT / NOTED
 _NOT = ("torch", "numpy")
-"""Whoever has a GPU has these, made for it, and all that they need."""
+"""Packages that a machine with a GPU has, built for it, with all their dependencies."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 def needed(python: str) -> list[str]:
-    """``name==version``, as installed here, of FFT's dependencies and theirs, without torch's."""
+    """Return FFT's dependencies and theirs as ``name==version``, as installed here, without
+    torch's."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     roots = [Requirement(text) for text in declared["project"]["dependencies"]]
     there = _closure([r for r in roots if r.name in _NOT], python)
@@ -50,7 +51,7 @@ def _closure(wanted: Iterable[Requirement], python: str) -> set[str]:
         found.add(name)
         try:
             texts = requires(name) or []
-        except PackageNotFoundError:  # of another platform, such as what torch needs of NVIDIA's
+        except PackageNotFoundError:  # of another platform, such as torch's NVIDIA packages
             continue
         for text in texts:
             each = Requirement(text)
@@ -61,7 +62,7 @@ def _closure(wanted: Iterable[Requirement], python: str) -> set[str]:
 
 
 def main() -> int:
-    """Get them; pip's exit code."""
+    """Download the packages; return pip's exit code."""
     parser = argparse.ArgumentParser("benchmarks.gpu.packages", description=__doc__)
     parser.add_argument("python", help="version of the other machine's Python, such as 3.12")
     args = parser.parse_args()
@@ -71,7 +72,7 @@ def main() -> int:
     for platform in _PLATFORMS:
         pip += ["--platform", platform]
     code = subprocess.run([*pip, *needed(args.python)]).returncode
-    if code == 0:  # the source tree goes there without its history
+    if code == 0:  # the source tree is copied without its history
         COMMIT.write_text(commit(), encoding="utf-8")
     return code
 

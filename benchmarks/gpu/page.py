@@ -1,4 +1,4 @@
-"""``docs/gpu.md``: the machine, a table of the parts, and all that they found."""
+"""The page ``docs/gpu.md``: the machine, a table of the parts, and all their findings."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _USUAL = frozenset({"part", "status", "what", "text"})
 
 
 def write(page: Path, machine: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Put a run into the page. Raises ValueError if it has no place for one."""
+    """Put a run into the page. Raises ValueError if the page has no place for one."""
     fill(page, NAME, lines(machine, results))
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The machine and the results in a run's ``results.jsonl``, such as `write` takes them.
+    """Return the machine and the results in a run's ``results.jsonl``, in the form that `write`
+    accepts.
 
-    A part that the run has not come to is among them, as one that was not begun.
+    A part that the run has not reached is listed as one that was not begun.
 
-    Raises OSError, or ValueError: that is not such a file.
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not such a file.
     """
     found = []
     texts = path.read_text(encoding="utf-8").splitlines()
@@ -57,7 +60,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def lines(machine: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
-    """What stands there; the parts by number."""
+    """Return the lines of the page, with the parts by number."""
     results = sorted(results, key=lambda result: int(result["number"]))
     rows = [
         [
@@ -82,7 +85,7 @@ def lines(machine: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
 
 
 def _how(machine: dict[str, Any]) -> str:
-    """What keeps a run from being one of a GPU."""
+    """Return the reason for which a run is not one of a GPU."""
     on_cpu = ", **on CPU, to try the parts themselves**" if machine.get("on") == "cpu" else ""
     return on_cpu + (", with small sizes" if machine.get("small") else "")
 
@@ -104,7 +107,8 @@ def _number(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The first and the last line of a longer one: a failure's place is in the JSON Lines."""
+    """Shorten a long text to its first and last lines; the JSON Lines have the place of a
+    failure."""
     found = [line.strip() for line in text.splitlines() if line.strip()]
     cut = found if len(found) < 3 else [found[0], "…", found[-1]]
     return " ".join(cut).replace("<", "&lt;")

@@ -15,20 +15,20 @@ from benchmarks.gpu.plan import PARTS, Device
 
 FINDINGS = "findings.jsonl"
 STACKS_S, END_S = 2.0, 4.0
-"""So long before its limit a part says where its threads are, and has come to an end by itself."""
+"""Seconds before its limit at which a part prints its threads' stacks, and has ended by itself."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large a part is tried."""
+    """The device, size and folder for a part."""
 
     device: Device
     small: bool
-    """Sizes and repetitions that only show whether the part itself works."""
+    """Whether to use sizes and repetitions that only show whether the part itself works."""
     folder: Path
-    """Its own, for files of its jobs."""
+    """The part's own folder, for files of its jobs."""
     ends: float
-    """Monotonic seconds, shortly before the part is ended: by then it has written what it has."""
+    """Monotonic seconds, shortly before the part is ended; it has written its findings by then."""
 
     def left(self) -> float:
         """Seconds until `ends`, not below zero."""
@@ -36,7 +36,7 @@ class Setting:
 
 
 def main() -> None:
-    """Run it; if it is not through shortly before its limit, say where it stands."""
+    """Run the part; if it is not finished shortly before its limit, print its stacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=[part.name for part in PARTS])
     parser.add_argument("--folder", type=Path, required=True)
@@ -46,7 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     ends = time.monotonic() + max(0.0, args.limit - END_S)
     faulthandler.enable()
-    # cuBLAS gives the same bits in each run only so (its documentation, "Results reproducibility")
+    # cuBLAS gives the same bits in each run only with this (its documentation, "Results
+    # reproducibility")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     faulthandler.dump_traceback_later(max(0.5, args.limit - STACKS_S))
     pen = Pen(args.folder / FINDINGS, args.name)

@@ -1,4 +1,4 @@
-"""The parts: what each tries, how long it may take, and on which devices it can."""
+"""The parts: the subject of each, its time limit, and the devices that it supports."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 
 Device = Literal["cuda", "cpu"]
 TOTAL_S = 450.0
-"""For all parts together: with the start and the page it stays below 8 minutes."""
+"""Time limit for all parts together; with the start and the page it stays below 8 minutes."""
 _TURNS = (2, 3, 5, 6, 7, 1, 8, 4, 9)
-"""The order in which they are run: short ones, whose unused time goes to the others, then by what
-would be missed most if the time were over."""
+"""The order of the parts: short ones first, whose unused time goes to the others, then by
+importance in case the time runs out."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A trial. ``name`` is its module's in `benchmarks.gpu.parts`."""
+    """A test. ``name`` is its module's in `benchmarks.gpu.parts`."""
 
     number: int
     name: str
     title: str
     limit_s: float
-    """What it is sure to get, in seconds; what nobody else has, or has left, comes on top."""
+    """Guaranteed time in seconds; time that other parts do not need is added."""
     on_cpu: bool = True
-    """Whether its logic can be tried without a GPU, with gloo and CPU tensors."""
+    """Whether its logic can be tested without a GPU, with gloo and CPU tensors."""
 
 
 PARTS = (
@@ -41,9 +41,9 @@ PARTS = (
 
 
 def chosen(words: Sequence[str]) -> list[Part]:
-    """The parts that are named, by number or name; all, if none is. In the order of their turns.
+    """Return the parts that are named, by number or name, or all, in the order of their turns.
 
-    Raises ValueError: there is no such part.
+    Raises ValueError if there is no such part.
     """
     known = {word: part for part in PARTS for word in (str(part.number), part.name)}
     if unknown := [word for word in words if word not in known]:

@@ -1,7 +1,8 @@
-"""Runs parts one after the other, each in a process with a time limit; none hides the others.
+"""A runner of parts, each in a process with a time limit, so that a failure does not hide the
+others.
 
-A part may start processes of its own, and die before them. So this process becomes the one that
-inherits them (Linux: PR_SET_CHILD_SUBREAPER), and ends what is left after each part.
+A part may start processes, and die before them. So this process becomes the one that inherits them
+(Linux: PR_SET_CHILD_SUBREAPER), and ends the remaining ones after each part.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from benchmarks.side_by_side.place import family
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 _END_S = 10.0
-"""For a process that was killed to be gone: one that waits in a driver may stay."""
+"""Seconds for a killed process to end; one that waits in a driver may stay."""
 _LOG_TAIL = 1500
 _LEAST_S = 3.0
-"""A part is not begun with less time."""
+"""Minimum seconds for which a part is begun."""
 _RESOLVER = "timeout:1 attempts:1"
-"""Of the C library (resolv.conf(5)): torch asks for the name of whoever connects to a store, which
-costs 10 s each time where no name server answers. Read by every process at its first question."""
+"""Options of the C library's resolver (resolv.conf(5)): torch looks up the name of each client of a
+store, which takes 10 s each time if no name server answers. Every process reads this at its first
+query."""
 
 FAILED, DIED = 1, 3
-"""Exit codes: something that must hold does not, or nothing was tried; a part has crashed or hung,
-or was not begun, which comes first."""
+"""Exit codes: a requirement does not hold, or nothing was tested; a part has crashed or hung, or
+was not begun, which takes precedence."""
 
 
 def run(
@@ -47,15 +49,17 @@ def run(
     tell: Callable[[dict[str, Any]], None],
     command: Callable[[Part], list[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The results of ``parts``: for each its status, how long it took, and its findings.
+    """Return the results of ``parts``: for each its status, its duration, and its findings.
 
-    ``tell``: hears each as soon as it is there. ``command``: what runs a part, for tests.
+    Args:
+        tell: Called with each result as soon as it exists.
+        command: The command that runs a part, for tests.
     """
     _inherit_orphans()
     began = time.monotonic()
     parts, results = list(parts), []
     deadline = began + total_s
-    # until when all up to the part before may last, after `began`
+    # the time after `began` until which all parts up to the previous one may last
     sure = max(0.0, total_s - sum(part.limit_s for part in parts))
     for part in parts:
         own = folder / part.name
@@ -78,9 +82,9 @@ def run(
 
 
 def prepare_children() -> None:
-    """Have processes that are started from now on find FFT's source, and what was brought along.
+    """Let child processes find FFT's source and the additional packages.
 
-    And have them ask a name server that does not answer only once.
+    Also make them query a name server that does not answer only once.
     """
     os.environ.setdefault("RES_OPTIONS", _RESOLVER)
     brought = ROOT / "gpu-packages" / f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -90,7 +94,7 @@ def prepare_children() -> None:
 
 
 def exit_code(results: Iterable[dict[str, Any]]) -> int:
-    """0: all that was tried is well."""
+    """Return the exit code; 0 if all tested requirements hold."""
     found = {result["status"] for result in results}
     if found & {"crashed", "hung", "not begun"}:
         return DIED
@@ -98,7 +102,7 @@ def exit_code(results: Iterable[dict[str, Any]]) -> int:
 
 
 def in_words(result: dict[str, Any]) -> str:
-    """One line for a part, and one for each thing that does not hold."""
+    """Return one line for a part, and one for each requirement that does not hold."""
     head = f"{result['number']}. {result['title']}: {result['status']}"
     lines = [f"{head} ({result['seconds']:.1f} s)" + (f": {why}" if (why := result["why"]) else "")]
     for finding in result["findings"]:
@@ -161,7 +165,7 @@ def _judge(code: int | None, limit: float, findings: list[dict[str, Any]]) -> tu
 
 
 def _last_words(log: str) -> str:
-    """The end of it; where a part was stopped by its limit, where its threads were."""
+    """Return the end of the log, or the stacks of a part that was stopped by its limit."""
     at = log.rfind("Timeout (")
     return log[-_LOG_TAIL:] if at < 0 else log[at : at + _LOG_TAIL]
 
@@ -181,9 +185,9 @@ def _inherit_orphans() -> None:
 
 
 def _end_children(others: Set[int]) -> list[int]:
-    """Kill all children of this process, and what they leave behind; those that do not end.
+    """Kill all children of this process and their descendants; return those that do not end.
 
-    ``others`` are left: they were there before the part that has just ended.
+    ``others`` are spared: they existed before the part that has just ended.
     """
     deadline = time.monotonic() + _END_S
     while children := [pid for pid in family(os.getpid())[1:] if pid not in others]:
@@ -195,5 +199,5 @@ def _end_children(others: Set[int]) -> list[int]:
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > deadline:
             return children
-        time.sleep(0.01)  # the kernel takes its time, and says nothing of grandchildren
+        time.sleep(0.01)  # the kernel takes time, and does not notify of grandchildren
     return []

@@ -1,1 +1,2 @@
-"""The trials, a module each, with ``run(pen, setting)``; and what several of them use."""
+"""The tests, a module each, with ``run(pen, setting)``, and the helpers that several of them
+use."""

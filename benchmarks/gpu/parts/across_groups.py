@@ -1,7 +1,8 @@
-"""Part 1: gloo across the groups, its tensors on the device.
+"""Part 1: gloo across the groups, with tensors on the device.
 
-Real jobs of two groups, with and without faults, bits compared; then two ranks in this process,
-whose reduction is aborted at any point: nothing of it may write when `quiesce` has returned.
+Real jobs of two groups run with and without faults, and their bits are compared. Then a reduction
+of two ranks in this process is aborted at random points: it must not write after `quiesce` has
+returned.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KILL = [
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it."""
+    """Run the whole part."""
     with pen.trial("nothing of an aborted reduction writes afterwards"):
         _aborted(pen, setting)
     with pen.trial("a reduction's future"):
@@ -82,7 +83,7 @@ class _Pair:
         self.groups = [AbortableGroup(torchft.ProcessGroupGloo(LIMIT)) for _ in range(2)]
 
     def build(self, number: int) -> None:
-        """For an epoch."""
+        """Build both ranks for an epoch."""
         address = f"localhost:{self._store.port}/round{number}"
         with ThreadPoolExecutor(2) as pool:
             made = [
@@ -93,13 +94,13 @@ class _Pair:
                 each.result()
 
     def close(self) -> None:
-        """Both."""
+        """Close both ranks."""
         for group in self.groups:
             group.close()
 
 
 def _future(pen: Pen, setting: Setting) -> None:
-    """What waits for a reduction by its future, as DDP does, finds the result in the tensor."""
+    """Check that a waiter for a reduction's future, such as DDP, finds the result in the tensor."""
     pair, stale = _Pair(), 0
     pair.build(0)
     rounds, count = (4, 1 << 16) if setting.small else (20, 1 << 24)
@@ -117,7 +118,7 @@ def _future(pen: Pen, setting: Setting) -> None:
 
 
 def _aborted(pen: Pen, setting: Setting) -> None:
-    """Abort after a random time; then write into the tensors, and see whether that stays."""
+    """Abort after a random time; then write into the tensors, and check that the values stay."""
     rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 22)
     pair = _Pair()
     groups = pair.groups
@@ -127,9 +128,9 @@ def _aborted(pen: Pen, setting: Setting) -> None:
     for number in range(rounds):
         pair.build(number + 1)
         tensors = [torch.ones(count, device=setting.device) for _ in groups]
-        nets.keep_busy(setting.device, BUSY_MS)  # the copies to gloo wait so long
+        nets.keep_busy(setting.device, BUSY_MS)  # delays the copies to gloo
         works = [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]
-        time.sleep(whole_s * number / rounds)  # at any point of one that is let be
+        time.sleep(whole_s * number / rounds)  # a random point of an undisturbed reduction
         in_flight += not all(work.is_completed() for work in works)
         began = time.perf_counter()
         for group in groups:
@@ -155,7 +156,7 @@ def _aborted(pen: Pen, setting: Setting) -> None:
 
 
 def _reduction_s(groups: list[Any], count: int, device: str) -> float:
-    """How long one takes behind a busy device, median of some."""
+    """Return the median time of a reduction behind a busy device."""
     took = []
     for _ in range(5):
         tensors = [torch.ones(count, device=device) for _ in groups]
@@ -174,7 +175,7 @@ def _reduce(group: Any, tensor: torch.Tensor) -> Any:
 
 
 def _writes(tensors: list[torch.Tensor], device: str) -> bool:
-    """Whether something writes into them besides this."""
+    """Whether anything writes into them besides this function."""
     if device == "cuda":
         # on a stream of its own, as what is put back may be: no order but that of quiesce()
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,4 +1,4 @@
-"""A job of one process, by FFT's own loop, whose bodies fail where they are told to."""
+"""A job of one process in FFT's own loop, whose step functions fail as planned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Planned(RuntimeError):
 
 @dataclass
 class Job:
-    """What a body sees; ``prepare`` may change model, optimizer and scaler before the first."""
+    """The argument of a step function; ``prepare`` may change model, optimizer and scaler
+    before."""
 
     device: str
     model: nn.Module
@@ -31,13 +32,13 @@ class Job:
     manager: Any = None
     scaler: Any = None
     synced: bool = True
-    """Gradients are averaged during backward; else the body does it."""
+    """Whether gradients are averaged during backward; otherwise the step function does it."""
     fails: set[tuple[int, str]] = field(default_factory=set)
     failed: int = 0
     losses: list[float] = field(default_factory=list)
 
     def at(self, step: int, place: str) -> None:
-        """Fail here, if that is planned and has not happened yet."""
+        """Fail here once, if that is planned."""
         if (step, place) in self.fails:
             self.fails.remove((step, place))
             self.failed += 1
@@ -52,7 +53,7 @@ def train(
     prepare: Callable[[Job], None] = lambda job: None,
     fails: Collection[tuple[int, str]] = (),
 ) -> tuple[str, Job]:
-    """Train with ``body(job, txn)``, which returns the loss; the bits of the state at the end."""
+    """Train with ``body(job, txn)``, which returns the loss; return the bits of the final state."""
     torch.manual_seed(0)
     width = nets.width_of(small)
     model = nets.Net(width).to(device)
@@ -81,7 +82,7 @@ def train(
 
 
 def plain_body(job: Job, txn: Any) -> torch.Tensor:
-    """Forward and backward."""
+    """Run forward and backward."""
     loss = nets.loss_of(job.model, txn.batch[0].to(job.device))
     job.at(txn.step, "forward")
     loss.backward()

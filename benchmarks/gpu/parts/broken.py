@@ -1,4 +1,4 @@
-"""Ways in which a device fails a body: real ones on a GPU; without one, errors as CUDA has them."""
+"""Ways in which a device fails: real ones on a GPU; otherwise errors as CUDA raises them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 CODES = {"assert": (710, "device-side assert triggered")} | {
     "ecc": (214, "uncorrectable ECC error encountered")
 }
-"""CUDA's number and text of errors that the process does not outlive."""
+"""CUDA's number and text of errors that the process does not survive."""
 
 
 def error_of(way: str) -> RuntimeError:
-    """As torch raises it."""
+    """Return the error that torch raises."""
     code, text = CODES[way]
     error = torch.AcceleratorError(f"CUDA error: {text}")
     error.error_code = code
@@ -21,7 +21,8 @@ def error_of(way: str) -> RuntimeError:
 
 
 def fail(way: str, device: str) -> None:
-    """``assert``: a real one, where there is a GPU; ``ecc``: its error only, which is raised."""
+    """Fail in one way: ``assert`` is a real one if there is a GPU; for ``ecc`` its error is
+    raised."""
     if way == "assert" and device == "cuda":
         table = torch.zeros(4, device=device)
         _ = table[torch.tensor([1 << 20], device=device)]
@@ -31,11 +32,11 @@ def fail(way: str, device: str) -> None:
 
 
 class Breaker:
-    """Fails a body at some steps, each once in the whole job.
+    """A helper that fails the step function at some steps, each once in the whole job.
 
     Args:
         breaks: ``STEP=WAY,…``; due at that step or the first one after it.
-        folder: where it notes that it has happened, for when this process is started again.
+        folder: Folder in which it records what has happened, for a restart of this process.
     """
 
     def __init__(self, breaks: str, device: str, folder: Path) -> None:
@@ -44,7 +45,7 @@ class Breaker:
         self._device, self._folder = device, folder
 
     def at(self, step: int) -> None:
-        """The body of that step is under way."""
+        """Fail the step function of that step, if it is due."""
         for due, way in self._due:
             mark = self._folder / f"broke-{way}"
             if step >= due and not mark.exists():

@@ -1,6 +1,7 @@
-"""Part 4: mixed precision with a scaler, ``torch.compile``, CUDA graphs of the body.
+"""Part 4: mixed precision with a scaler, ``torch.compile``, CUDA graphs of the step function.
 
-Each is trained without and with rollbacks, bits compared. Reductions stay outside of a graph.
+Each is trained without and with rollbacks, and the bits are compared. Reductions stay outside of a
+graph.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STEPS = 7
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it; graphs on a GPU only."""
+    """Run the whole part; graphs on a GPU only."""
     with pen.trial("AMP with a scaler"):
         _amp(pen, setting)
     if setting.device == "cuda":
@@ -39,12 +40,12 @@ def _compare(
     prepare: Callable[[Any], None],
     fails: Collection[tuple[int, str]],
 ) -> None:
-    """``body``: makes one, since what it captures belongs to one job."""
+    """Compare both runs. ``body`` creates a step function, since its captures belong to one job."""
     from benchmarks.gpu.parts import alone
 
     plain, _ = alone.train(setting.device, setting.small, STEPS, body(), prepare)
     faulty, job = alone.train(setting.device, setting.small, STEPS, body(), prepare, fails)
-    # a scaler may skip every step, and the states are the same then, whatever a rollback does
+    # if a scaler skips every step, the states are equal whatever a rollback does
     applied = max((int(each["step"]) for each in job.optimizer.state.values()), default=0)
     holds = plain == faulty and job.failed == len(fails) and applied > 0
     text = f"{plain} {faulty}, {job.failed} rollbacks"
@@ -92,7 +93,8 @@ def _compiled(pen: Pen, setting: Setting) -> None:
 
 
 class _Graphed:
-    """A body whose forward and backward are one graph; what it has reduced lies outside."""
+    """A step function whose forward and backward are one graph; reduced tensors are outside of
+    it."""
 
     def __init__(self) -> None:
         self._graph: Any = None
@@ -107,7 +109,8 @@ class _Graphed:
         self._graph.replay()
         job.at(txn.step, "replay")
         for parameter, grad in zip(job.model.parameters(), self._grads, strict=True):
-            parameter.grad = grad.clone()  # the graph writes into its own; these FFT may drop
+            # The graph writes into its own tensors; FFT may drop these
+            parameter.grad = grad.clone()
             job.manager.allreduce(parameter.grad)
         return self._loss
 

@@ -1,8 +1,8 @@
 """Part 8: errors of the device: out of memory, a failed assert in a kernel, an ECC error.
 
-The first passes: the step is rolled back and repeated. After the others the process cannot use its
-device: it ends, ``fft run`` starts it again, and it fetches the state. An ECC error cannot be made;
-its error is raised. Without a GPU that is done for all of them.
+After the first the step is rolled back and repeated. After the others the process cannot use its
+device: it ends, ``fft run`` restarts it, and it fetches the state. An ECC error cannot be provoked,
+so its error is raised. Without a GPU this applies to all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AFTER = {"name": "after", "kind": "exception", "step": 9, "group": 1, "rank": 0}
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it."""
+    """Run the whole part."""
     with pen.trial("an error without a device"):
         _judged(pen)
     with pen.trial("out of memory in backward"):
@@ -48,7 +48,7 @@ def _judged(pen: Pen) -> None:
 
 
 class _Hungry(torch.autograd.Function):
-    """Passes its input on; its backward asks for more memory than there is."""
+    """A function that returns its input; its backward requests more memory than there is."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

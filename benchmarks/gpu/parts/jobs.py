@@ -1,4 +1,4 @@
-"""Jobs of two replica groups by ``fft run``, both on the one device, and what is left of them."""
+"""Jobs of two replica groups under ``fft run``, both on the same device, and their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.part import Setting
 
 TRAINER = Path(__file__).with_name("trainer.py")
 LIMITS_S = {"cuda": 60.0, "cpu": 180.0}
-"""For one job, at most. Where processes start again on few cores, they take their time."""
+"""Maximum seconds for one job. Restarts take long on a machine with few cores."""
 _AUDIT_S = 5.0
 _TAIL = 600
 
@@ -25,26 +25,26 @@ class Ended:
     """A job that is over."""
 
     code: int
-    """Of ``fft run``."""
+    """Exit code of ``fft run``."""
     log: str
     words: list[dict[str, Any]]
-    """What each process wrote at its end: group, step, bits, step times, attempts that failed."""
+    """The final report of each process: group, step, bits, step times, failed attempts."""
     audit: int
-    """Exit code of ``fft audit``: 0, the traces show what must be."""
+    """Exit code of ``fft audit``; 0 means that the traces meet all guarantees."""
     audit_text: str
 
     @property
     def bits(self) -> set[str]:
-        """Of the groups' states."""
+        """Return the bits of the groups' states."""
         return {word["bits"] for word in self.words}
 
     @property
     def is_whole(self) -> bool:
-        """Both groups came to the end, with the same bits, and the audit agrees."""
+        """Whether both groups ended with the same bits, and the audit found nothing."""
         return self.code == 0 and len(self.words) == 2 and len(self.bits) == 1 and self.audit == 0
 
     def in_words(self) -> str:
-        """Why it is not, if it is not."""
+        """Return the reason for which it is not whole, if it is not."""
         if self.is_whole:
             return ""
         text = f"exit code {self.code}, {len(self.words)} groups at the end, bits {self.bits}"
@@ -52,7 +52,7 @@ class Ended:
 
 
 def overlap(pen: Pen, setting: Setting, what: str, ended: Ended, demanded: bool) -> None:
-    """Tell in how many of the bodies that failed the device was still at work."""
+    """Report in how many of the failed step functions the device was still working."""
     figures = {key: sum(word[key] for word in ended.words) for key in ("failed", "in_flight")}
     if demanded and setting.device == "cuda":
         what = f"{what}: work of the device was in flight"
@@ -68,9 +68,9 @@ def run(
     steps: int = 0,
     **options: str,
 ) -> Ended:
-    """Train with the faults to so many steps; 0: until all faults have fired, and a little on.
+    """Train with the faults up to ``steps``; with 0 until some steps after all faults have fired.
 
-    Raises ModuleNotFoundError: what the processes of the job need is not installed.
+    Raises ModuleNotFoundError if a package that the job's processes need is not installed.
     """
     for room in ("fft.train.manager", "fft.launch.supervisor", "fft.cli.run"):
         importlib.import_module(room)
@@ -88,7 +88,7 @@ def run(
     words += [str(TRAINER), "--device", setting.device, "--out", str(folder)]
     words += ["--steps", str(steps), *(["--small"] if setting.small else [])]
     words += [part for key, value in options.items() for part in (f"--{key}", value)]
-    done = _fft(words, limit_s + 20)  # to say why, and to end all that it has started
+    done = _fft(words, limit_s + 20)  # extra time to print the reason and to end all its processes
     audit = _fft(["audit", str(folder / "traces")], 60)
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
     logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/logs/*.log")))

@@ -1,6 +1,6 @@
-"""Part 7: NCCL with two ranks, two processes, on one GPU, if the NCCL at hand can be made to.
+"""Part 7: NCCL with two ranks in two processes on one GPU, if the installed NCCL permits it.
 
-A rank that waits in a collective for the other is freed, and its tensor is not written afterwards;
+A rank that waits in a collective for the other is freed, and its tensor is not written afterwards.
 FSDP2 over the group, rolled back in the middle, ends with the same bits.
 """
 
@@ -38,17 +38,19 @@ WAYS: dict[str, dict[str, list[dict[str, str]]]] = {
     },
     "cpu": {"gloo": [{}, {}]},
 }
-"""How two ranks may be let share a device: the environment of each. NCCL refuses a GPU else
-("Duplicate GPU detected")."""
+"""Ways to let two ranks share a device: the environment of each.
+
+Otherwise NCCL refuses ("Duplicate GPU detected").
+"""
 _TRIAL_S = {"connects": 15.0, "blocked": 25.0, "fsdp": 30.0}
-"""For both ranks together, as long as the part has; twice as long without a GPU, on few cores."""
+"""Maximum seconds for both ranks together; twice as long without a GPU, on few cores."""
 _KILL_S = 5.0
 _REFUSED = ("Duplicate GPU", "invalid usage", "invalid argument", "ncclInvalid")
-"""NCCL's words where two ranks may not share a GPU. Any other error is none of the machine's."""
+"""NCCL's error texts if two ranks may not share a GPU; other errors are not the machine's."""
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """By the first way that connects, with each sort of group."""
+    """Use the first way that connects, with each kind of group."""
     rings, ways = list(RINGS[setting.device]), WAYS[setting.device]
     way = None
     for name in ways:
@@ -74,24 +76,24 @@ class Ended:
     """A trial that is over."""
 
     codes: list[int | None]
-    """The exit codes of its processes; None: it was ended, since the time was over."""
+    """The exit codes of its processes; None for one that was ended at the time limit."""
     findings: list[dict[str, Any]]
     text: str
-    """Why it did not come to its end; empty, if it did."""
+    """The reason for which it did not reach its end; empty if it did."""
 
     @property
     def holds(self) -> bool:
-        """Both came to their end, and nothing failed."""
+        """Whether both processes reached their end without a failure."""
         return not self.text and all(each["status"] != "failed" for each in self.findings)
 
     @property
     def is_refused(self) -> bool:
-        """NCCL does not do it, and says so."""
+        """Whether NCCL refuses this and reports so."""
         return any(word in self.text for word in _REFUSED)
 
 
 def _tell(pen: Pen, what: str, ended: Ended) -> None:
-    """Its findings; and a failure if it has not come to its end, or has tried nothing."""
+    """Record its findings, and a failure if it did not reach its end or tested nothing."""
     pen.pass_on(ended.findings)
     if ended.text:
         pen.check(f"{what}: both processes come to their end", False, ended.text)
@@ -100,7 +102,7 @@ def _tell(pen: Pen, what: str, ended: Ended) -> None:
 
 
 def _run(setting: Setting, way: str, trial: str, ring: str) -> Ended:
-    """A trial, in two processes, which have one deadline."""
+    """Run a trial in two processes with one deadline."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ways = WAYS[setting.device]
     name = f"{trial} {ring}".replace(" ", "-")
@@ -131,9 +133,9 @@ def run_ranks(
     logs: Sequence[Path],
     limit_s: float,
 ) -> list[int | None]:
-    """Run them beside each other; their exit codes.
+    """Run the processes in parallel; return their exit codes.
 
-    After ``limit_s`` for all of them together those that still run are killed: None.
+    Those that still run after ``limit_s`` in all are killed and have None.
     """
     ends = time.monotonic() + limit_s
     ranks = []
@@ -148,13 +150,13 @@ def run_ranks(
             codes.append(None)
     for process in ranks:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that waits in a driver may stay
+        with suppress(subprocess.TimeoutExpired):  # a process that waits in a driver may stay
             process.wait(_KILL_S)
     return codes
 
 
 def _ends(logs: list[Path]) -> str:
-    """The last lines of what the ranks have said, those about NCCL before others."""
+    """Return the last lines of the ranks' output, those about NCCL first."""
     found = []
     for path in logs:
         with open(path, errors="replace") as file:

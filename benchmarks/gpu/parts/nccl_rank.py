@@ -16,11 +16,11 @@ from benchmarks.gpu.parts import nets
 from benchmarks.gpu.parts.rings import LIMIT, RINGS, GroupRing
 
 FREED_MS = 100.0
-"""From the abort to when a rank that waited is free (the guarantee that is tried here)."""
+"""Limit from the abort until a waiting rank is free; this is the guarantee under test."""
 
 
 def main() -> None:
-    """One trial."""
+    """Run one trial."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trial", choices=["connects", "blocked", "fsdp"], required=True)
     parser.add_argument("--device", choices=list(RINGS), required=True)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _meet(store: Any, place: str) -> None:
-    """Both ranks are here."""
+    """Wait until both ranks are here."""
     store.add(place, 1)
     deadline = time.monotonic() + LIMIT.total_seconds()
     while store.add(place, 0) < 2:
@@ -62,7 +62,7 @@ def _connects(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
 
 
 def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
-    """Rank 0 reduces, rank 1 does not; rank 0's main thread waits for the device meanwhile."""
+    """Let rank 0 reduce without rank 1, while rank 0's main thread waits for the device."""
     for record in range(3):
         ring.build(record)
         tensor = torch.ones(1 << 22, device=device)
@@ -76,7 +76,7 @@ def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
             killer = threading.Thread(target=_abort_later, args=(ring, at))
             killer.start()
             try:
-                work.wait()  # of NCCL: has the stream wait; of gloo: waits
+                work.wait()  # with NCCL the stream waits; with gloo this thread waits
                 nets.synchronize(device)
             except RuntimeError as error:
                 pen.measured("what the waiting rank hears", str(error))
@@ -95,12 +95,12 @@ def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
         if rank == 1:
             ring.abort()
             ring.quiet()
-    if isinstance(ring, GroupRing):  # alone, the library waits at a store that cannot be cancelled
+    if isinstance(ring, GroupRing):  # a bare library waits at a store that cannot be cancelled
         _alone(pen, ring, rank, store, device)
 
 
 class _Late:
-    """NCCL's library for a rank that is there, and does not begin before the other is free."""
+    """A library for a rank that is present, and does not begin before the other is free."""
 
     def __init__(self, library: Any, store: Any) -> None:
         self._store, self.make = store, library.make
@@ -111,7 +111,7 @@ class _Late:
 
 
 def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
-    """Rank 0 connects, rank 1 does not: rank 0 is freed, and the next epoch works."""
+    """Let rank 0 connect without rank 1: rank 0 is freed, and the next epoch works."""
     record = 10
     if rank == 0:
         at: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
         except RuntimeError as error:
             pen.measured("what the rank that does not connect hears", str(error))
         ring.pg._library = library
-    else:  # of gloo there is no such place: it does not come at all
+    else:  # gloo has no such place, so the rank does not come at all
         _meet(store, "free")
     ring.abort()
     ring.quiet()
@@ -152,13 +152,13 @@ def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
 
 
 def _abort_later(ring: Any, at: dict[str, float]) -> None:
-    time.sleep(0.5)  # it is in the collective by then, and stays there without this
+    time.sleep(0.5)  # it is in the collective by then, and would stay there
     at["asked"] = time.perf_counter()
     ring.abort()
 
 
 def _fsdp(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
-    """Four steps, without and with a rollback in the third, each over a group and its mesh."""
+    """Run four steps, without and with a rollback in the third, each over a group and its mesh."""
     from torch.distributed.fsdp import FSDPModule
 
     plain = _train(ring, store, rank, device, 0, rolled_back=False)

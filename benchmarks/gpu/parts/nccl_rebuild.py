@@ -1,7 +1,7 @@
-"""Part 6: NCCL with one rank: abort in the middle of a collective, build anew, many times.
+"""Part 6: NCCL with one rank: abort in the middle of a collective and rebuild, many times.
 
-Memory, threads and file descriptors are counted after the first rounds and after the last. What was
-found is told every so many rounds, and what was reached when the time is over.
+Memory, threads and file descriptors are counted after the first rounds and after the last. Findings
+are recorded at intervals, and again when the time is over.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.gpu.parts import nets
 from benchmarks.gpu.parts.rings import RINGS, Ring
 
 WARM, LEAST, TOLD_EVERY = 10, 10, 50
-"""Rounds: before the first count; without which nothing is judged; between two tellings."""
+"""Rounds before the first count; minimum rounds for a verdict; rounds between records."""
 SLACK_MB = 16
-"""Of the device's memory: NCCL and the allocator take it in pieces."""
+"""Tolerance for the device's memory, which NCCL and the allocator take in pieces."""
 BUSY_MS = 2.0
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """With each sort of group, which get the same share of the time."""
+    """Run with each kind of group, which get equal shares of the time."""
     if setting.device == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.init()
@@ -45,7 +45,7 @@ def run(pen: Pen, setting: Setting) -> None:
 
 @dataclass
 class Reached:
-    """What the rounds so far have shown."""
+    """The results of the rounds so far."""
 
     wanted: int
     rounds: int = 0
@@ -54,10 +54,10 @@ class Reached:
     built: list[float] = field(default_factory=list)
     aborted: list[float] = field(default_factory=list)
     before: dict[str, int] = field(default_factory=dict)
-    """What was held after ``WARM`` rounds."""
+    """Resources held after ``WARM`` rounds."""
 
     def figures(self) -> dict[str, Any]:
-        """For a finding."""
+        """Return the figures for a finding."""
         return {
             "rounds": self.rounds,
             "in_flight": self.in_flight,
@@ -69,7 +69,7 @@ class Reached:
 
 
 def value_of(record: int, rank: int = 0) -> float:
-    """What a rank reduces in a round: no other round, and no other rank, has it."""
+    """Return the value that a rank reduces in a round, unique to the round and the rank."""
     return 3.0 + 2 * record + 1000 * rank
 
 

@@ -1,4 +1,4 @@
-"""The model and the data of the trials, and the bits of a state. Needs torch alone."""
+"""The model and the data of the tests, and the bits of a state. Needs only torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 16
 
 
 class Net(nn.Module):
-    """Layers with batch norm, so that there are buffers, and dropout, so that there is chance."""
+    """Layers with batch norm, for buffers, and dropout, for random numbers."""
 
     def __init__(self, width: int, layers: int = 3, dropout: float = 0.2) -> None:
         super().__init__()
@@ -31,58 +31,61 @@ class Net(nn.Module):
 
 
 def width_of(small: bool) -> int:
-    """Of the trials' models."""
+    """Return the width of the tests' models."""
     return 32 if small else 1024
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """How far the model is from the mean of its inputs."""
+    """Return the distance of the model's output from the mean of its inputs."""
     out: torch.Tensor = model(x)
     return (out - x.mean(1, keepdim=True)).square().mean()
 
 
 def data(width: int, count: int = 4096) -> torch.utils.data.Dataset[Any]:
-    """Inputs, on the host."""
+    """Return inputs on the host."""
     generator = torch.Generator().manual_seed(11)
     return torch.utils.data.TensorDataset(torch.randn(count, width, generator=generator))
 
 
 def batch(width: int, device: str, seed: int = 5) -> torch.Tensor:
-    """One, on the device, the same everywhere."""
+    """Return one batch on the device, equal in every process."""
     drawn = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(seed))
     return drawn.to(device)
 
 
 def bits(tensors: Iterable[torch.Tensor]) -> str:
-    """Equal for equal bits."""
+    """Return a digest that is equal for equal bits."""
     return fingerprint([tensor.detach() for tensor in tensors])
 
 
 def state_bits(model: nn.Module) -> str:
-    """Of its parameters and buffers."""
+    """Return a digest of its parameters and buffers."""
     return bits([*model.parameters(), *model.buffers()])
 
 
 def keep_busy(device: str, ms: float) -> None:
-    """Queue a kernel that does nothing for so long, as measured at the first call. Not on CPU."""
+    """Queue a kernel that idles for ``ms``, as calibrated at the first call.
+
+    Does nothing on CPU.
+    """
     if device == "cuda":
         torch.cuda._sleep(int(ms * _cycles_per_ms()))
 
 
 def is_busy(device: str) -> bool:
-    """Whether the device has something to do yet that was queued on the current stream."""
+    """Whether the device still has work that was queued on the current stream."""
     if device != "cuda":
         return False
     try:
         return not torch.cuda.current_stream().query()
-    except RuntimeError:  # the device is lost: it does nothing any more
+    except RuntimeError:  # a lost device does nothing any more
         return False
 
 
 @cache
 def _cycles_per_ms() -> float:
-    """Of the clock that a sleeping kernel counts by."""
-    cycles = 1_000_000  # 0.5 ms, so that the start of a kernel does not count; doubled if need be
+    """Return the frequency of the clock that an idling kernel counts by."""
+    cycles = 1_000_000  # 0.5 ms, so that the start of a kernel is negligible; doubled if necessary
     while True:
         torch.cuda.synchronize()
         began = time.perf_counter()

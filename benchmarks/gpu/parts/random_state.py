@@ -1,4 +1,4 @@
-"""Part 3: random numbers of the device come back with a rollback; kernels that vary are named."""
+"""Part 3: a rollback restores the device's random numbers; nondeterministic kernels are named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fft.train.state.step_state import StepState
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it."""
+    """Run the whole part."""
     with pen.trial("dropout masks after a restore"):
         _masks(pen, setting)
     with pen.trial("kernels that vary"):
@@ -51,7 +51,7 @@ def _masks(pen: Pen, setting: Setting) -> None:
 
 
 def _operations(device: str) -> dict[str, Callable[[], torch.Tensor]]:
-    """What may add in another order each time (torch.use_deterministic_algorithms lists them)."""
+    """Return operations that may add in varying order (see torch.use_deterministic_algorithms)."""
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(1 << 16, generator=generator).to(device)
     places = torch.randint(0, 97, (1 << 16,), generator=generator).to(device)

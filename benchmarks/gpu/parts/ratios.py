@@ -1,6 +1,6 @@
-"""Part 9: a step's time under FFT, torch's DDP and torchft, two processes each on the one device.
+"""Part 9: the time of a step under FFT, torch's DDP and torchft, with two processes on one device.
 
-The same model, over gloo, without faults. Ratios are of medians.
+The model is the same, over gloo, without faults. Ratios are of medians.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.gpu.parts import jobs
 
 WARM = 5
 _LIMIT_S = 35.0
-"""For both processes of a system together."""
+"""Maximum seconds for both processes of a system together."""
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it."""
+    """Run the whole part."""
     steps = 12 if setting.small else 60
     found: dict[str, float] = {}
     for system in ("DDP", "torchft"):
@@ -51,7 +51,7 @@ def _median(words: list[dict[str, Any]]) -> float:
 
 @contextmanager
 def _lighthouse(system: str) -> Iterator[str]:
-    """The address of one that waits for both, for torchft."""
+    """Yield the address of a lighthouse that waits for both groups, for torchft."""
     if system != "torchft":
         yield ""
         return
@@ -65,7 +65,7 @@ def _lighthouse(system: str) -> Iterator[str]:
 
 
 def _rival(setting: Setting, system: str, steps: int) -> float:
-    """Milliseconds of a step, by two processes of `benchmarks.gpu.parts.rival`."""
+    """Return the milliseconds of a step of two processes of `benchmarks.gpu.parts.rival`."""
     folder = setting.folder / system
     folder.mkdir()
     words = [sys.executable, "-m", "benchmarks.gpu.parts.rival", "--system", system]

@@ -1,6 +1,5 @@
 """Groups as FFT builds them for an epoch: of NCCL, and by its library alone where torchft is not
-there; of gloo, to try the trials themselves without a GPU. A trial can be made of any.
-"""
+installed; of gloo, to test the tests themselves without a GPU. Each test accepts any of them."""
 
 from __future__ import annotations
 
@@ -17,26 +16,26 @@ LIMIT = timedelta(seconds=30)
 
 
 class Ring(Protocol):
-    """One rank of a group that is built again and again."""
+    """One rank of a group that is rebuilt repeatedly."""
 
     def build(self, record: int) -> None:
-        """Meet the others for that epoch."""
+        """Meet the other ranks for that epoch."""
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        """Queue an all-reduce; its Work."""
+        """Queue an all-reduce; return its Work."""
 
     def abort(self) -> None:
-        """End all that is under way."""
+        """Abort all operations in progress."""
 
     def quiet(self) -> None:
-        """After `abort`: return when nothing writes any more."""
+        """After `abort`, wait until no operation can write any more."""
 
     def close(self) -> None:
-        """End for good."""
+        """Close the group permanently."""
 
 
 class LibraryRing:
-    """By `TorchNccl` and torch alone."""
+    """A group by `TorchNccl` and torch alone."""
 
     def __init__(self, port: int, rank: int, size: int) -> None:
         self._store = dist.TCPStore("localhost", port, wait_for_workers=False, timeout=LIMIT)
@@ -65,7 +64,7 @@ class LibraryRing:
 
 
 class GroupRing:
-    """By a shard group of FFT's, held as the manager holds it."""
+    """A group by FFT's shard group, held as the manager holds it."""
 
     kind = "ShardProcessGroupNCCL"
 
@@ -96,7 +95,7 @@ class GroupRing:
 
 
 class GlooRing(GroupRing):
-    """The same on CPU."""
+    """A group of gloo, on CPU."""
 
     kind = "ShardProcessGroupGloo"
 
@@ -105,4 +104,4 @@ RINGS: dict[str, dict[str, type[LibraryRing] | type[GroupRing]]] = {
     "cuda": {"the library alone": LibraryRing, GroupRing.kind: GroupRing},
     "cpu": {GlooRing.kind: GlooRing},
 }
-"""By device and name."""
+"""The classes by device and name."""

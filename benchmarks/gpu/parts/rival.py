@@ -52,7 +52,8 @@ def _loop(
     took: list[float],
     count: Callable[[], int] | None = None,
 ) -> None:
-    """So many steps; ``count``: how many all have made together, else how many were made here."""
+    """Train; ``count`` returns the steps that all have made together, else those made here are
+    counted."""
     for (x,) in loader:
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -91,7 +92,7 @@ def _torchft(args: argparse.Namespace, model: nn.Module, loader: Any, took: list
     try:
         wrapped = torchft.DistributedDataParallel(manager, model)
         optimizer = torchft.Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        # both leave after the same step: one that stayed would wait for the other's quorum
+        # both leave after the same step, as a remaining one would wait for the other's quorum
         _loop(args, wrapped, loader, optimizer, took, manager.current_step)
     finally:
         manager.shutdown(wait=False)

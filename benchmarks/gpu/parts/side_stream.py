@@ -1,6 +1,6 @@
-"""Part 2: a stream of the user's own still runs when the body ends; the vote waits for it.
+"""Part 2: a user's own stream is still busy when the step function ends, and the vote waits for it.
 
-And what that wait costs, beside a wait for the whole device.
+It also measures the cost of that wait, beside a wait for the whole device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fft.train import accelerator
 
 LIMIT = timedelta(seconds=20)
 BUSY_MS = 50.0
-"""For how long a stream is busy, measured: longer than all that the process does meanwhile."""
+"""Time for which a stream is kept busy: longer than everything that the process does meanwhile."""
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it; on a GPU only."""
+    """Run the whole part; on a GPU only."""
     torch.cuda.init()
     with pen.trial("the wait sees every stream"):
         _every_stream(pen)
@@ -122,7 +122,7 @@ def _transaction(pen: Pen, setting: Setting) -> None:
 
 
 def _rollback(pen: Pen, setting: Setting) -> None:
-    """A side stream of a failed attempt writes into a buffer, late."""
+    """A side stream of a failed attempt writes into a buffer after the rollback began."""
     from benchmarks.gpu.parts import alone
 
     side, in_flight = torch.cuda.Stream(), []

@@ -1,6 +1,7 @@
-"""Part 5: a whole state from device memory to device memory, as a group that joins fetches it.
+"""Part 5: transfer of a whole state from device memory to device memory, as a joiner fetches it.
 
-Both ends run here. Beside it the copies alone, by pageable and by pinned memory, and the digests.
+Both ends run here. The copies alone, by pageable and by pinned memory, and the digests are measured
+beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """All of it."""
+    """Run the whole part."""
     count = (1 << 20) if setting.small else (1 << 28)  # 4 MB, or 1 GiB
     flat = torch.randn(count, device=setting.device)
     with pen.trial("copies"):
@@ -35,7 +36,7 @@ def run(pen: Pen, setting: Setting) -> None:
 
 
 def _rate(nbytes: int, work: Callable[[], object], device: str, rounds: int = 3) -> float:
-    """MB/s, median of some."""
+    """Return the median rate in MB/s."""
     took = []
     for _ in range(rounds):
         nets.synchronize(device)
@@ -82,7 +83,7 @@ def _digests(pen: Pen, setting: Setting, flat: torch.Tensor) -> None:
 
 
 def _state(setting: Setting, seed: int) -> tuple[nn.Module, StepState]:
-    """A model that has been trained for a step: weights and two moments of Adam's."""
+    """Return a model that was trained for a step: weights and two moments of Adam."""
     torch.manual_seed(seed)
     width = 128 if setting.small else 4096
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(setting.device)
