@@ -1,7 +1,7 @@
-"""Whether steps wait for their input: 10 ms of loading a sample; and what the copies cost.
+"""A measurement of the steps' waits for input with 10 ms of loading per sample, and of the copies.
 
-A job of one group on a bus in memory, with and without workers; the waits are those of its trace,
-as ``fft report`` shows them. Prints figures; asserts nothing. Run with fft installed:
+The job has one group on a bus in memory, with and without workers; the waits are those of its
+trace, as ``fft report`` shows them. It prints figures and asserts nothing. Run with fft installed:
 ``python benchmarks/loading.py [steps]``.
 """
 
@@ -26,11 +26,11 @@ from fft.train.data.batch_copy import copied
 from fft.train.data.source import Due
 
 BATCH, SAMPLE_MS, STEP_MS = 4, 10, 30
-"""Two workers give an item each 20 ms."""
+"""Two workers deliver an item every 20 ms."""
 
 
 class Slow(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples that take their time, as files do."""
+    """A data set whose samples take time to load, as files do."""
 
     def __len__(self) -> int:
         return 4096
@@ -41,7 +41,7 @@ class Slow(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def job(workers: int, steps: int, traces: Path) -> float:
-    """Train; seconds a step, without the first."""
+    """Train; return the seconds of a step, without the first."""
     store, port = host_store()
     model = nn.Linear(16, 1)
     manager = fft.ManagerFFT(
@@ -64,7 +64,8 @@ def job(workers: int, steps: int, traces: Path) -> float:
     began = 0.0
     for txn in manager.transactions(loader, max_steps=steps + 1):
         with txn:
-            time.sleep(STEP_MS / 1e3)  # an accelerator's work: the cores are free
+            # Stands for an accelerator's work, which leaves the cores free
+            time.sleep(STEP_MS / 1e3)
             model(txn.batch).square().mean().backward()
         began = began or time.perf_counter()
     took = (time.perf_counter() - began) / steps
@@ -74,7 +75,7 @@ def job(workers: int, steps: int, traces: Path) -> float:
 
 
 def call_ms(function: Callable[[], object], rounds: int = 50) -> str:
-    """Median of some calls, and the least."""
+    """Return the median and the minimum time of some calls."""
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -84,7 +85,7 @@ def call_ms(function: Callable[[], object], rounds: int = 50) -> str:
 
 
 def main() -> None:
-    """Run everything."""
+    """Run all measurements."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     print(f"a body of {STEP_MS} ms, {BATCH} samples of {SAMPLE_MS} ms each:")
     for workers in (0, 2):

@@ -1,8 +1,8 @@
-"""What a step costs with no lighthouse, with heartbeats to one, and with its say.
+"""The cost of a step without a lighthouse, with heartbeats to one, and with membership by one.
 
-The three alternate in the same processes, one for each group, near-zero model, loopback; asserts
-nothing. On a busy machine look at the processor time, which is that of a group's process.
-``python benchmarks/membership_cost.py [groups] [steps] [repetitions]``.
+The three alternate in the same processes, one for each group, with a near-zero model on loopback;
+it asserts nothing. On a busy machine use the processor time, which is that of a group's process.
+Run ``python benchmarks/membership_cost.py [groups] [steps] [repetitions]``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 ARMS = ("register", "register, heartbeats", "lighthouse")
 WARM_UP = 30
-"""Steps of each turn that do not count: the lighthouse first forgets the groups of the last one."""
+"""Steps of each turn that do not count: the lighthouse first forgets the previous turn's groups."""
 LIMIT_S = 900
 
 
 def child(path: str, group: str) -> None:
-    """One group: a manager after the other."""
+    """Run one group with one manager after the other."""
     import torch
     from torchft import ProcessGroupGloo
 
@@ -73,7 +73,7 @@ def child(path: str, group: str) -> None:
 
 def main() -> None:
     """Start the services and the groups, and print a table."""
-    os.environ["RUST_LOG"] = "error"  # before torchft is there: it logs every call
+    os.environ["RUST_LOG"] = "error"  # before torchft is imported, which otherwise logs every call
     from torchft.coordination import LighthouseServer
 
     from fft.bus import serve_tcp
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def show(found: list[list[dict[str, Any]]], groups: int, steps: int) -> None:
-    """Medians of the turns' medians, with their range, over all groups."""
+    """Print the medians of the turns' medians, with their range, over all groups."""
     print(f"{groups} groups x 1 rank, {steps} steps a turn, ms per step")
     print(f"{'':<24}{'p50':>8}{'of turns':>18}{'p99':>8}{'cpu':>8}")
     for arm in ARMS:

@@ -1,12 +1,12 @@
 """A NATS cluster whose leaders are killed, again and again, under a training job.
 
 `python benchmarks/nats_failover.py [ROUNDS [DIRECTORY]]`: 3 groups x 1 rank train
-`examples/hsdp_char_lm.py` under the supervisor; each round SIGKILLs the server that leads the job's
-registers (in even rounds) or its broadcasts (in odd ones), waits for the next commit, and starts
-the server again. Prints for each round when the servers had elected others and when the job had
-committed; then audits the traces. `--bus` in the place of training: four clients extend a chain of
-heads, broadcast, vote and draw numbers, three listen, and all they were told is weighed. Exits with
-an error if anything was split, lost or doubled.
+`examples/hsdp_char_lm.py` under the supervisor. Each round SIGKILLs the server that leads the job's
+registers (in even rounds) or its broadcasts (in odd ones), waits for the next commit, and restarts
+the server. It prints for each round when the servers had elected new leaders and when the job had
+committed, and audits the traces at the end. With `--bus` there is no training: four clients extend
+a chain of heads, broadcast, vote and draw numbers, three listen, and all answers are checked. It
+exits with an error if anything was split, lost or doubled.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fft.trace.tail import TraceTail
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "hsdp_char_lm.py"
 GROUPS = 3
 BETWEEN = 5
-"""Commits from one round to the next."""
+"""Commits between rounds."""
 LIMIT_S = 120.0
 DRAIN_S = 60.0
 
 
 def until(true: Callable[[], bool], what: str) -> None:
-    """A bounded poll: traces and servers have no event to wait on."""
+    """Poll with a bound, because traces and servers have no event to wait for."""
     deadline = time.monotonic() + LIMIT_S
     while not true():
         if time.monotonic() > deadline:
@@ -52,7 +52,7 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def training(directory: Path) -> Iterator[NatsServers]:
-    """A job that trains until the end of the block, and then drains."""
+    """Run a job that trains until the end of the block, and then drains."""
     script = [str(EXAMPLE), "--steps", "1000000"]
     config = RunConfig(script, GROUPS, 1, directory, drain_timeout=DRAIN_S)
     services = start_services(bus_kind="nats", cluster=3)
@@ -72,7 +72,7 @@ def training(directory: Path) -> Iterator[NatsServers]:
 
 
 def train(rounds: int, directory: Path) -> list[tuple[float, float]]:
-    """Seconds from each kill to the last election, and to the next commit."""
+    """Return the seconds from each kill to the last election, and to the next commit."""
     times = []
     tail = TraceTail(directory)
     with training(directory) as servers:
@@ -98,7 +98,7 @@ def train(rounds: int, directory: Path) -> list[tuple[float, float]]:
 
 
 def judge(directory: Path) -> str:
-    """What the traces say; an error if it is bad."""
+    """Print the verdict of the traces' audit; raise an error if it is bad."""
     report = audit_dir(directory)
     if not report.ok:
         raise SystemExit(report.render())
@@ -117,7 +117,7 @@ def judge(directory: Path) -> str:
 
 
 def ask(rounds: int) -> tuple[list[tuple[float, float]], str]:
-    """The same without a job: clients of the bus."""
+    """Run the rounds without a job, with clients of the bus."""
     times = []
     with NatsServers(cluster=3) as servers:
         trial = Trial(servers)

@@ -8,19 +8,22 @@ from pathlib import Path
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table."""
+    """Return a table as lines of Markdown."""
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
 
 
 def spread(values: Sequence[float]) -> str:
-    """A cell: the median, and in brackets the least and the most."""
+    """Return a cell: the median, and in brackets the minimum and the maximum."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.0f} ({low:.0f} to {high:.0f})"
 
 
 def fill(page: Path, name: str, lines: Iterable[str]) -> None:
-    """Put ``lines`` between the markers of ``name``. Raises ValueError if they are not there."""
+    """Put ``lines`` between the markers of ``name``.
+
+    Raises ValueError if the markers are missing.
+    """
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:

@@ -1,6 +1,7 @@
-"""What the heartbeat costs a main thread: its writes, and how much the probe slows a busy loop.
+"""The cost of the heartbeat for a main thread: its writes, and the slowdown of a busy loop by
+probes.
 
-Run: python benchmarks/pulse_cost.py. Measures only; asserts nothing.
+Run ``python benchmarks/pulse_cost.py``. It only measures, and asserts nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ LOOP_S = 2.0
 
 
 def cost(call: Callable[[], object]) -> float:
-    """Nanoseconds of one call; the best of five rounds, since others only make it slower."""
+    """Return the nanoseconds of one call; the best of five rounds, as noise only makes it
+    slower."""
     best = float("inf")
     for _ in range(5):
         begun = time.perf_counter_ns()
@@ -27,7 +29,8 @@ def cost(call: Callable[[], object]) -> float:
 
 
 def loops() -> int:
-    """How far a loop of bytecodes comes in `LOOP_S` seconds of this thread's own time."""
+    """Return the iterations of a loop of bytecodes in `LOOP_S` seconds of this thread's own
+    time."""
     count, until = 0, time.thread_time() + LOOP_S
     while time.thread_time() < until:
         count += 1
@@ -35,7 +38,7 @@ def loops() -> int:
 
 
 def main() -> None:
-    """Print one figure a line."""
+    """Print one figure per line."""
     pulse = Pulse(time.monotonic)
     reader = PulseReader(pulse.fd)
 

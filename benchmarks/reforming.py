@@ -39,7 +39,7 @@ LIMIT_S = 120
 
 
 class Cost(NamedTuple):
-    """Of one kill, in ms."""
+    """The costs of one kill, in ms."""
 
     gap: float
     whole: float
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 def run(groups: int, ranks: int, options: tuple[str, ...], folder: Path) -> Cost:
-    """One job and what its kill cost. Raises CalledProcessError."""
+    """Run one job and return the costs of its kill. Raises CalledProcessError."""
     (folder / "plan.yaml").write_text(PLAN.format(groups=groups))
     command = [sys.executable, "-m", "fft.cli", "run", "--no-progress", *options]
     command += ["--groups", str(groups), "--ranks", str(ranks), "--trace-dir", str(folder / "run")]
@@ -63,7 +63,7 @@ def run(groups: int, ranks: int, options: tuple[str, ...], folder: Path) -> Cost
 
 
 def cost_of(traces: Path, groups: int) -> Cost:
-    """What the traces say of the only kill."""
+    """Return the costs of the only kill in the traces."""
     killed, applied = 0.0, list[tuple[float, dict[str, Any]]]()
     whole: dict[int, bool] = {}
     for line in read_lines(traces):
@@ -73,7 +73,7 @@ def cost_of(traces: Path, groups: int) -> Cost:
         if (record := event.get("record")) and record["kind"] == "epoch":
             full = len(record["members"]) == groups
             whole[record["epoch"]] = full and not record["learners"]
-            # who learns in the first txn of an epoch contributes from the second one on
+            # a joiner in the first txn of an epoch contributes from the second one on
             whole[-record["epoch"]] = full
         if event.get("type") == "applied":
             applied.append((line["wall"], line))
@@ -81,7 +81,7 @@ def cost_of(traces: Path, groups: int) -> Cost:
     commits: dict[tuple[int, int], float] = {}
     for wall, line in applied:
         token = (line["event"]["token"][0], line["event"]["token"][1])
-        commits[token] = wall  # of the last rank
+        commits[token] = wall  # the last rank's time remains
     # a survivor may apply the last commit before the kill after it
     last = max(epoch for (epoch, _), wall in commits.items() if wall < killed)
     before = max(wall for (epoch, _), wall in commits.items() if epoch == last)

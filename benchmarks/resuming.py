@@ -34,7 +34,7 @@ LIMIT_S = 180
 
 
 class Cost(NamedTuple):
-    """Of one loss, in ms; ``lost`` in steps."""
+    """The costs of one loss, in ms; ``lost`` in steps."""
 
     gap: float
     lost: float
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def run(every: int, folder: Path) -> Cost:
-    """One job and what the loss cost. Raises CalledProcessError."""
+    """Run one job and return the costs of its loss. Raises CalledProcessError."""
     (folder / "plan.yaml").write_text(PLAN)
     traces = folder / "run"
     command = [sys.executable, "-m", "fft.cli", "run", "--no-progress", "--groups", "2"]
@@ -56,7 +56,7 @@ def run(every: int, folder: Path) -> Cost:
 
 
 def cost_of(traces: Path) -> Cost:
-    """What the traces of both starts say. Raises ValueError: there are not two."""
+    """Return the costs from the traces of both starts. Raises ValueError if there are not two."""
     before, after = (commits(f) for f in start_folders(traces) if any(f.glob("*.jsonl")))
     last, first = max(before), min(after)
     gap, back = after[first] - before[last], after[last + 1] - before[last]
@@ -65,7 +65,7 @@ def cost_of(traces: Path) -> Cost:
 
 
 def commits(folder: Path) -> dict[int, float]:
-    """When each step of a start had been committed by the last rank: the wall clock in s."""
+    """Return when the last rank had committed each step of a start: the wall clock in s."""
     found: dict[int, float] = {}
     for line in read_lines(folder):
         if line.get("note") == "consumed":

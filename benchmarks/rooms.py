@@ -21,7 +21,8 @@ Pair = tuple[str, str]
 
 
 def imports() -> set[Pair]:
-    """(room, room that it imports), those under ``TYPE_CHECKING`` and within functions included."""
+    """Yield (room, imported room), including imports under ``TYPE_CHECKING`` and within
+    functions."""
     graph = grimp.build_graph("fft")
     pairs = {
         (_room(module), _room(imported))
@@ -32,14 +33,14 @@ def imports() -> set[Pair]:
 
 
 def _room(module: str) -> str:
-    """``fft.bus.nats`` is in the room ``bus``; ``fft`` itself is in none."""
+    """Return the room of a module: ``bus`` for ``fft.bus.nats``; ``fft`` itself is in none."""
     return module.split(".")[1] if "." in module else ""
 
 
 def direct(pairs: Collection[Pair]) -> Iterator[Pair]:
-    """Those pairs that no way over other rooms stands for (the transitive reduction).
+    """Return the pairs that no path through other rooms implies (the transitive reduction).
 
-    Raises ValueError for rooms that import each other in a circle.
+    Raises ValueError if rooms import each other in a cycle.
     """
     below: dict[str, set[str]] = {room: set() for pair in pairs for room in pair}
     for room, other in pairs:
@@ -62,7 +63,7 @@ def direct(pairs: Collection[Pair]) -> Iterator[Pair]:
 
 
 def lines(pairs: Collection[Pair]) -> list[str]:
-    """The picture, as lines of Markdown."""
+    """Return the picture as lines of Markdown."""
     drawn = [f"    {room} --> {other}" for room, other in direct(pairs)]
     return ["```mermaid", "flowchart TD", *drawn, "```"]
 

@@ -47,14 +47,14 @@ SPEC = load_spec("hsdp")
 PHASES = ("step", "rollback", "kill")
 _CLIENTS = 8
 _VOTERS = 32
-"""Of the step by which the prices are checked."""
+"""Number of voters of the step that checks the prices."""
 _LIMIT = timedelta(seconds=30)
 
 # --- the real store ---------------------------------------------------------------------------
 
 
 def serve(pipe: Connection) -> None:
-    """The store's process: says its port, then its processor time whenever it is asked."""
+    """Serve a store in this process: send its port, then its processor time at each request."""
     store, port = host_store()
     pipe.send(port)
     while pipe.recv() != "end":
@@ -63,7 +63,7 @@ def serve(pipe: Connection) -> None:
 
 
 class Probe:
-    """Clients of one real store, and what the store's process spends on them."""
+    """Clients of one real store, and the processor time of the store's process."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -71,18 +71,18 @@ class Probe:
         self.clients = [self.client() for _ in range(_CLIENTS)]
 
     def client(self) -> Any:
-        """One more connection."""
+        """Return one more connection."""
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch's own stubs leave it out
             "127.0.0.1", self._port, None, False, _LIMIT, wait_for_workers=False
         )
 
     def spent(self) -> float:
-        """Seconds of processor time of the store's process."""
+        """Return the seconds of processor time of the store's process."""
         self._pipe.send("spent")
         return float(self._pipe.recv())
 
     def cost(self, rounds: int, operation: Callable[[Any, int, int], object]) -> float:
-        """Microseconds of the store for each of many operations of all clients at once."""
+        """Return the store's microseconds for each of many operations of all clients at once."""
 
         def work(me: int) -> None:
             for number in range(rounds):
@@ -91,11 +91,12 @@ class Probe:
         before = self.spent()
         with ThreadPoolExecutor(_CLIENTS) as pool:
             list(pool.map(work, range(_CLIENTS)))
-        self.clients[0].add("settled", 1)  # what needs no answer is served by now
+        self.clients[0].add("settled", 1)  # all requests without an answer are served by now
         return (self.spent() - before) / (rounds * _CLIENTS) * 1e6
 
     def listening(self, listeners: int, messages: int, size: int) -> float:
-        """Microseconds for one listener to hear one broadcast, the writing left out."""
+        """Return the microseconds for one listener to receive one broadcast, without the
+        writing."""
         stores = [self.client() for _ in range(listeners)]
         heard = [threading.Semaphore(0) for _ in stores]
 
@@ -107,7 +108,8 @@ class Probe:
         return self._spread(listen, stores, heard, messages, f"m{listeners}/{size}", size, True)
 
     def waiting(self, listeners: int, messages: int, size: int) -> float:
-        """Microseconds for one listener to take one message out of its inbox, having waited."""
+        """Return the microseconds for one listener to wait for and take one message of its
+        inbox."""
         stores = [self.client() for _ in range(listeners)]
         heard = [threading.Semaphore(0) for _ in stores]
 
@@ -125,9 +127,10 @@ class Probe:
         return self._spread(listen, stores, heard, messages, "i", size, False)
 
     def step(self, listeners: int, steps: int, name: str) -> float:
-        """Microseconds for one step: all vote, the last reads and decides, all hear of it.
+        """Return the microseconds for one step: all vote, the last reads and decides, all receive
+        it.
 
-        The same requests as those of `fft.bus.tcpstore`; the voters share the clients.
+        The requests equal those of `fft.bus.tcpstore`; the voters share the clients.
         """
         stores = [self.client() for _ in range(listeners)]
         heard = [threading.Semaphore(0) for _ in stores]
@@ -198,7 +201,7 @@ class Probe:
 
 
 def measure(probe: Probe) -> dict[str, Any]:
-    """The prices of `fft.prove.scale.costs.Prices`, in microseconds."""
+    """Measure the prices of `fft.prove.scale.costs.Prices`, in microseconds."""
     small, large = b"x" * 300, b"x" * 300_000
     probe.clients[0].set("settled", "0")
     probe.clients[0].set("large", large)
@@ -219,8 +222,9 @@ def measure(probe: Probe) -> dict[str, Any]:
         time.sleep(0.0005)
         return 0
 
-    # What has no answer comes one by one in a job, from many clients. Sent without a pause it would
-    # reach the store in bunches, which cost much less; a vote does come together with its count.
+    # In a job, requests without an answer come one by one from many clients. Sent without a pause,
+    # they would reach the store in bunches, which cost much less; a vote does come together with
+    # its count.
     voting = cost(4000, lambda c, me, k: (c.append(f"a{me}", "y" * 100), c.add(f"n{me}", 1)))
     pushing = cost(1000, lambda c, me, k: (c.queue_push(f"q{me}", small), paced()))
     setting = cost(1000, lambda c, me, k: (c.set(f"s{me}", small), paced()))
@@ -251,7 +255,7 @@ def measure(probe: Probe) -> dict[str, Any]:
 
 @contextmanager
 def real_store() -> Iterator[Probe]:
-    """A store in a process of its own."""
+    """Yield a store in its own process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=serve, args=(there,))
@@ -285,7 +289,7 @@ def calibrate(out: Path) -> None:
 
 
 def check(out: Path) -> None:
-    """Measure a whole step at a real store, and add up the same requests by the prices."""
+    """Measure a whole step at a real store, and compare with the same requests by the prices."""
     calibration = json.loads((out / "calibration.json").read_text())
     prices = prices_from(calibration)
     with real_store() as probe:
@@ -327,7 +331,7 @@ class Metered(LargeJob):
 
 
 def measure_handling(design: Design, costs: Costs, sizes: list[int]) -> dict[str, list[float]]:
-    """Kind of event → [microseconds, microseconds for each participant of the job]."""
+    """Return kind of event → [microseconds, microseconds for each participant of the job]."""
     points: dict[str, list[tuple[int, float]]] = {}
     for groups in sizes:
         with tempfile.TemporaryDirectory() as directory:
@@ -345,7 +349,7 @@ def measure_handling(design: Design, costs: Costs, sizes: list[int]) -> dict[str
 
 
 def line(points: list[tuple[int, float]]) -> list[float]:
-    """[base, slope], neither below 0, through the points by least squares."""
+    """Return [base, slope] of the least-squares line through the points, neither below 0."""
     if len(points) < 2:
         return [points[0][1], 0.0]
     slope, _ = statistics.linear_regression(*zip(*points, strict=True))
@@ -357,7 +361,7 @@ def line(points: list[tuple[int, float]]) -> list[float]:
 
 
 def scenario(design: Design, costs: Costs, groups: int, phases: str) -> list[Phase]:
-    """The phases of one job, each said as it ends."""
+    """Run the phases of one job, and print each as it ends."""
     job = LargeJob(SPEC, design, costs, groups, formed=not phases.startswith("start"))
     found = []
     for name in phases.split():
@@ -383,7 +387,7 @@ def run(design: Design, given: argparse.Namespace) -> None:
     done: list[dict[str, Any]] = []
     data = {"design": design.name, "label": given.label, "ranks": 8, "handling_us": handling}
     for many in given.groups:
-        # The second step: the store then holds what it holds in the long run.
+        # The second step, as the store then holds what it holds in the long run.
         names = "step step"
         if many <= given.largest_rollback:
             names += " rollback"
@@ -398,18 +402,18 @@ def run(design: Design, given: argparse.Namespace) -> None:
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """One JSON file, written whole."""
+    """Write one JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def numbers(text: str) -> list[int]:
-    """``2,5,10`` → [2, 5, 10]; empty: none."""
+    """Parse ``2,5,10`` to [2, 5, 10]; an empty text to an empty list."""
     return [int(part) for part in text.split(",") if part]
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the requested actions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calibrate", action="store_true", help="measure the real store")
     parser.add_argument("--check", action="store_true", help="hold the prices against a real step")
@@ -433,7 +437,7 @@ def main() -> None:
             sys.exit(f"no {given.out}/calibration.json; run with --calibrate first")
         if given.quick:
             given.groups, given.start, given.meter = [2, 4, 8], [2], [2, 4, 8]
-        gc.disable()  # what is allocated here lives as long as its job; looking for cycles is lost
+        gc.disable()  # objects live as long as their job, so collecting cycles would be wasted time
         for name in given.design or ["after"]:
             run(DESIGNS[name], given)
     if not given.calibrate and not given.check:

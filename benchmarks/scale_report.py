@@ -1,8 +1,8 @@
-"""Tables and plot of `scale.py`: reads the stored results, computes what was not run, writes both.
+"""Tables and plot of `scale.py`: reads the stored results, computes the sizes that were not run.
 
-Requests of sizes that were not run are counted by `fft.prove.scale.formula`. Their times and bytes
-lie on the parabola through the three largest sizes that were run: a job's cost has no higher
-power of its size. How well the other sizes lie on it is said beside the tables.
+Requests of these sizes are counted by `fft.prove.scale.formula`. Their times and bytes lie on the
+parabola through the three largest sizes that were run, because a job's cost has no higher power of
+its size. The distance of the other sizes from it is given beside the tables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BODY = 0.045
 BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
 Row = dict[str, Any]
 Label = tuple[float, float, str, str]
-"""y, x, words, colour."""
+"""y, x, text, colour."""
 
 
 class Results:
-    """What one design was measured to cost, and what it is computed to cost elsewhere."""
+    """The measured costs of one design, and the computed ones of other sizes."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.name: str = data["design"]
@@ -53,17 +53,17 @@ class Results:
         }
 
     def of(self, phase: str) -> list[Row]:
-        """Sizes that were run, small ones first."""
+        """Return the sizes that were run, small ones first."""
         return sorted((p for p in self.phases if p["name"] == phase), key=lambda p: p["groups"])
 
     def at(self, phase: PhaseName, groups: int) -> Row:
-        """One size (of a kill: with one group less), run or computed."""
+        """Return one size, run or computed; for a kill, with one group less."""
         left = groups - (phase == "kill")
         run = [p for p in self.of(phase) if p["groups"] == left]
         return run[0] if run else self.computed(phase, left)
 
     def computed(self, phase: PhaseName, groups: int) -> Row:
-        """A size that was not run."""
+        """Compute a size that was not run."""
         n = groups * self.ranks
         operations = counts(
             DESIGNS[self.name], phase, groups, self.ranks, told=self.name != "before"
@@ -77,20 +77,20 @@ class Results:
         return row
 
     def curve(self, phase: str, what: str) -> Callable[[float], float | None]:
-        """The parabola through the three largest sizes run."""
+        """Return the parabola through the three largest sizes run."""
         points = [(p["participants"], p[what]) for p in self.of(phase)][-3:]
         if len(points) < 3 or any(value is None for _, value in points):
             return lambda n: None
         return lambda n: _through(points, n)
 
     def misfit(self, phase: str, what: str) -> float:
-        """How far the largest size that the parabola was not drawn through lies off it."""
+        """Return the deviation of the largest size that the parabola was not drawn through."""
         rest = self.of(phase)[:-3]
         value = self.curve(phase, what)(rest[-1]["participants"]) if rest else None
         return 0.0 if value is None else abs(value / rest[-1][what] - 1.0)
 
     def reaches(self, phase: str, what: str, limit: float) -> float:
-        """Participants at which the curve reaches ``limit``."""
+        """Return the number of participants at which the curve reaches ``limit``."""
         curve = self.curve(phase, what)
         low, high = 1.0, 1e7
         while high / low > 1.001:
@@ -101,7 +101,7 @@ class Results:
 
 
 def _through(points: list[tuple[float, float]], n: float) -> float:
-    """Lagrange's form of the polynomial through the points."""
+    """Return the value at ``n`` of the polynomial through the points, in Lagrange's form."""
     total = 0.0
     for i, (x, y) in enumerate(points):
         for j, (other, _) in enumerate(points):
@@ -115,7 +115,7 @@ def _through(points: list[tuple[float, float]], n: float) -> float:
 
 
 def seconds(value: float | None) -> str:
-    """A time that people can read."""
+    """Format a time for people."""
     if value is None or value <= 0.0:
         return ""
     for unit, factor, limit in (("µs", 1e6, 1e-3), ("ms", 1e3, 1.0), ("s", 1.0, 600.0)):
@@ -125,7 +125,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes that people can read."""
+    """Format a size in bytes for people."""
     for unit, factor in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
         if value < 1000 * factor:
             return f"{_round(value / factor)} {unit}"
@@ -137,12 +137,12 @@ def _round(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number with its thousands apart."""
+    """Format a number with separated thousands."""
     return f"{value:,.0f}"
 
 
 def table(phase: PhaseName, designs: list[Results]) -> list[str]:
-    """One phase in all sizes and designs."""
+    """Return the table of one phase in all sizes and designs."""
     step = phase == "step"
     times = "decision heard: half / all" if step else "next epoch formed"
     lines = [
@@ -169,7 +169,7 @@ def table(phase: PhaseName, designs: list[Results]) -> list[str]:
 
 
 def starts(designs: list[Results]) -> list[str]:
-    """The start, in the sizes that were run."""
+    """Return the table of the start, in the sizes that were run."""
     lines = [
         f"**{WORDS['start']}.**",
         "",
@@ -188,7 +188,7 @@ def starts(designs: list[Results]) -> list[str]:
 
 
 def limits(designs: list[Results], calibration: dict[str, Any]) -> list[str]:
-    """Where each design comes to an end."""
+    """Return the limits of each design."""
     lines = [
         "**Where it ends**, in participants (ranks of all groups).",
         "",
@@ -215,7 +215,7 @@ def limits(designs: list[Results], calibration: dict[str, Any]) -> list[str]:
 
 
 def fit(designs: list[Results]) -> list[str]:
-    """How good the computed figures are."""
+    """Return how accurate the computed figures are."""
     worst = {
         what: max(d.misfit(phase, what) for d in designs for phase in PHASES)
         for what in ("busy", "bytes", "span")
@@ -235,7 +235,7 @@ def fit(designs: list[Results]) -> list[str]:
 
 
 def prices(calibration: dict[str, Any], designs: list[Results]) -> list[str]:
-    """What the model was told."""
+    """Return the prices that the model uses."""
     operations, check = calibration["operation_us"], calibration["check"]
     lines = [
         "| at the store, µs each | " + " | ".join(operations) + " |",
@@ -268,7 +268,7 @@ def prices(calibration: dict[str, Any], designs: list[Results]) -> list[str]:
 _COLOURS = {"before": "#b3261e", "after": "#1d5fa8", "next": "#2e7d32"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _PANEL, _GAP = 980, 420, 70, 50, 360, 150
 _X, _Y = (1.0, 4.0), (-4.0, 6.0)
-"""Decades: groups, seconds."""
+"""Decades of groups and of seconds."""
 
 
 def _place(panel: int, groups: float, value: float) -> tuple[float, float]:
@@ -314,7 +314,7 @@ def _line(panel: int, design: Results, phase: PhaseName, dash: str) -> tuple[lis
 
 
 def _labels(labels: list[Label]) -> list[str]:
-    """Each beside the end of its line, none over another."""
+    """Place each label beside the end of its line, without overlaps."""
     parts, low = [], -math.inf
     for y, x, words, colour in sorted(labels):
         low = max(y + 4, low + 14)
@@ -323,7 +323,7 @@ def _labels(labels: list[Label]) -> list[str]:
 
 
 def plot(designs: list[Results]) -> str:
-    """Seconds that the store works, over the size of the job, both scales logarithmic."""
+    """Plot the seconds that the store works over the size of the job, on logarithmic scales."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + 130} {_HEIGHT}" '
         'font-family="sans-serif" font-size="12" stroke-width="1.5">',
@@ -357,7 +357,7 @@ def plot(designs: list[Results]) -> str:
 
 
 def render(out: Path) -> None:
-    """Write ``scale.svg``, and the tables into the page beside the folder, if both are there."""
+    """Write ``scale.svg``, and the tables into the page beside the folder, if both exist."""
     calibration = json.loads((out / "calibration.json").read_text())
     found = [out / f"{name}.json" for name in ("before", "after", "next")]
     designs = [Results(json.loads(path.read_text())) for path in found if path.exists()]

@@ -1,9 +1,8 @@
-"""What became of the data, slice by slice: what the register says, and what each process noted.
+"""The consumption of the data, slice by slice: by the register, and by the notes of each process.
 
-A slice is consumed by the txn that it goes into. With leases that is the txn which commits while a
-group of its epoch holds the slice; what is held or returned at the end is neither consumed nor
-lost.
-A process that is killed after its vote notes nothing: its slice is in the register all the same.
+The txn that uses a slice consumes it. With leases that is the txn that commits while a group of its
+epoch holds the slice; slices that are held or returned at the end are neither consumed nor lost. A
+process that is killed after its vote writes no note, but its slice is in the register.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Slices:
     twice: int
     never: int
     held: int
-    """At the end, or returned by a group that was lost and not yet granted again."""
+    """Slices held at the end, or returned by a lost group and not yet granted again."""
 
     @property
     def exact(self) -> bool:
-        """Whether each slice that was granted is consumed once, or is still held."""
+        """Whether each granted slice is consumed once, or is still held."""
         return self.twice == 0 and self.never == 0
 
     def __str__(self) -> str:
@@ -36,14 +35,17 @@ class Slices:
 
 @dataclass
 class _Claims:
-    """Who says that a slice was consumed."""
+    """The sources that list a slice as consumed."""
 
     txns: set[tuple[int, int]] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
 
 
 def slices(lines: Iterable[Mapping[str, Any]]) -> Slices:
-    """Of a whole run, from its trace. Raises ValueError: a record between two others is missing."""
+    """Count the slices of a whole run from its trace.
+
+    Raises ValueError if a record in between is missing.
+    """
     records: dict[int, Mapping[str, Any]] = {}
     claims: dict[int, _Claims] = defaultdict(_Claims)
     for line in lines:
@@ -67,7 +69,7 @@ def slices(lines: Iterable[Mapping[str, Any]]) -> Slices:
 
 
 def _add_registered(records: Mapping[int, Mapping[str, Any]], claims: dict[int, _Claims]) -> None:
-    """What each commit consumed: what was held before it, or the slices that it moved over."""
+    """Add the slices that each commit consumed: those held before it, or those it moved over."""
     first = min(records)
     for n in range(first + 1, max(records) + 1):
         if n not in records or n - 1 not in records:
@@ -80,7 +82,7 @@ def _add_registered(records: Mapping[int, Mapping[str, Any]], claims: dict[int, 
             inside = {entry["group"] for entry in before.get("members", ())}
             for number, group, *_ in before["leases"]:
                 if record.get("bound") and group not in inside:
-                    continue  # it stands apart, and keeps it
+                    continue  # the group is local, and keeps the slice
                 claims[number].txns.add(token)
                 claims[number].groups.add(group)
         else:

@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py [MIB] [ROUNDS]
 
-Both send the same state, in turns. Look at the ratio: the rest is the machine's.
+Both send the same state, in turns. The ratio is the result; absolute figures depend on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT = timedelta(seconds=120)
 def seconds(
     sender: CheckpointTransport[Any], receiver: CheckpointTransport[Any], state: Any
 ) -> float:
-    """One transfer, from offering it to having it."""
+    """Return the time of one transfer, from the offer to the arrival."""
     began = time.perf_counter()
     sender.send_checkpoint([1], 7, state, LIMIT)
     got = receiver.recv_checkpoint(0, sender.metadata(), 7, LIMIT)

@@ -1,9 +1,10 @@
-"""What a transient fault costs beyond one step: the demo's job under a train of faults.
+"""The cost of a transient fault beyond one step, in the demo's job under a series of faults.
 
-Runs ``fft run --groups 2 --ranks 2 examples/hsdp_char_lm.py`` with exceptions in mid backward and
-one-sided failures in turn, each on another rank, and prints, per kind, the median and range of the
-time from fault to next commit on the last rank, less the run's own median step; and where that time
-goes. Asserts nothing. ``python benchmarks/transient_faults.py [faults]`` with fft installed.
+It runs ``fft run --groups 2 --ranks 2 examples/hsdp_char_lm.py`` with exceptions in the middle of
+backward and one-sided failures in turn, each on another rank. It prints, per kind, the median and
+range of the time from fault to next commit on the last rank, less the run's own median step, and
+its parts. It asserts nothing. Run ``python benchmarks/transient_faults.py [faults]`` with fft
+installed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fft.trace.audit import audit_dir, read_lines
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "hsdp_char_lm.py"
 SPACING = 6
-"""Steps from one fault to the next."""
+"""Steps between faults."""
 
 
 def plan(count: int) -> list[dict[str, Any]]:
-    """Faults in turn over kinds, groups and ranks."""
+    """Return faults that cycle over kinds, groups and ranks."""
     faults = []
     for i in range(count):
         place = {"group": i // 2 % 2, "rank": i // 4 % 2, "step": 10 + SPACING * i}
@@ -41,7 +42,7 @@ def plan(count: int) -> list[dict[str, Any]]:
 
 
 def run(directory: Path, count: int) -> None:
-    """One training run under the plan."""
+    """Run one training job under the plan."""
     (directory / "plan.yaml").write_text(yaml.safe_dump({"faults": plan(count)}))
     steps = 10 + SPACING * count + 5
     command = ["fft", "run", "--groups", "2", "--ranks", "2", "--no-progress"]
@@ -55,7 +56,7 @@ def run(directory: Path, count: int) -> None:
 
 
 def median_step(lines: list[dict[str, Any]]) -> float:
-    """Median ms between commits on one rank, over steps that no fault touched."""
+    """Return the median ms between commits on one rank, over steps without a fault."""
     first = (lines[0]["group"], lines[0]["rank"])
     mine = [r for r in lines if r.get("on") == "applied" and (r["group"], r["rank"]) == first]
     return statistics.median(
@@ -64,7 +65,7 @@ def median_step(lines: list[dict[str, Any]]) -> float:
 
 
 def entered(line: dict[str, Any], role: Role) -> bool:
-    """Whether the line tells of a transition into a state of the role."""
+    """Whether the line is a transition into a state of the role."""
     was, now = line.get("roles", (None, None))
     return now == role != was
 
@@ -81,7 +82,7 @@ MARKS: dict[str, Mark] = {
 
 
 def costs(lines: list[dict[str, Any]], ranks: int = 4) -> Iterator[tuple[str, dict[str, float]]]:
-    """(kind, ms from the fault to each mark on the last rank) for every fault."""
+    """Return (kind, ms from the fault to each mark on the last rank) for every fault."""
     for i, fault in enumerate(lines):
         if fault.get("note") != "inject":
             continue
@@ -98,7 +99,7 @@ def costs(lines: list[dict[str, Any]], ranks: int = 4) -> Iterator[tuple[str, di
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the job and print the costs."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     with tempfile.TemporaryDirectory() as name:
         run(Path(name), count)

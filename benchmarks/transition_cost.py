@@ -1,6 +1,6 @@
-"""What the protocol costs without network: machine, core and trace, per transition and per step.
+"""The cost of the protocol without network: machine, core and trace, per transition and per step.
 
-Prints medians and 99th percentiles in microseconds; asserts nothing. Run with fft installed:
+It prints medians and 99th percentiles in microseconds, and asserts nothing. Run with fft installed:
 ``python benchmarks/transition_cost.py [steps]``.
 """
 
@@ -25,7 +25,7 @@ SPEC = load_spec("hsdp")
 
 
 def times(function: Callable[[], object], rounds: int) -> list[float]:
-    """Duration of each of ``rounds`` calls, in microseconds."""
+    """Return the duration of each of ``rounds`` calls, in microseconds."""
     found = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -35,19 +35,19 @@ def times(function: Callable[[], object], rounds: int) -> list[float]:
 
 
 def show(what: str, found: list[float]) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     p99 = sorted(found)[int(len(found) * 0.99)]
     print(f"{what:<52}{statistics.median(found):>9.1f}{p99:>9.1f}")
 
 
 class Recorder:
-    """Times ``handle`` and keeps what it did, for the trace."""
+    """A recorder that times ``handle`` and keeps its results for the trace."""
 
     def __init__(self) -> None:
         self.handled: list[tuple[Local, Local, Event, Outcome]] = []
 
     def observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
-        """Observer of the cluster."""
+        """Record an event; an observer of the cluster."""
         self.handled.append((before, node.local, event, out))
 
 

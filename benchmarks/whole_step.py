@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 
 SIZES = {"6 M": (8, 256), "25 M": (8, 512)}
-"""Blocks and width."""
+"""Number of blocks and width."""
 CONTEXT, VOCABULARY, BATCH = 64, 96, 2
 LAYOUTS = {"2 x 1": (2, 1), "2 x 2": (2, 2)}
-"""Replica groups, and ranks of each."""
+"""Number of replica groups, and of ranks of each."""
 SYSTEMS = {
     "torch": "torch alone (DistributedDataParallel; 2 x 2: FSDP2 on a 2 x 2 mesh)",
     "torchft": "torchft",
@@ -42,14 +42,14 @@ SYSTEMS = {
 }
 WARM_UP = 5
 STEPS = {("6 M", 1): 75, ("6 M", 2): 25, ("25 M", 1): 25, ("25 M", 2): 15}
-"""After them, by size and ranks of a group: about 10 s."""
+"""Measured steps after the first ones, by size and ranks of a group: about 10 s."""
 LIMIT = timedelta(seconds=60)
 WORKER_LIMIT_S = 180
 PAGE = Path(__file__).parents[1] / "docs" / "whole_step.md"
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each behind a LayerNorm."""
+    """A block of causal self-attention and an MLP, each after a LayerNorm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Gives the loss, as nanoGPT's."""
+    """A GPT that returns the loss, as nanoGPT's."""
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GPT(nn.Module):
 
 
 class Windows(torch.utils.data.Dataset[torch.Tensor]):
-    """Random text."""
+    """A data set of random text."""
 
     def __len__(self) -> int:
         return 4096
@@ -97,19 +97,19 @@ class Windows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Clock:
-    """Times from step to step."""
+    """A clock for the times of steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = WARM_UP + steps
         self.marks = [time.perf_counter()]
 
     def lap(self) -> bool:
-        """A step is over. Whether there is another."""
+        """Record the end of a step. Return whether there is another one."""
         self.marks.append(time.perf_counter())
         return len(self.marks) <= self.steps
 
     def steps_ms(self) -> list[float]:
-        """All but the first steps."""
+        """Return the times of all but the first steps."""
         marks = self.marks[WARM_UP:]
         return [1000 * (b - a) for a, b in itertools.pairwise(marks)]
 
@@ -118,7 +118,7 @@ class Clock:
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """``fully_shard`` as its users do: each block, then the whole."""
+    """Apply ``fully_shard`` as its users do: to each block, then to the whole."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def shard(model: nn.Module, mesh: Any) -> None:
 
 
 def update_ms(body: Callable[[torch.Tensor], None], clock: Clock) -> list[float]:
-    """A plain loop over the data."""
+    """Run a plain loop over the data."""
     loader = iter(torch.utils.data.DataLoader(Windows(), batch_size=BATCH))
     body(next(loader))
     while clock.lap():
@@ -243,7 +243,7 @@ def train_fft(model: nn.Module, clock: Clock, group: int, rank: int, ranks: int)
 
 
 def work(system: str, size: str, group: int, rank: int, ranks: int) -> None:
-    """One process; prints its step times."""
+    """Run one process; print its step times."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = GPT(*SIZES[size])
@@ -261,7 +261,7 @@ def work(system: str, size: str, group: int, rank: int, ranks: int) -> None:
 
 
 def repetition(system: str, size: str, layout: str) -> float:
-    """Median step in ms, of the slowest process."""
+    """Return the median step in ms, of the slowest process."""
     from torchft.coordination import LighthouseServer
 
     from fft.bus import serve_tcp
@@ -316,7 +316,7 @@ def _times(text: str) -> str:
 
 
 def rows(reps: int, sizes: list[str], layouts: list[str]) -> list[dict[str, Any]]:
-    """One row for each size and layout: all repetitions of each system, in ms."""
+    """Return one row for each size and layout: all repetitions of each system, in ms."""
     found: list[dict[str, Any]] = [
         {"size": size, "layout": layout, "ms": {system: [] for system in SYSTEMS}}
         for size in sizes
@@ -332,13 +332,13 @@ def rows(reps: int, sizes: list[str], layouts: list[str]) -> list[dict[str, Any]
 
 
 def ratio(times: dict[str, list[float]], system: str, beside: str) -> str:
-    """Median of the repetitions' ratios."""
+    """Return the median of the repetitions' ratios."""
     pairs = zip(times[system], times[beside], strict=True)
     return f"{statistics.median(a / b for a, b in pairs):.2f}"
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [
         "# Cost of a whole step",
         "",

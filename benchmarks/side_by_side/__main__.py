@@ -35,11 +35,11 @@ from fft.trace.audit import read_lines
 from fft.util.errors import FftError
 
 TRIES = 3
-"""Of a repetition that does not come to its fault."""
+"""Attempts at a repetition that does not reach its fault."""
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side", description=__doc__)
     parser.add_argument("what", choices=("run", "page", "list"))
     parser.add_argument("--dir", type=Path, help="folder of the run; else runs/bench-<time>")
@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> list[tuple[Row, System]]:
-    """Rows and systems that are asked for, in order."""
+    """Return the requested rows and systems, in order."""
     pairs = [(row, system) for row in ROWS.values() for system in row.systems]
     if args.quick:
         pairs = [(ROWS[row], SYSTEMS[name]) for row, names in QUICK for name in names]
@@ -68,7 +68,7 @@ def chosen(args: argparse.Namespace) -> list[tuple[Row, System]]:
 
 
 def in_turn(pairs: list[tuple[Row, System]], reps: int) -> Iterator[Task]:
-    """Row by row, A/B/A/B: each repetition of a row has all its systems, before the next one."""
+    """Order the runs row by row as A/B/A/B: all systems run a repetition before the next one."""
     for row in dict.fromkeys(row for row, _ in pairs):
         for number in range(1, reps + 1):
             for _, system in (pair for pair in pairs if pair[0] is row):
@@ -76,7 +76,7 @@ def in_turn(pairs: list[tuple[Row, System]], reps: int) -> Iterator[Task]:
 
 
 def possible(pairs: list[tuple[Row, System]], results: Results) -> list[tuple[Row, System]]:
-    """Without what cannot run here; the page says why."""
+    """Return the pairs that can run here; the page gives the reason for the others."""
     why = nvrx.why_not() if any(system.manager == "nvrx" for _, system in pairs) else None
     for row, system in pairs:
         if why and system.manager == "nvrx" and results.absence(row, system) != why:
@@ -85,7 +85,7 @@ def possible(pairs: list[tuple[Row, System]], results: Results) -> list[tuple[Ro
 
 
 def run(args: argparse.Namespace, results: Results, console: Console) -> bool:
-    """Do what is not done. Whether all of it is there in the end."""
+    """Run the missing repetitions. Return whether all are complete in the end."""
     tasks = list(in_turn(possible(chosen(args), results), 1 if args.quick else args.reps))
     left = [task for task in tasks if not results.done(task)]
     if left:
@@ -103,16 +103,17 @@ def run(args: argparse.Namespace, results: Results, console: Console) -> bool:
 
 
 def repetition(task: Task, results: Results, console: Console) -> Outcome | None:
-    """Do it, and keep what came of it. None: it says nothing, twice."""
-    from benchmarks.side_by_side.launch import Launch, LaunchError  # loads torch
+    """Run a repetition and keep its result. None if it gave no result twice."""
+    from benchmarks.side_by_side.launch import Launch, LaunchError  # imports torch
 
     limit_s = task.row.limit_s(task.system, results.in_vain(task.row, task.system))
     for number in range(TRIES):
         home = results.directory / "work" / f"{task.name}{'' if number == 0 else f'-{number}'}"
-        shutil.rmtree(home, ignore_errors=True)  # of a repetition that was cut short
+        shutil.rmtree(home, ignore_errors=True)  # an interrupted repetition
         try:
             events = Launch(task.row, task.system, home.resolve(), limit_s).run()
-        except (LaunchError, FftError, RuntimeError, OSError) as error:  # hours may be left to do
+        # Hours of other repetitions may be left
+        except (LaunchError, FftError, RuntimeError, OSError) as error:
             console.print(f"{task.name}: {error!r}", style="red", markup=False)
             continue
         found = outcome(task.row, events)
@@ -126,14 +127,14 @@ def repetition(task: Task, results: Results, console: Console) -> Outcome | None
 
 
 def _tidy(home: Path) -> None:
-    """Of what a repetition leaves, keep the logs; its events are kept elsewhere."""
+    """Keep only the logs of a repetition; its events are kept elsewhere."""
     shutil.rmtree(home / "traces", ignore_errors=True)
     for path in (*home.glob("events-*"), *home.glob("here-*")):
         path.unlink()
 
 
 def told(task: Task, found: Outcome) -> str:
-    """In a few words, while it goes on."""
+    """Describe a result briefly, for the progress output."""
     if task.row.fault is None:
         return (
             f"step {found.step_p50_ms:.2f} ms, protocol {found.cost_p50_ms:.2f} ms"
@@ -146,7 +147,7 @@ def told(task: Task, found: Outcome) -> str:
 
 
 def show(results: Results, console: Console) -> None:
-    """The tables, for people."""
+    """Print the tables."""
     for title, headings, rows in (
         ("fault → next commit, ms", page.HEADLINE, page.headline(results)),
         ("all columns, ms", page.FAULTS, page.fault_rows(results)),
@@ -163,11 +164,12 @@ def show(results: Results, console: Console) -> None:
 
 
 def main() -> None:
-    """Run, show, write."""
+    """Run the repetitions, show and write the results."""
     args, console = arguments(), Console()
     if not console.is_terminal:  # a pipe has no width
         console.width = 200
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end what runs
+    # The exit ends the running processes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.what == "list":
         for row, system in chosen(args):
             console.print(f"{row.name:<22} {system.name:<14} {row.title}", highlight=False)

@@ -1,4 +1,5 @@
-"""Becomes the program in its arguments: what starts children runs scripts of Python."""
+"""A script that becomes the program in its arguments, for launchers that run only Python
+scripts."""
 
 import os
 import sys

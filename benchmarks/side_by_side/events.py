@@ -1,8 +1,9 @@
-"""The lines that processes write while they run: one JSON object an event, unbuffered.
+"""The lines that processes write while they run: one JSON object per event, unbuffered.
 
-Every line has ``e`` (what), ``t`` (wall clock, ns), ``m`` (monotonic clock of the machine, ns),
-``g``, ``r``, ``pid`` (who). A line goes out with one ``write``: a SIGKILL takes none that was said.
-Knows no torch: launcher and workers of every system import it.
+Every line has ``e`` (the kind of event), ``t`` (wall clock, ns), ``m`` (monotonic clock of the
+machine, ns), and ``g``, ``r``, ``pid`` (the process). A line is one ``write``, so a SIGKILL loses
+no written event. The module does not import torch, because launcher and workers of every system
+import it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 Event = dict[str, Any]
 LAUNCHER = -1
-"""Group and rank of who is no worker."""
+"""Group and rank of a process that is not a worker."""
 
 
 class Pen:
-    """Writes the events of one process."""
+    """A writer of the events of one process."""
 
     def __init__(self, directory: Path, group: int, rank: int) -> None:
         self._who = {"g": group, "r": rank, "pid": os.getpid()}
@@ -28,7 +29,7 @@ class Pen:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def say(self, what: str, **fields: Any) -> None:
-        """One event, now."""
+        """Write one event, now."""
         now = {"e": what, "t": time.time_ns(), "m": time.monotonic_ns()}
         os.write(self._file, (json.dumps({**now, **self._who, **fields}) + "\n").encode())
 
@@ -38,14 +39,14 @@ class Pen:
 
 
 class Reader:
-    """Follows the files of a repetition while they grow."""
+    """A reader that follows the files of a repetition while they grow."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[Path, int] = {}
 
     def news(self) -> list[Event]:
-        """Whole lines that have come since the last call."""
+        """Return the complete lines since the last call."""
         found: list[Event] = []
         for path in sorted(self._directory.glob("events-*.jsonl")):
             with path.open("rb") as file:
@@ -58,7 +59,7 @@ class Reader:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON Lines file; a last line that was cut off is left out."""
+    """Yield the objects of a JSON Lines file, without a truncated last line."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):

@@ -1,8 +1,8 @@
-"""One repetition: starts the processes of a row, breaks one, waits for what comes, ends them all.
+"""One repetition: it starts the processes of a row, injects a fault, waits, and ends them all.
 
-Signals only processes that it started, or that these started, by pidfd. Nothing outlives it:
-children are tied to this thread by the kernel, and what they leave is found by the repetition's
-directory in its environment.
+It signals only processes that it started, or that these started, by pidfd. No process outlives it:
+the kernel ties children to this thread, and their remaining children are found by the repetition's
+directory in their environment.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 BECOME = WORKER.with_name("become.py")
 START_S = 300.0
-"""From the start of the processes to the fault, or to the end of a row without one."""
+"""Seconds from the start of the processes to the fault, or to the end of a row without one."""
 _LOOK_S = 0.2
-"""How often the events are read: this costs time on the cores that are measured."""
+"""Interval of reading the events, which takes time on the cores that are measured."""
 _AFTER_DEATH_S = 3.0
 _END_S = 10.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
 class LaunchError(Exception):
-    """The repetition says nothing: it did not come to its fault. Names the logs."""
+    """The repetition has no result, because it did not reach its fault; the message names the
+    logs."""
 
 
 class Launch:
-    """One repetition in ``directory``, which must be fresh. ``limit_s``: see `Row.limit_s`."""
+    """One repetition in ``directory``, which must be new.
+
+    ``limit_s`` is explained in `Row.limit_s`.
+    """
 
     def __init__(self, row: Row, system: System, directory: Path, limit_s: float) -> None:
         self.row, self.system, self.directory, self._limit_s = row, system, directory, limit_s
@@ -55,24 +59,25 @@ class Launch:
         self.events: list[Event] = []
         self._children: list[Child] = []
         self._watched: dict[int, int] = {}
-        """pid → pidfd of the ranks, children of ours or of `fft run`."""
+        """pid → pidfd of the ranks, which are children of this process or of `fft run`."""
         self._places: dict[int, tuple[int, int]] = {}
         self._selector = selectors.DefaultSelector()
-        # A path of a socket is short: not below a directory of any depth.
+        # The path of a socket must be short, so it cannot be in a directory of any depth.
         self._home = tempfile.TemporaryDirectory(prefix="fft-bench-")
         self._words = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._words.bind(f"{self._home.name}/words")
         self._words.setblocking(False)
         self._selector.register(self._words, selectors.EVENT_READ)
         self._later: list[tuple[float, Callable[[], None]]] = []
-        """What is to be done, and when."""
+        """Scheduled actions with their times."""
         self._dead_at: dict[int, float] = {}
         self._began = time.monotonic()
-        alone = system.supervised or system.manager == "nvrx"  # they bring their own
+        # These systems have their own services
+        alone = system.supervised or system.manager == "nvrx"
         self._services = None if alone else Services(system)
 
     def run(self) -> list[Event]:
-        """All events, in order. Raises LaunchError."""
+        """Return all events, in order. Raises LaunchError."""
         try:
             self._start()
             look_at = 0.0
@@ -107,7 +112,7 @@ class Launch:
             self._start_group(group)
 
     def _start_nvrx(self) -> None:
-        """One job of all ranks: it knows no groups."""
+        """Start one job of all ranks, because it has no groups."""
         port = nvrx.free_ports()
         for group in range(self.row.groups):
             place = {
@@ -136,7 +141,7 @@ class Launch:
                 **self._services.environment(),
             }
             if self.system.manager == "fft":
-                place["FFT_TRACE_DIR"] = str(self.directory / "traces")  # as fft run has it
+                place["FFT_TRACE_DIR"] = str(self.directory / "traces")  # as `fft run` sets it
                 place["FFT_DRAIN_SIGNAL"] = "SIGTERM"
             child = self._child(group, rank, [str(WORKER)], place)
             self._watch(child.pid, (group, rank))
@@ -148,7 +153,7 @@ class Launch:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(ROOT),
             "RUST_LOG": "error",
-            # a lookup of a name that loses its packet is no system's doing, and takes 5 s else
+            # a lost packet of a name lookup is not the system's fault, and would cost 5 s
             "RES_OPTIONS": "timeout:1 attempts:1",
             "BENCH_DIR": str(self.directory),
             "BENCH_WORDS": f"{self._home.name}/words",
@@ -196,7 +201,7 @@ class Launch:
             self._break(word, int(pid))
 
     def _break(self, kind: str, pid: int) -> None:
-        """The victim is there: do it."""
+        """Inject the fault, because the victim is ready."""
         if kind in _SIGNALS:
             self._pen.say("fault", kind=kind, pid_of=pid)
             pidfd.send(self._watched[pid], _SIGNALS[kind])
@@ -247,7 +252,7 @@ class Launch:
         living = [pid for pid in pids if pid not in self._dead_at]
         settled = all(len(commits_after(self.events, pid)) >= SETTLED for pid in living)
         if len(living) < len(pids):
-            # who died commits no more; the others may have something to show yet
+            # dead processes commit no more; the others may still have results
             last = max(self._dead_at[pid] for pid in pids if pid in self._dead_at)
             return time.monotonic() - last > _AFTER_DEATH_S and (settled or not living)
         is_whole = since > self.row.whole_s or whole_at(self.row, self.events) is not None
@@ -263,10 +268,10 @@ class Launch:
     # --- the end ---
 
     def _end(self) -> None:
-        """Leave nothing behind."""
+        """End all processes."""
         for child in self._children:
             if self.system.supervised and child.alive:
-                child.signal(signal.SIGTERM)  # it ends its own
+                child.signal(signal.SIGTERM)  # it ends its own children
                 child.dies_within(_END_S)
             child.signal(signal.SIGKILL)
         for child in self._children:
@@ -278,7 +283,7 @@ class Launch:
                 for pid in left:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)  # they end by themselves, soon after those whom they watched
+            time.sleep(0.02)  # they end by themselves, soon after the processes that they watch
         for fd in self._watched.values():
             os.close(fd)
         self._selector.close()
@@ -289,7 +294,7 @@ class Launch:
             self._services.close()
 
     def _left(self) -> Iterator[int]:
-        """Processes that were started in this repetition, by whomever."""
+        """Return the processes that were started in this repetition by any process."""
         mark = f"BENCH_DIR={self.directory}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Where FFT's own time of a step goes, from its traces: leg by leg, medians over the steps. Pure.
+"""The parts of FFT's own time of a step, from its traces: medians over the steps. Pure.
 
-A line of a trace has the time at which the engine took an event, and that at which it had handled
-and traced it. The clock is the machine's, so lines of several processes compare.
+A line of a trace has the time at which the engine took an event, and the time at which it had
+handled and traced it. The clock is the machine's, so lines of several processes are comparable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEGS = {
     "apply": "→ optimizer stepped, on the last",
     "applied handled": "handled",
 }
-"""In their order; with what the page calls them."""
+"""The parts in order, with their names on the page."""
 FIRST = next(iter(LEGS))
 SKIPPED = 30
 """Steps at the start that are not measured."""
@@ -33,7 +33,7 @@ Line = Mapping[str, Any]
 
 
 def legs(lines: Iterable[Line]) -> dict[str, float]:
-    """Milliseconds by leg; without commits there are none."""
+    """Return the milliseconds by part; empty without commits."""
     by_txn: dict[tuple[int, int], dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         event = line.get("event")
@@ -50,7 +50,7 @@ _OF_A_TXN = ("prepared", "ballot", "decision", "applied")
 
 
 def _txn(event: Line) -> tuple[int, int] | None:
-    """Of the event: after it the line may stand at the next one. None: of a decision of none."""
+    """Return the event's txn, as the line may already be at the next one; None for no decision."""
     if event["type"] == "decision":
         record = event["record"]
         return (record["epoch"], record["txn"]) if record and record["kind"] == "commit" else None
@@ -59,7 +59,7 @@ def _txn(event: Line) -> tuple[int, int] | None:
 
 
 def _of_txn(txn: Mapping[str, list[Line]]) -> dict[str, float] | None:
-    """None: it was no plain commit."""
+    """Return the times of one txn, or None if it was not a plain commit."""
     votes, decisions, applied = txn["prepared"], txn["decision"], txn["applied"]
     won = [line for line in decisions if line["event"]["won"]]
     if len(txn["ballot"]) != 1 or len(won) != 1 or not len(votes) == len(decisions) == len(applied):

@@ -1,4 +1,4 @@
-"""Which machine it was, and what ran on it. Reads /proc and the installed packages."""
+"""A description of the machine and its packages. Reads /proc and the installed packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("torch", "torchft", "fft-torch")
 
 
 def described() -> dict[str, Any]:
-    """Of this machine, now."""
+    """Describe this machine now."""
     return {
         "when": f"{datetime.now():%Y-%m-%d %H:%M}",
         "cpu": _field("/proc/cpuinfo", "model name"),
@@ -30,7 +30,7 @@ def described() -> dict[str, Any]:
 
 
 def in_words(machine: dict[str, Any]) -> str:
-    """One line."""
+    """Return the description in one line."""
     packages = ", ".join(f"{name} {machine[name]}" for name in _PACKAGES)
     return (
         f"{machine['when']}: {machine['cpu']}, {machine['cores']} cores, "
@@ -55,7 +55,7 @@ def version_of(package: str) -> str:
 
 
 def commit() -> str:
-    """Of the code that is measured; with a + if it differs from it."""
+    """Return the commit of the measured code, with a + if the working tree differs from it."""
     if shutil.which("git") is None:
         return "unknown"
     here = Path(__file__).parent

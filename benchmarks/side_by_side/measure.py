@@ -1,8 +1,8 @@
-"""From the events of one repetition to its figures. Pure.
+"""The figures of one repetition, computed from its events. Pure.
 
 Times are of the machine's monotonic clock, which all processes share. The fault is the first event
-``fault``; the *survivors* are the processes that had committed before it, less those of the
-victim's group where the fault takes that away.
+``fault``. The *survivors* are the processes that had committed before it, without those of the
+victim's group if the fault removes that.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Outcome:
     never: bool = False
     """A survivor did not commit again within the limit."""
     waited_s: float | None = None
-    """How long one was waited for, if never."""
+    """How long the recovery was waited for, if it never came."""
     next_commit_ms: float | None = None
-    """Fault → next commit of the last survivor."""
+    """Time from the fault to the next commit of the last survivor."""
     whole_ms: float | None = None
-    """Fault → a step that all groups contributed to, committed by all of them."""
+    """Time from the fault to a step that all groups contributed to and committed."""
     gap_ms: float | None = None
     """Longest time between two commits of a survivor, around or after the fault."""
     attempts_lost: int | None = None
-    """By the survivor that lost most."""
+    """Attempts lost by the survivor that lost most."""
     transfers: int | None = None
-    """State fetched by processes that had lost nothing."""
+    """State transfers to processes that had lost nothing."""
     splits: int | None = None
     """Attempts that one process committed and another one of the same attempt did not."""
     phantoms: int | None = None
@@ -45,26 +45,26 @@ class Outcome:
     mismatches: int | None = None
     """Steps whose parameters differ between groups."""
     died: int | None = None
-    """Processes that ended without being told to."""
+    """Processes that ended without a request."""
     step_p50_ms: float | None = None
     step_p99_ms: float | None = None
     cost_p50_ms: float | None = None
     cost_p99_ms: float | None = None
     memory_mib: float | None = None
-    """Resident, of a trainer and what it started, mean over the ranks."""
+    """Resident memory of a trainer and its children, mean over the ranks."""
     base_step_ms: float | None = None
     """Median step before the fault."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
 def outcome(row: Row, events: Iterable[Event]) -> Outcome:
-    """All figures of a repetition."""
+    """Compute all figures of a repetition."""
     ordered = sorted(events, key=lambda event: int(event["m"]))
     over = next((n for n, event in enumerate(ordered) if event["e"] == "over"), len(ordered))
-    ordered = ordered[: over + 1]  # after it the launcher ends them, one by one
+    ordered = ordered[: over + 1]  # after this event the launcher ends the processes, one by one
     return _quiet(row, ordered) if row.fault is None else _broken(row, ordered)
 
 
@@ -72,12 +72,12 @@ def outcome(row: Row, events: Iterable[Event]) -> Outcome:
 
 
 def fault_at(events: Iterable[Event]) -> int | None:
-    """When it happened, ns."""
+    """Return the time of the fault in ns."""
     return next((event["m"] for event in events if event["e"] == "fault"), None)
 
 
 def survivors(row: Row, events: Sequence[Event]) -> list[int]:
-    """Their pids."""
+    """Return the pids of the survivors."""
     at = fault_at(events)
     away = row.victim[0] if row.fault is not None and row.fault.lost == "group" else LAUNCHER
     found = {
@@ -89,7 +89,7 @@ def survivors(row: Row, events: Sequence[Event]) -> list[int]:
 
 
 def commits_after(events: Sequence[Event], pid: int) -> list[Event]:
-    """Of one process, after the fault."""
+    """Return the commits of one process after the fault."""
     at = fault_at(events)
     if at is None:
         return []
@@ -97,7 +97,8 @@ def commits_after(events: Sequence[Event], pid: int) -> list[Event]:
 
 
 def whole_at(row: Row, events: Sequence[Event]) -> int | None:
-    """When the last group had committed the first step after the fault that all contributed to."""
+    """Return when the last group had committed the first step after the fault that all contributed
+    to."""
     at = fault_at(events)
     steps: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
     for e in events:
@@ -137,14 +138,16 @@ def _count(events: Iterable[Event], what: str, pid: int) -> int:
 
 
 def _gap(events: Iterable[Event], pid: int, at: int, end: int) -> float:
-    """A process that does not commit any more has a gap until the end of the repetition."""
+    """Return the longest gap; if a process never commits again, it lasts until the repetition's
+    end."""
     times = [e["m"] for e in events if e["e"] == "commit" and e["pid"] == pid]
     gaps = (b - a for a, b in pairwise([*times, max(end, times[-1])]) if b >= at)
     return float(max(gaps)) / _NS_PER_MS
 
 
 def splits(events: Iterable[Event]) -> int:
-    """Attempts (the same step in the same quorum or epoch) with both ends, among contributors."""
+    """Return the attempts (same step, same quorum or epoch) with both outcomes among
+    contributors."""
     ends: dict[tuple[int, int], set[str]] = defaultdict(set)
     for e in events:
         if e["e"] in ("commit", "abort") and e["in"]:
@@ -154,7 +157,8 @@ def splits(events: Iterable[Event]) -> int:
 
 
 def mismatches(events: Iterable[Event]) -> int:
-    """Steps after which a rank's parameters are not those of the same rank of another group."""
+    """Return the steps after which a rank's parameters differ from its counterpart's in another
+    group."""
     sums: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for e in events:
         if e["e"] == "commit":

@@ -1,6 +1,6 @@
-"""The work, the same for all systems: a small model, its data, and the time that a step computes.
+"""The work, equal for all systems: a small model, its data, and the computing time of a step.
 
-Imports torch, and neither torchft nor FFT.
+It imports torch, but neither torchft nor FFT.
 """
 
 from __future__ import annotations
@@ -55,29 +55,30 @@ class Net(nn.Module):
 
 
 def _compute(seconds: float) -> None:
-    """As on an accelerator: the step takes time, and the cores are free."""
+    """Wait as for an accelerator: the step takes time, and the cores are free."""
     if seconds:
         time.sleep(seconds)
 
 
 def built(pace: float, in_backward: Callable[[], None]) -> Net:
-    """The model, with equal weights in every process."""
+    """Return the model, with equal weights in every process."""
     torch.manual_seed(3)
     return Net(pace, in_backward)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What is minimised."""
+    """Return the loss."""
     return F.mse_loss(model(x), x.roll(1, dims=1))
 
 
 def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Without momentum or decay: a step with no gradient changes nothing, and shows."""
+    """Return an optimizer without momentum or decay: a step without a gradient visibly changes
+    nothing."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
 def checksum(model: nn.Module) -> int:
-    """Of every bit of this rank's parameters."""
+    """Return a checksum of every bit of this rank's parameters."""
     value = 0
     for parameter in model.parameters():
         local = getattr(parameter, "to_local", lambda p=parameter: p)()

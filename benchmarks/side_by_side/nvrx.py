@@ -1,7 +1,7 @@
-"""NVIDIA's in-process restart, if this machine has it: in a virtual environment of its own.
+"""NVIDIA's in-process restart, if it is installed in its own virtual environment.
 
-Its package pins what it needs, so it is never installed beside FFT. ``make bench`` tries to make
-the environment; ``BENCH_NVRX`` names the Python of another one.
+Its package pins its dependencies, so it is never installed beside FFT. ``make bench`` tries to
+create the environment; ``BENCH_NVRX`` names the Python of another one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _IMPORT = "import nvidia_resiliency_ext.inprocess, torch.distributed"
 
 
 def python() -> Path:
-    """The interpreter that has it, or would."""
+    """Return the interpreter that has it, or would have it."""
     return Path(os.environ.get("BENCH_NVRX") or ROOT / ".venv-nvrx" / "bin" / "python")
 
 
 def why_not() -> str | None:
-    """Why it cannot be measured here; None: it can."""
+    """Return the reason why it cannot be measured here, or None."""
     if not python().exists():
         return f"{PACKAGE} is not installed (make bench tries to)"
     done = subprocess.run(
@@ -36,7 +36,8 @@ def why_not() -> str | None:
 
 
 def free_ports() -> int:
-    """The first of three free ports in a row: what its launchers number from MASTER_PORT."""
+    """Return the first of three consecutive free ports, which its launchers count from
+    MASTER_PORT."""
     for _ in range(100):
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))

@@ -1,8 +1,9 @@
 """One rank under NVIDIA's in-process restart: the same model, step and events as `worker`.
 
-Runs in an environment without FFT and torchft. The model and the number of steps are kept across
-restarts, as its documentation advises; gloo's timeout is a second, for nothing else frees a rank
-that is blocked in it. Annotations are no strings here: the wrapper looks for its own type in them.
+It runs in an environment without FFT and torchft. The model and the number of steps are kept across
+restarts, as its documentation advises; gloo's timeout is a second, because nothing else frees a
+rank that is blocked in it. Annotations must not be strings here, because the wrapper looks for its
+own type in them.
 """
 
 import json
@@ -41,20 +42,20 @@ SETTINGS = {
     "barrier_timeout": 30.0,
     "completion_timeout": 30.0,
 }
-"""Seconds; much shorter than its defaults, which are for large clusters."""
+"""Timeouts in seconds, much shorter than its defaults, which are for large clusters."""
 PG_TIMEOUT = timedelta(seconds=1)
 
 
 class Reductions:
-    """What the victim stands in the way of."""
+    """The reductions that the victim intercepts."""
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
-        """As torchft's managers."""
+        """Reduce, with the interface of torchft's managers."""
         return dist.all_reduce(tensor, async_op=True)
 
 
 class Work:
-    """A rank's model and progress, which outlive restarts."""
+    """A rank's model and progress, which are kept across restarts."""
 
     def __init__(self, plan: dict[str, Any], pen: Pen) -> None:
         self.plan, self.pen, self.step = plan, pen, 0
@@ -68,7 +69,7 @@ class Work:
         self.draw = torch.Generator().manual_seed(100 + self.group)
 
     def train(self, store: dist.Store, era: int) -> None:
-        """Until it is ended; begun again after each fault."""
+        """Train until the process is ended; this restarts after each fault."""
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(str(era), store),

@@ -1,6 +1,6 @@
-"""Tables of a run: for the terminal, and for docs/benchmarks.md, between its markers.
+"""The tables of a run, for the terminal and for docs/benchmarks.md, between its markers.
 
-Every number of the page comes through here from the results; nothing is typed by hand.
+Every number of the page comes from the results through this module; none is typed by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Cells = tuple[str, ...]
 
 
 def _value(values: Sequence[float], digits: int) -> str:
-    """Median, and the range in brackets where there is one."""
+    """Return the median, with the range in brackets if there is one."""
     middle, low, high = statistics.median(values), min(values), max(values)
     text = f"{middle:.{digits}f}"
     spread = f"{low:.{digits}f} … {high:.{digits}f}"
@@ -60,7 +60,7 @@ def _cell(found: Sequence[Outcome], figure: Figure, digits: int = 0, missing: st
 
 
 def next_commit(found: Sequence[Outcome]) -> str:
-    """The first column: how often never, else how long."""
+    """Return the first column: how often the commit never came, or how long it took."""
     never = sum(one.never for one in found)
     if never == len(found):
         return f"never (waited {_cell(found, lambda one: one.waited_s)} s)"
@@ -69,7 +69,7 @@ def next_commit(found: Sequence[Outcome]) -> str:
 
 
 def median_of(found: Sequence[Outcome], figure: Figure) -> float | None:
-    """None if it is missing in half of the repetitions: then the median is missing, too."""
+    """Return the median, or None if half of the repetitions lack the figure."""
     values = [v for one in found if (v := figure(one)) is not None]
     if not found or 2 * len(values) <= len(found):
         return None
@@ -77,7 +77,7 @@ def median_of(found: Sequence[Outcome], figure: Figure) -> float | None:
 
 
 def ratio(mine: Sequence[Outcome], theirs: Sequence[Outcome], figure: Figure) -> str:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     a, b = median_of(mine, figure), median_of(theirs, figure)
     if not mine or not theirs:
         return "-"
@@ -100,12 +100,12 @@ def _target(row: Row, system: System, found: Sequence[Outcome]) -> str:
 
 
 def figure_of(row: Row) -> Figure:
-    """What a row is about: where no commit need be lost it is the longest gap between two."""
+    """Return a row's main figure; if no commit need be lost, it is the longest gap between two."""
     return (lambda one: one.gap_ms) if row.gap_steps else (lambda one: one.next_commit_ms)
 
 
 def headline(results: Results) -> list[Cells]:
-    """One line a row: FFT beside the others, and the ratios."""
+    """Return one line for each row: FFT beside the others, and the ratios."""
     return [
         _headline(results, row)
         for row in ROWS.values()
@@ -114,7 +114,7 @@ def headline(results: Results) -> list[Cells]:
 
 
 def _headline(results: Results, row: Row) -> Cells:
-    ours = row.systems[0]  # FFT as it is meant to be run
+    ours = row.systems[0]  # FFT in its recommended form
     mine, figure = results.of(row, ours), figure_of(row)
     by_others = [results.of(row, system) for system in (TORCHFT, TUNED)]
 
@@ -133,7 +133,7 @@ def _headline(results: Results, row: Row) -> Cells:
 
 
 def fault_rows(results: Results) -> list[Cells]:
-    """One line for each row and system."""
+    """Return one line for each row and system."""
     return [
         _fault_row(results, row, system)
         for row in ROWS.values()
@@ -169,7 +169,7 @@ def _fault_row(results: Results, row: Row, system: System) -> Cells:
 
 
 def quiet_rows(results: Results) -> list[Cells]:
-    """Likewise, of the rows without a fault."""
+    """Return the lines of the rows without a fault."""
     return [
         _quiet_row(results, row, system)
         for row in ROWS.values()
@@ -198,7 +198,7 @@ def _quiet_row(results: Results, row: Row, system: System) -> Cells:
 
 
 def leg_rows(results: Results) -> list[Cells]:
-    """Where the protocol's time of a step goes, by FFT's traces."""
+    """Return the parts of the protocol's time of a step, by FFT's traces."""
     return [
         (
             row.title,
@@ -214,13 +214,13 @@ def leg_rows(results: Results) -> list[Cells]:
 
 
 def _of_theirs(results: Results, row: Row, ms: float) -> str:
-    """As a part of torchft's protocol: what nobody can save who waits for all groups."""
+    """Return the share of torchft's protocol, which any system spends that waits for all groups."""
     theirs = median_of(results.of(row, TORCHFT), lambda one: one.cost_p50_ms)
     return f"{ms / theirs:.2f}" if theirs else "-"
 
 
 def in_full(results: Results) -> list[str]:
-    """What stands between the markers."""
+    """Return the lines between the markers."""
     lines = [f"- Measured on {in_words(machine)}." for machine in results.machines()]
     quiet, faults = quiet_rows(results), fault_rows(results)
     if not (quiet or faults):
@@ -251,6 +251,6 @@ def write(results: Results) -> None:
 
 
 def systems_of(results: Results) -> list[System]:
-    """All that have a result, in the order of the table."""
+    """Return all systems with a result, in the order of the table."""
     named = {r["system"] for r in results.records if r["kind"] == "repetition"}
     return [system for name, system in SYSTEMS.items() if name in named]

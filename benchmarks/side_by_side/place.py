@@ -1,6 +1,6 @@
-"""What a worker needs of the machine: a place to meet before it begins, and how much memory it has.
+"""The machine as seen by a worker: a rendezvous before it begins, and its memory.
 
-Files of the repetition's directory, and /proc. Knows no torch.
+It uses files of the repetition's directory, and /proc. It does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _POLL_S = 0.01
 
 
 def meet(directory: Path, groups: int, ranks: int) -> None:
-    """Wait until every rank has got here once: who starts again later does not wait.
+    """Wait until every rank has reached this once; a restarted process does not wait.
 
     Raises TimeoutError.
     """
@@ -24,28 +24,28 @@ def meet(directory: Path, groups: int, ranks: int) -> None:
     while sum(1 for _ in directory.glob("here-*")) < groups * ranks:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of {groups} x {ranks} ranks began within {_MEET_S:g} s")
-        time.sleep(_POLL_S)  # files have nothing to wait on
+        time.sleep(_POLL_S)  # files offer no event to wait for
 
 
 def tell_launcher(word: str) -> None:
-    """To the launcher, which waits for it."""
+    """Send a message to the launcher, which waits for it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(f"{word} {os.getpid()}".encode(), os.environ["BENCH_WORDS"])
 
 
 def memory_kib() -> int:
-    """Resident memory of this process and of all that it has started."""
+    """Return the resident memory of this process and all its children."""
     return sum(_resident(pid) for pid in family(os.getpid()))
 
 
 def family(pid: int) -> list[int]:
-    """``pid`` and all processes below it."""
+    """Return ``pid`` and all its descendants."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             for child in task.read_text().split():
                 found += family(int(child))
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return found
 

@@ -1,6 +1,6 @@
-"""The picture: the headline, a line a row, a mark a repetition, on a logarithmic scale.
+"""A plot of the headline: one line per row, one mark per repetition, on a logarithmic scale.
 
-The only importer of matplotlib, which the extra ``bench`` brings.
+This is the only module that imports matplotlib, which the extra ``bench`` installs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _mark_ms(row: Row, one: Outcome) -> float:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write it as SVG. Raises ImportError without matplotlib."""
+    """Write the plot as SVG. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fft"  # equal results, equal file
+    matplotlib.rcParams["svg.hashsalt"] = "fft"  # equal results give equal files
     from matplotlib import pyplot
 
     rows = [
@@ -47,7 +47,7 @@ def draw(results: Results, path: Path) -> None:
             at_ms = [_mark_ms(row, one) for one in found]
             places += [number + shift] * len(found)
             times += at_ms
-            if any(one.splits for one in found):  # soon, and not on all groups
+            if any(one.splits for one in found):  # committed soon, but not on all groups
                 place = (max(at_ms), number + shift)
                 axes.annotate(
                     "split", place, (5, 0), textcoords="offset points", va="center", fontsize=6

@@ -1,8 +1,8 @@
-"""The results of a run: ``results.jsonl`` in its folder, a line a repetition.
+"""The results of a run: ``results.jsonl`` in its folder, one line per repetition.
 
-A line says the row, the system, the number of the repetition and its figures; or the reason why
-there are none. Lines of kind ``machine`` say where it was measured. Nothing is ever rewritten: a
-run that was interrupted goes on where it was.
+A line has the row, the system, the number of the repetition, and its figures or the reason why
+there are none. Lines of kind ``machine`` describe the machine. Lines are never rewritten, so an
+interrupted run continues where it was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Of its folder, and for people."""
+        """The name of its folder, also used in the output."""
         return f"{self.row.name}.{self.system.name}.{self.number}"
 
 
@@ -41,22 +41,22 @@ class Results:
         self.records: list[dict[str, Any]] = list(lines(self._path))
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keep it, on the disk too."""
+        """Append a record, and sync it to disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.records.append(record)
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def add_outcome(self, task: Task, found: Outcome) -> None:
-        """A repetition that was done."""
+        """Add a repetition that was run."""
         self.add({"kind": "repetition", **_key(task), **found.plain()})
 
     def add_legs(self, task: Task, found: dict[str, float]) -> None:
-        """Where the protocol's time went in it, in ms."""
+        """Add the parts of the protocol's time in a repetition, in ms."""
         self.add({"kind": "legs", **_key(task), "legs": found})
 
     def legs_of(self, row: Row, system: System) -> list[dict[str, float]]:
-        """Of all repetitions that have them."""
+        """Return the parts of all repetitions that have them."""
         return [
             r["legs"]
             for r in self.records
@@ -65,11 +65,11 @@ class Results:
         ]
 
     def add_absence(self, row: Row, system: System, why: str) -> None:
-        """A system that cannot be measured here."""
+        """Record that a system cannot be measured here."""
         self.add({"kind": "absent", "row": row.name, "system": system.name, "why": why})
 
     def done(self, task: Task) -> bool:
-        """Whether it is there."""
+        """Whether the repetition is complete."""
         key = _key(task)
         return any(
             r["kind"] == "repetition" and all(r[name] == key[name] for name in key)
@@ -77,7 +77,7 @@ class Results:
         )
 
     def of(self, row: Row, system: System) -> list[Outcome]:
-        """All repetitions."""
+        """Return all repetitions."""
         fields = Outcome.__dataclass_fields__
         return [
             Outcome(**{name: r[name] for name in fields if name in r})
@@ -86,12 +86,12 @@ class Results:
         ]
 
     def in_vain(self, row: Row, system: System) -> int:
-        """How many repetitions there are, if in none of them a survivor came to a commit."""
+        """Return the number of repetitions if no survivor committed in any of them."""
         found = self.of(row, system)
         return len(found) if all(one.never for one in found) else 0
 
     def absence(self, row: Row, system: System) -> str | None:
-        """Why there are none, if that is known."""
+        """Return the reason why there are none, if it is known."""
         found = [
             str(r["why"])
             for r in self.records
@@ -100,13 +100,13 @@ class Results:
         return found[-1] if found else None
 
     def machines(self) -> list[dict[str, Any]]:
-        """Where and when it was measured, one for each sitting."""
+        """Return the machines and times of the measurements, one for each session."""
         return [r["machine"] for r in self.records if r["kind"] == "machine"]
 
     # --- raw events ---
 
     def keep_events(self, task: Task, events: Iterable[Event]) -> None:
-        """All lines of a repetition, in order."""
+        """Keep all lines of a repetition, in order."""
         path = self._events_of(task.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -115,7 +115,7 @@ class Results:
         return self.directory / "events" / f"{name}.jsonl"
 
     def measured_again(self, directory: Path) -> Results:
-        """The same, with all figures read anew from the events, in another folder."""
+        """Return these results in another folder, with all figures recomputed from the events."""
         again = Results(directory)
         for record in self.records:
             if record["kind"] != "repetition":

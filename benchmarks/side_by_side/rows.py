@@ -1,4 +1,4 @@
-"""What is measured: the rows (a layout, a model, a fault), and the systems side by side. Pure."""
+"""The measurements: the rows (a layout, a model, a fault), and the systems side by side. Pure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PACE_S = 0.04
-"""What a step of the rows with faults computes; with all else it takes some 45 ms."""
+"""Seconds that a step of the rows with faults computes; a whole step takes some 45 ms."""
 AFTER = 25
-"""Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
+"""Commits of the whole job before the fault. FFT's monitor needs some of them after its start."""
 SETTLE_S = 1.0
-"""From the first commit to the end or halt of a process: without `fft run` it is its monitor
-that tells the others, and that one has just begun."""
+"""Seconds from the first commit to the end or stop of a process: without `fft run` its monitor
+notifies the others, and that has just started."""
 SETTLED = 10
-"""Commits of every survivor after a fault; then the repetition is over."""
+"""Commits of every survivor after a fault that end the repetition."""
 STOPPED_S = 5.0
 LIGHTHOUSE_AWAY_S = 2.0
-"""Its command takes as long to start, for it loads torch."""
+"""Seconds without a lighthouse; its command takes that long to start, because it imports torch."""
 NEVER_S = 20.0
 NEVER_DEFAULT_S = 75.0
-"""Plain torchft may need its 60 s."""
+"""Limit that covers plain torchft's 60 s."""
 IN_VAIN = 2
-"""After so many repetitions that all waited in vain, those that follow wait NEVER_S."""
+"""Number of repetitions without a recovery after which the limit is NEVER_S."""
 
 Manager = Literal["fft", "torchft", "nvrx"]
 Loop = Literal["drop-in", "transactions"]
@@ -31,14 +31,14 @@ Lost = Literal["nobody", "group"]
 
 @dataclass(frozen=True)
 class System:
-    """What runs the work, and how it is set."""
+    """The system that runs the work, and its settings."""
 
     name: str
     title: str
     manager: Manager
     tuned: bool = False
     supervised: bool = False
-    """By `fft run`; else deaths are noticed by whoever is left."""
+    """Whether `fft run` supervises; otherwise the remaining processes notice deaths."""
     loop: Loop = "drop-in"
     bus: Literal["tcp", "nats"] = "tcp"
 
@@ -58,7 +58,7 @@ SYSTEMS = {s.name: s for s in (FFT, FFT_TXN, FFT_NATS, FFT_RUN, FFT_TXN_RUN, TOR
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken: by the victim itself, or by the launcher when the victim says it is there.
+    """The fault, injected by the victim itself, or by the launcher when the victim is ready.
 
     ``exception`` (forward, backward, after), ``one_sided``, ``hang``: the victim. ``kill``,
     ``stop``, ``term``: signals of the launcher. ``lighthouse``, ``bus``: a service is restarted.
@@ -67,9 +67,9 @@ class Fault:
     kind: str
     phase: str = ""
     restart: bool = False
-    """The killed process is started again, by `fft run` or by the launcher."""
+    """Whether `fft run` or the launcher restarts the killed process."""
     lost: Lost = "nobody"
-    """Whose commits are not waited for: the victim's group, where the fault takes it away."""
+    """The processes whose commits are not awaited: the victim's group, if the fault removes it."""
 
 
 @dataclass(frozen=True)
@@ -85,42 +85,43 @@ class Row:
     model: Model = "plain"
     pace_s: float = PACE_S
     steps: int = 0
-    """Without a fault: so many are measured."""
+    """Number of measured steps, in rows without a fault."""
     over_ms: tuple[tuple[str, float], ...] = ()
-    """(system, ms): the target is a next commit within one step and so many ms, after the threshold
-    where it is a hang."""
+    """(system, ms): the target is a next commit within one step plus this time, after the threshold
+    for a hang."""
     gap_steps: float = 0.0
     """The target of FFT's longest gap between commits, in steps."""
     whole_s: float = 0.0
-    """How long after the fault all groups are waited for to contribute again; 0: they are not."""
+    """How long after the fault all groups are awaited to contribute again; 0 if they are not."""
 
     @property
     def layout(self) -> str:
-        """For people."""
+        """The layout as shown in tables."""
         return f"{self.groups} × {self.ranks}" + (" FSDP2" if self.ranks > 1 else "")
 
     def threshold_ms(self, step_ms: float) -> float:
-        """Until FFT's monitor calls it a hang: 5 x the median step, a second at least."""
+        """Return the time until FFT's monitor detects a hang: 5 x the median step, at least a
+        second."""
         stands_still = self.fault is not None and self.fault.kind in ("hang", "stop")
         return max(1000.0, 5 * step_ms) if stands_still else 0.0
 
     @property
     def victim(self) -> tuple[int, int]:
-        """(group, rank) that is broken: the last group, so that group 0 with the stores stays."""
+        """The (group, rank) with the fault: in the last group, because group 0 hosts the stores."""
         return self.groups - 1, self.ranks - 1
 
     def limit_s(self, system: System, in_vain: int = 0) -> float:
-        """After so long without a recovery it is called never.
+        """Return the time without a recovery after which it counts as never.
 
-        ``in_vain``: so many repetitions found that already, and no other found anything else.
+        ``in_vain``: number of repetitions with that result, if no other has another result.
         """
         if self.fault is not None and self.fault.kind == "bus":
-            return 60.0  # bus_limit, and what comes of it
+            return 60.0  # bus_limit and what follows it
         slow = system.manager == "torchft" and not system.tuned and in_vain < IN_VAIN
         return max(NEVER_DEFAULT_S if slow else NEVER_S, self.whole_s)
 
     def plan(self, system: System) -> dict[str, Any]:
-        """What a worker is told."""
+        """Return the settings of a worker."""
         fault = self.fault
         return {
             "manager": system.manager,
@@ -144,7 +145,8 @@ _OVER_50 = (("fft", 50.0), ("fft-txn", 50.0))
 _BOTH = (FFT, TORCHFT, TUNED)
 _SHARDED = (FFT_TXN, TORCHFT, TUNED)
 _UNWOUND = (FFT, FFT_TXN, TORCHFT, TUNED)
-"""Where the others are in their bodies, which only transactions can unwind."""
+"""Systems compared where the other ranks are in their step functions, which only transactions
+unwind."""
 
 
 def _quiet(groups: int, ranks: int, pace_s: float, systems: tuple[System, ...] = _BOTH) -> Row:
@@ -282,4 +284,4 @@ QUICK: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("drain", ("fft", "torchft", "torchft-tuned")),
     ("fsdp-sigkill", ("fft-txn-run", "torchft-tuned")),
 )
-"""Of `make bench-quick`: one repetition of each."""
+"""The rows of `make bench-quick`, with one repetition each."""

@@ -1,7 +1,7 @@
-"""What the processes of a repetition need besides each other: lighthouse, bus, stores, a token.
+"""The services of a repetition: lighthouse, bus, stores, a token.
 
-Hosted by the launcher, as `fft run` does it. Ports are free ones; both services can be started
-again at theirs.
+The launcher hosts them, as `fft run` does. Ports are free ones; lighthouse and bus can be restarted
+at theirs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from fft.launch.services import once_free, start_services
 
 HOST = "127.0.0.1"
 DEFAULT = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}
-"""Of the command ``torchft_lighthouse``."""
+"""Settings of the command ``torchft_lighthouse``."""
 TUNED = {"join_timeout_ms": 100, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 500}
 
 
 class Services:
-    """Until `close`."""
+    """The services, which run until `close`."""
 
     def __init__(self, system: System) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # before the lighthouse logs every request
+        # Before the lighthouse starts, which otherwise logs every request
+        os.environ.setdefault("RUST_LOG", "error")
         self._settings = TUNED if system.tuned else DEFAULT
         self._lighthouse = self._make_lighthouse(0)
         self._lighthouse_port = urlsplit(self._lighthouse.address()).port or 0
@@ -43,31 +44,31 @@ class Services:
         return LighthouseServer(f"{HOST}:{port}", min_replicas=1, **self._settings)
 
     def environment(self) -> dict[str, str]:
-        """For every worker."""
+        """Return the environment variables for every worker."""
         found = {"TORCHFT_LIGHTHOUSE": f"http://{HOST}:{self._lighthouse_port}"}
         if self._bus is not None:
             found |= {**self._bus.settings(), "FFT_TOKEN": self._token.text()}
         return found
 
     def store(self) -> int:
-        """The port of a store for a group that starts."""
+        """Return the port of a store for a group that starts."""
         store, port = host_store(HOST)
         self._stores.append(store)
         return port
 
     def end_lighthouse(self) -> None:
-        """Without a word to anybody."""
+        """End the lighthouse without notice."""
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
 
     def begin_lighthouse(self) -> None:
-        """Start one at the address of the one before."""
+        """Start one at the previous address."""
         port = self._lighthouse_port
         self._lighthouse = once_free(lambda: self._make_lighthouse(port), RuntimeError)
 
     def restart_bus(self) -> None:
-        """End it without a word, and start one there; of two kinds only NATS kept anything."""
+        """End the bus without notice and restart it; only NATS keeps its contents."""
         assert self._bus is not None, "only FFT has a bus"
         server = self._bus.bus
         if isinstance(server, NatsServers):
@@ -77,7 +78,7 @@ class Services:
             self._bus.restart_bus()
 
     def close(self) -> None:
-        """End all of it."""
+        """End all services."""
         self._stores.clear()
         if self._bus is not None:
             self._bus.close()

@@ -1,7 +1,7 @@
-"""The fault, as the victim plants it: in itself, or by telling the launcher that it is there.
+"""The fault, as the victim injects it: in itself, or by notifying the launcher that it is ready.
 
-Fires once in the life of a repetition, in the attempt after the job has committed often enough as a
-whole. In every other rank it does nothing.
+It fires once per repetition, in the attempt after the job has committed often enough as a whole. In
+every other rank it does nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from benchmarks.side_by_side.place import tell_launcher
 
 HANG_S = 1000.0
 _SIGNAL_S = 0.3
-"""How long the victim stands in its all-reduce, for the signal to find it there."""
+"""Seconds that the victim waits in its all-reduce, so that the signal finds it there."""
 
 
 class Planted(RuntimeError):
-    """The exception."""
+    """The injected exception."""
 
 
 class Victim:
-    """The fault of a plan, and when it is due."""
+    """The fault of a plan, and the time when it is due."""
 
     def __init__(self, plan: dict[str, Any], pen: Pen, group: int, rank: int) -> None:
         self._kind, self._phase, self._warm = plan["kind"], plan["phase"], plan["warm"]
         self._pen = pen
         self._fired = Path(os.environ["BENCH_DIR"], "fired")
         self._is_me = self._kind != "" and [group, rank] == list(plan["victim"])
-        if self._is_me and self._fired.exists():  # this process replaces one that was broken
+        if self._is_me and self._fired.exists():  # this process replaces the victim
             self._is_me = False
         self._whole = 0
         self._settle_s, self._first = plan["settle"], 0.0
@@ -40,12 +40,12 @@ class Victim:
         self._calls = self._last_calls = 0
 
     def count(self, whole: bool) -> None:
-        """A commit."""
+        """Count a commit."""
         self._first = self._first or time.monotonic()
         self._whole = self._whole + 1 if whole else 0
 
     def begin(self) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self._last_calls, self._calls = self._calls, 0
         is_settled = time.monotonic() >= self._first + self._settle_s
         self._armed = self._is_me and self._whole >= self._warm and is_settled
@@ -54,7 +54,7 @@ class Victim:
             tell_launcher(self._kind)
 
     def at(self, phase: str) -> None:
-        """The attempt is in ``phase``: raise or hang here, if that is the plan."""
+        """Raise or hang here if that is the plan for ``phase``."""
         if not self._armed or phase != self._phase:
             return
         self._disarm()
@@ -68,7 +68,7 @@ class Victim:
         self._fired.touch()
 
     def listen(self, manager: Any, pg: Any) -> None:
-        """Stand in the way of the reductions, where the fault is one of them."""
+        """Intercept the reductions if the fault is in one of them."""
         if not self._is_me:
             return
         if self._kind in ("kill", "stop"):
@@ -77,12 +77,12 @@ class Victim:
             pg.allreduce = self._counted(pg.allreduce)
 
     def _is_last(self) -> bool:
-        """Whether this is the attempt's last reduction, to go by the attempt before."""
+        """Whether this is the attempt's last reduction, judged by the previous attempt."""
         self._calls += 1
         return self._armed and self._calls >= self._last_calls
 
     def _standing(self, allreduce: Any) -> Any:
-        """The others are in the last all-reduce, and this rank does not come."""
+        """Wrap an all-reduce: the others are in the last one, and this rank does not enter it."""
 
         def reduce(*args: Any, **kwargs: Any) -> Any:
             if self._is_last():
@@ -94,7 +94,7 @@ class Victim:
         return reduce
 
     def _counted(self, allreduce: Any) -> Any:
-        """The last all-reduce goes well, and is reported as failed on this side."""
+        """Wrap an all-reduce: the last one succeeds, and is reported as failed on this side."""
 
         def reduce(*args: Any, **kwargs: Any) -> Any:
             work = allreduce(*args, **kwargs)
@@ -107,7 +107,7 @@ class Victim:
 
 
 def failing(work: Any, on_fail: Callable[[], None]) -> Any:
-    """``work``, of which every wait fails after it is done; the first one tells."""
+    """Return ``work`` with waits that fail after it is done; the first one calls ``on_fail``."""
 
     class OneSided:
         told = False

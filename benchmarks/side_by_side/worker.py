@@ -1,7 +1,8 @@
-"""One rank of a job, under FFT or plain torchft: trains until it is ended, and writes its events.
+"""One rank of a job, under FFT or plain torchft: it trains until it is ended, and writes its
+events.
 
-Told what to do by ``BENCH_PLAN`` (JSON, from `rows.Row.plan`), where to write by ``BENCH_DIR``. The
-drop-in loop is torchft's and differs in nothing but the class of the manager.
+``BENCH_PLAN`` (JSON, from `rows.Row.plan`) has its settings, ``BENCH_DIR`` the folder of its
+events. The drop-in loop is torchft's; only the class of the manager differs.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ TUNED_PG = timedelta(seconds=1)
 TUNED_MANAGER = timedelta(seconds=2)
 TUNED_QUORUM = timedelta(seconds=5)
 WARM_COMMITS = 30
-"""Steps that are not measured: caches, the first connections."""
+"""Steps that are not measured, because of caches and first connections."""
 
 
 class Meter:
-    """Time that the main thread spends in the manager's calls, beyond the reductions."""
+    """A meter of the main thread's time in the manager's calls, beyond the reductions."""
 
     CALLS = ("start_quorum", "wait_quorum", "should_commit")
 
@@ -55,7 +56,7 @@ class Meter:
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # one calls another
+            if self._inside:  # a nested call
                 return call(*args, **kwargs)
             self._inside, began = True, time.perf_counter_ns()
             try:
@@ -67,7 +68,7 @@ class Meter:
         return timed
 
     def take(self) -> int:
-        """Nanoseconds since the last call."""
+        """Return the nanoseconds since the last call of this method."""
         spent, self._spent = self._spent, 0
         return spent
 
@@ -136,7 +137,7 @@ class Worker:
         return dist.group.WORLD
 
     def _spread(self, net: nn.Module) -> nn.Module:
-        """Under FSDP2 or DDP, as the plan has it, with the reductions across the groups."""
+        """Apply FSDP2 or DDP, as planned, with the reductions across the groups."""
         if self.plan["model"] == "ddp":
             return DistributedDataParallel(self.manager, net)
         if self.plan["model"] == "fsdp":
@@ -166,7 +167,7 @@ class Worker:
         self.pen.say("recovered", step=state["step"])
 
     def _local(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the parameters."""
+        """Return this rank's part of the parameters."""
         return {
             name: getattr(p, "to_local", lambda p=p: p)().detach()
             for name, p in self.net.named_parameters()
@@ -197,7 +198,7 @@ class Worker:
             self.pen.say("enough", kib=memory_kib())
 
     def _is_watched(self) -> bool:
-        """Whether FFT's monitor looks already: it takes a moment to start."""
+        """Whether FFT's monitor is watching already; it takes a moment to start."""
         parts = getattr(self.manager, "_parts", None)  # torchft's own manager has none
         monitor = None if parts is None else parts.watchers.monitor
         return monitor is None or bool(monitor.begun.is_set())
@@ -213,7 +214,7 @@ class Worker:
     # --- the loops ---
 
     def train(self) -> None:
-        """Until it is ended, or has left."""
+        """Train until the process is ended, or has left."""
         if self.plan["loop"] == "transactions":
             self._transactions()
         else:
@@ -235,7 +236,7 @@ class Worker:
                         work.wait()
                 self.pen.say("reduced")
                 self.victim.at("after")
-            except Exception as error:  # noqa: BLE001  whatever it is, the step did not work
+            except Exception as error:  # noqa: BLE001 any error means that the step failed
                 self.manager.report_error(error)
                 if isinstance(self.net, FSDPModule):
                     self.net.reset_iter_state()
@@ -271,14 +272,14 @@ class Worker:
 
 
 def main() -> None:
-    """Train, and say how it ended."""
+    """Train, and record how it ended."""
     torch.set_num_threads(1)
     plan, directory = json.loads(os.environ["BENCH_PLAN"]), Path(os.environ["BENCH_DIR"])
     pen = Pen(directory, int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["RANK"]))
     pen.say("start")
     meet(directory, plan["groups"], plan["ranks"])
     worker = Worker(plan, pen)
-    if plan["manager"] == "torchft":  # which knows no drain: leave after the step
+    if plan["manager"] == "torchft":  # it has no drain, so leave after the step
 
         def leave(_number: int, _frame: Any) -> None:
             worker.leaving = True
