@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import fft
@@ -397,6 +397,53 @@ def test_orders_that_differ_in_a_later_pass_give_different_digests() -> None:
     ]
     assert len({loader.fingerprint(0, 1) for loader in loaders}) == 1
     assert len({loader.fingerprint(4, 1) for loader in loaders}) == 2
+    assert len({loader.fingerprint(3, 2) for loader in loaders}) == 2, "it needs both orders"
+
+
+class Drifting(SequentialSampler):
+    """Its order depends on the number of calls."""
+
+    calls = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        return iter([*range(self.calls % 8, 8), *range(self.calls % 8)])
+
+
+def test_order_that_depends_on_its_calls_is_refused() -> None:
+    with pytest.raises(DataError, match=r"expected the same sample indexes .* epoch 0 begins"):
+        fft.CursorLoader(list(range(8)), 2, sampler=Drifting(range(8)))
+
+
+def test_sampler_that_is_an_iterator_is_refused() -> None:
+    with pytest.raises(DataError, match=r"got a range_iterator, an iterator, which ends"):
+        fft.CursorLoader(list(range(8)), 2, sampler=iter(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("indexes", "words"),
+    [
+        (torch.arange(8) % 2 == 0, "bool of shape (8,)"),
+        ([True, False] * 4, "bool of shape (8,)"),
+        (np.arange(8) / 1.5, "float64 of shape (8,)"),
+        ([0.0, 1.5, 2.0], "float32 of shape (3,)"),
+        (np.arange(8).reshape(4, 2), "int64 of shape (4, 2)"),
+        (torch.tensor(3), "int64 of shape ()"),
+        (["a", "b"], "values that do not make up a tensor"),
+        (BatchSampler(SequentialSampler(range(7)), 2, False), "values that do not make up"),
+    ],
+)
+def test_order_of_other_values_than_indexes_is_refused(indexes: Any, words: str) -> None:
+    with pytest.raises(DataError, match="expected integer sample indexes in one dim") as caught:
+        fft.CursorLoader(list(range(8)), 2, order=lambda _: indexes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "indexes", [np.arange(8)[::-1], np.arange(7, -1, -1, dtype=np.uint8), list(np.arange(8)[::-1])]
+)
+def test_order_takes_arrays_and_lists_of_any_integers(indexes: Any) -> None:
+    assert fft.CursorLoader(list(range(8)), 2, order=lambda _: indexes).indices(0) == [7, 6]
 
 
 def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:

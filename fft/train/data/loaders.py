@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
@@ -364,10 +364,12 @@ class CursorLoader(_Loader):
         super().load(state, first)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """As `_Loader`'s, with the order of the data epoch of item ``first``."""
+        """As `_Loader`'s, with the orders of the data epochs of these items."""
         common = super().fingerprint(first, count)
-        own = self._order.digest(first // self.items_of_pass)
-        return common if own is None or common is None else digest_of((common, own))
+        size = self.items_of_pass
+        epochs = range(first // size, (first + count - 1) // size + 1)
+        orders = [self._order.digest(which) for which in epochs]
+        return common if common is None or None in orders else digest_of((common, orders))
 
     def _probe(self) -> str | None:
         """Digest of the first sample of the dataset; None if it cannot be read twice alike."""
@@ -441,7 +443,11 @@ class _Order:
         self._orders: dict[int, torch.Tensor] = {}
         """Orders of at most two data epochs: loading ahead reads across a border."""
         self._digests: dict[int, str] = {}
-        self._length = samples if own is None else len(own(0))
+        """Of each data epoch whose order was computed, to find an order that changes."""
+        self._length = samples
+        if own is not None:
+            first = own(0)
+            self._length, self._digests[0] = len(first), digest_of(first)
         self.batches = self._length // batch_size if drop_last else -(-self._length // batch_size)
         """Items of one data epoch."""
         if self.batches < 1:
@@ -465,8 +471,7 @@ class _Order:
         """Digest of the order of data epoch ``which``; None if it follows from the settings."""
         if self._own is None:
             return None
-        if which not in self._digests:
-            self._digests = {which: digest_of(self._order_of(which))}
+        self._order_of(which)
         return self._digests[which]
 
     def _order_of(self, which: int) -> torch.Tensor:
@@ -481,6 +486,14 @@ class _Order:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
             return torch.randperm(self._samples, generator=generator)
         made = self._own(which)
+        digest = digest_of(made)
+        if self._digests.setdefault(which, digest) != digest:
+            raise DataError(
+                "fft.CursorLoader: expected the same sample indexes from sampler= or order= each "
+                f"time that data epoch {which} begins, found other ones ({len(made)} indexes) at a "
+                "further call; compute them from the number of the data epoch and the global "
+                "generators, or the sampler's attribute generator, alone"
+            )
         if len(made) != self._length:
             raise DataError(
                 f"fft.CursorLoader: expected {self._length} sample indexes from sampler= or order= "
@@ -540,13 +553,40 @@ def order_of(
             "itself; leave it out"
         )
 
+    if isinstance(sampler, Iterator):
+        raise DataError(
+            "fft.CursorLoader: expected an iterable of sample indexes as sampler=, got "
+            f"{named(sampler)}, an iterator, which ends after one data epoch; pass a list or a "
+            "torch Sampler, or order=lambda data_epoch: <the indexes>"
+        )
+
     def indexes(which: int) -> torch.Tensor:
         with seeded(f"{seed}/order", which):
             found = _drawn(sampler, seed, which) if order is None else order(which)
-            is_array = isinstance(found, torch.Tensor | np.ndarray)
-            return torch.as_tensor(found if is_array else list(found), dtype=torch.int64)
+            return _as_indexes(found, which)
 
     return indexes
+
+
+def _as_indexes(found: Any, which: int) -> torch.Tensor:
+    """Return ``found`` as sample indexes: int64, with one dimension. Raises DataError."""
+    if not isinstance(found, torch.Tensor | np.ndarray):
+        found = list(found)
+    try:
+        # a copy, because torch takes no array with negative strides
+        made = torch.as_tensor(found.copy() if isinstance(found, np.ndarray) else found)
+        kind = f"{made.dtype} of shape {tuple(made.shape)}"
+    except (TypeError, ValueError, RuntimeError) as error:
+        made, kind = None, f"values that do not make up a tensor ({error})"
+    if made is not None and made.dim() == 1:
+        kinds = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        if made.numel() == 0 or not (made.dtype in kinds or made.is_complex()):
+            return made.to(torch.int64)
+    raise DataError(
+        "fft.CursorLoader: expected integer sample indexes in one dimension from sampler= or "
+        f"order=, found {kind} in data epoch {which}; return the indexes of the samples one by "
+        f"one: mask.nonzero() for a mask, and {BATCHES_AS_ORDER} for batches, where {BATCHES_OF}"
+    )
 
 
 def _drawn(sampler: Any, seed: int, which: int) -> Iterable[int]:
