@@ -24,6 +24,8 @@ HOW_TO_REACH = (
     "to it"
 )
 """Advice for errors about a listener that cannot be reached."""
+PROBE_S = 3.0
+"""Seconds that `why_unreachable` waits for a connection."""
 _DISCARD = 9
 """Port used to look up a route; no packet is sent to it."""
 _ABROAD = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -49,6 +51,15 @@ def own_address(bus_url: str, environ: Mapping[str, str] = os.environ) -> str:
     if bus_url.startswith("memory:"):
         return "127.0.0.1"
     return _towards(bus_url)
+
+
+def why_unreachable(address: tuple[str, int]) -> OSError | None:
+    """Connect to a listener and close the connection; return the error, or None without one."""
+    try:
+        socket.create_connection(address, PROBE_S).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fft.bus import BusError, ErrorBus, open_job_bus
-from fft.bus.addresses import HOW_TO_REACH, joined
+from fft.bus.addresses import HOW_TO_REACH, joined, why_unreachable
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken
 from fft.messages.commands import RollCall, fresh_id
@@ -28,7 +28,6 @@ from fft.util.pidfd import is_there
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 3.0
 _ANSWER_S = 2.0
 """For a rank of the job to answer that it lives."""
 _AGAIN_S = 1.0
@@ -109,11 +108,9 @@ def _unreached(donors: list[RankEntry]) -> str:
 
 
 def _trouble(address: tuple[str, int]) -> str | None:
-    try:
-        socket.create_connection(address, _CONNECT_S).close()
-    except OSError as error:
-        return f"{joined(*address)} cannot be reached from this host ({error})"
-    return None
+    if (error := why_unreachable(address)) is None:
+        return None
+    return f"{joined(*address)} cannot be reached from this host ({error})"
 
 
 def _is_alive(client: JobClient) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
-from fft.bus.addresses import HOW_TO_REACH, joined
+from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_unreachable
 from fft.train import accelerator
 from fft.train.nccl_library import outlive_aborts
 from fft.train.process_group import sockets
@@ -61,9 +60,10 @@ _ROUNDS_NS = 5_000_000
 # How long close() waits for what the last configure() left behind, in seconds.
 _CLOSE_LIMIT = 5.0
 _PATIENCE_S = 3.0
-"""Before members whose gloo does not get connected are looked for."""
-_PROBE_S = 3.0
-"""For a look at one member; with `_PATIENCE_S` below the 10 s in which its address is reported."""
+"""Seconds without a connection of gloo until `_unreached` looks for the members that are missing.
+
+With `PROBE_S` it stays below the 10 s in which the address of a missing member is reported.
+"""
 _STORE_S = 8.0
 """For a connection to a store: the kernel sends the first packet 4 times meanwhile."""
 _stranded_backends: list[tuple[object, deque[Any]]] = []
@@ -580,16 +580,14 @@ def _unreached(era: Era) -> str | None:
     found: dict[Address, OSError] = {}
 
     def probe(address: Address) -> None:
-        try:
-            socket.create_connection(address, _PROBE_S).close()
-        except OSError as error:
+        if (error := why_unreachable(address)) is not None:
             found[address] = error
 
     probes = [threading.Thread(target=probe, args=(one,), daemon=True) for one in era.peers]
     for thread in probes:
         thread.start()
     for thread in probes:
-        thread.join(_PROBE_S)
+        thread.join(PROBE_S)
     if found:
         (host, port), error = next(iter(list(found.items())))
         mine = ", ".join(sorted(own for own, _ in era.own))
