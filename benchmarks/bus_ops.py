@@ -1,7 +1,7 @@
-"""What the operations of each bus cost: their latency, and the one server's time for each.
+"""The costs of the operations of each bus: their latency, and the server's time for each.
 
-Run: python benchmarks/bus_ops.py [--rounds N] [--seconds S] [--json FILE]. Measures only; asserts
-nothing. The tcp bus is served from a process of its own. Its cost per operation is its own CPU
+Run: python benchmarks/bus_ops.py [--rounds N] [--seconds S] [--json FILE]. It only measures, and
+asserts nothing. The tcp bus is served by a separate process. Its cost per operation is its own CPU
 time, which does not depend on how many cores are left for the clients; operations per second do.
 """
 

@@ -1,7 +1,7 @@
-"""Every example that trains, under its fault plan, and one table of what came of it.
+"""Every example that trains, under its fault plan, and one table of the results.
 
-``python -m benchmarks.examples [--dir DIR] [NAME …]`` (``make examples``). Exit 1 if a run failed,
-if a planned fault did not fire, or if an audit found something.
+Run ``python -m benchmarks.examples [--dir DIR] [NAME …]`` (``make examples``). It exits with 1 if a
+run failed, if a planned fault did not fire, or if an audit had a finding.
 """
 
 from __future__ import annotations

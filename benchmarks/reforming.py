@@ -1,9 +1,9 @@
-"""What one lost rank costs: ``python -m benchmarks.reforming --write``.
+"""The cost of one lost rank: ``python -m benchmarks.reforming --write``.
 
-`examples/hsdp_char_lm.py` on 2 x 2 and 3 x 2 ranks, of which one is killed: a spare takes its place
-(the others wait for it), a new process does, or the whole group is started again. The figures are
-from the traces, in ms: between the last commit before the kill and the first one after it, and from
-the kill to the first commit that all groups contribute to. The step is the median of the run.
+`examples/hsdp_char_lm.py` runs on 2 x 2 and 3 x 2 ranks, of which one is killed. A spare replaces
+it (the others wait for it), or a new process does, or the whole group is restarted. The figures
+come from the traces, in ms: between the last commit before the kill and the first one after it, and
+from the kill to the first commit to which all groups contribute. The step is the median of the run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the loss of the bus costs: ``python -m benchmarks.resuming --write``.
+"""The cost of the loss of the bus: ``python -m benchmarks.resuming --write``.
 
-`examples/hsdp_char_lm.py` on 2 x 2 ranks with durable checkpoints, under `fft run`, whose bus is
-ended and comes back empty: no process can go on, and the job starts again by itself from the newest
-checkpoint. The figures are from the traces of both starts: the time between the last commit before
-and the first one after, the steps that were committed and are no more, and the time until the job
-has got further than it was. The step is the median before the loss.
+`examples/hsdp_char_lm.py` runs on 2 x 2 ranks with durable checkpoints, under `fft run`, whose bus
+is ended and comes back empty. No process can continue, and the job restarts by itself from the
+newest checkpoint. The figures come from the traces of both starts: the time between the last commit
+before and the first one after, the number of committed steps that are lost, and the time until the
+job has passed its previous step. The step is the median before the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The picture of the rooms in DESIGN.md, drawn from the imports of ``fft/``.
 
 python -m benchmarks.rooms            # draws it again
-python -m benchmarks.rooms --check    # exit 1 if it is not up to date
+python -m benchmarks.rooms --check    # exits with 1 if it is not up to date
 """
 
 from __future__ import annotations

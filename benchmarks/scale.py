@@ -1,12 +1,12 @@
-"""How the protocol grows with the job: calibrate, run the model, write table and plot.
+"""The growth of the protocol's costs with the job: calibrate, run the model, write table and plot.
 
     python benchmarks/scale.py --calibrate            measure the real store, once; --check: again
     python benchmarks/scale.py [--design NAME] [--groups 2,5,10] [--start 2,5] [--quick]
     python benchmarks/scale.py --render               table and plot from the stored results
 
-Writes `calibration.json`, one file of results for each design, and `scale.svg` to ``--out``, and
-the tables to the page beside it. Measures and models; asserts nothing. The store is served from a
-process of its own, on loopback. See docs/scale.md.
+It writes `calibration.json`, one file of results for each design, and `scale.svg` to ``--out``, and
+the tables to the page beside it. It measures and models, and asserts nothing. The store is served
+by a separate process on loopback. See docs/scale.md.
 """
 
 from __future__ import annotations

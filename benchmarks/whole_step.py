@@ -1,10 +1,10 @@
-"""What a whole training step costs: a GPT of 6 and of 25 million parameters, under each system.
+"""The cost of a whole training step of a GPT of 6 and of 25 million parameters, under each system.
 
-``python -m benchmarks.whole_step [--dir DIR] [--reps N] [--write]``; a part of ``make bench``. The
-body is nanoGPT's: loss, backward, clipping of the gradients, AdamW. Every system trains the same
-model on as many processes, one thread each. In each repetition every system has its turn, in an
-order that rotates; a ratio is the median of the repetitions' own ratios, so that what the machine
-does beside, and its drift, cancel.
+``python -m benchmarks.whole_step [--dir DIR] [--reps N] [--write]`` is a part of ``make bench``.
+The step function is nanoGPT's: loss, backward, clipping of the gradients, AdamW. Every system
+trains the same model on as many processes, one thread each. In each repetition every system has its
+turn, in a rotating order. A ratio is the median of the repetitions' own ratios, so that other load
+of the machine, and its drift, cancel.
 
 Called with ``worker`` it is one such process.
 """

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.chaos``: what `make chaos` and `make chaos-long` run.
+"""The commands of `make chaos` and `make chaos-long`: ``python -m benchmarks.chaos``.
 
-Exit code 1 if any job did what no job may do: a finding of the audit that is not by design, a job
-that does not recover, growth in a random run.
+The exit code is 1 if any job violates a requirement: a finding of the audit that is not by design,
+a job that does not recover, or growth in a random run.
 """
 
 from __future__ import annotations

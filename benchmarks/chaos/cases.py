@@ -73,7 +73,7 @@ FITTING = {
     "pipeline": ("2x2",),
     "pipeline_ahead": ("2x2",),
 }
-"""Trainers of `trainer.py`, and the layouts that each can use. `gpt` and `cnn` also fit hsdp."""
+"""Layouts in which each trainer of `trainer.py` can run; `gpt` and `cnn` use the spec hsdp."""
 
 
 @dataclass(frozen=True)

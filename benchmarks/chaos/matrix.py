@@ -74,9 +74,9 @@ def _carry_out(job: Job, suite: Suite, one: Done) -> None:
 
 
 def _ended_wrongly(job: Job, suite: Suite) -> Iterator[str]:
-    """Return the problem with a job's end.
+    """Yield the problems with a job's end.
 
-    A drained job ends well; one that ends by design reports it.
+    A drained job must end well, and one that ends by design must report it.
     """
     code, said = job.process.returncode, job.said()
     is_told = "the bus was restarted, and has forgotten the job" in said

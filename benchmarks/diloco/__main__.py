@@ -1,7 +1,7 @@
-"""``python -m benchmarks.diloco``: a part of `make bench`.
+"""A part of `make bench`: ``python -m benchmarks.diloco``.
 
-Trains each system's DiLoCo to its end, under faults and without; prints what the faults cost, and
-with ``--write`` puts table and picture into docs/. Goes on with the folder it is given.
+It trains each system's DiLoCo to its end, under faults and without, prints the costs of the faults,
+and with ``--write`` puts table and picture into docs/. It continues in the folder it is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Gets the packages that FFT needs besides torch into a folder, for a machine without a network.
+"""A download of the packages that FFT needs besides torch, for a machine without a network.
 
-``python -m benchmarks.gpu.packages 3.12`` here (with a network, where FFT is installed; the number
-is the other machine's Python), then copy gpu-packages/ into the source tree there.
+Run ``python -m benchmarks.gpu.packages 3.12`` where FFT is installed and there is a network, with
+the Python version of the other machine. Then copy gpu-packages/ into the source tree there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one part in this process: ``python -m benchmarks.gpu.part NAME --folder DIR …``."""
+"""A runner of one part in this process: ``python -m benchmarks.gpu.part NAME --folder DIR …``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.side_by_side``: what `make bench` and `make bench-quick` run.
+"""The commands of `make bench` and `make bench-quick`: ``python -m benchmarks.side_by_side``.
 
-``run`` goes on with the folder it is given: a repetition that is there is not done again. ``page``
-writes the page, ``list`` names rows and systems. Ctrl-C ends what runs, and keeps what is done.
+``run`` continues in the folder it is given: repetitions that exist there are not repeated. ``page``
+writes the page, ``list`` names rows and systems. Ctrl-C ends the running processes, and keeps the
+finished results.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m tests.compat [pytest's options, such as -k local_sgd]
 
-Each test has a job of its own: a bus, and a folder of traces that is audited when the test has
-passed. What differs by design is in `differences.py`: it must fail, by the error named there.
+Each test has its own job: a bus, and a folder of traces that is audited when the test has passed.
+Tests that differ by design are listed in `differences.py`: they must fail, with the error given
+there.
 """
 
 from __future__ import annotations

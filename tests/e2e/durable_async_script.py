@@ -99,7 +99,7 @@ def takes_it_late(manager: fft.ManagerFFT) -> None:
 
 
 class Body:
-    """What a group does in its inner steps besides training."""
+    """The additional behavior of a group in its inner steps, besides training."""
 
     def __init__(self, manager: fft.ManagerFFT, shared: Any, out: Path, plant: str) -> None:
         self.manager, self.shared, self.out, self.plant = manager, shared, out, plant

@@ -183,7 +183,7 @@ def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
                     manager.report_error(ValueError("between two synchronisations"))
                 optimizer.step()
 
-    # What is reported after a commit counts as a failure to apply it: that rank heals.
+    # An error that is reported after a commit counts as a failure to apply it, so that rank heals.
     _run(tmp_path / "traces", work, transfers=1 + int(fails))
     lost = aborts(tmp_path / "traces")
     assert len(lost) == len(failed) == int(fails)

@@ -149,7 +149,7 @@ def damaged(draw: st.DrawFn, written: st.SearchStrategy[bytes]) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_bytes_are_a_message_or_are_refused(what: str, data: st.DataObject) -> None:
-    """Whatever is on the bus, the reader gets a message of the exact form, or one error."""
+    """For any bytes on the bus, the reader gets a message of the exact form, or one error."""
     good, write, read = ROUNDS[what]
     raw = data.draw(
         st.binary() | JSON.map(lambda v: json.dumps(v).encode()) | damaged(good.map(write))

@@ -2,7 +2,8 @@
 
 The oracle reads the register, and observes the votes, the messages that a rank is ready, and the
 optimizer steps that ran or failed. From that alone it derives what each participant holds: (step,
-committed txns, cursor). Whatever hypothesis does to a job, the core must hold the same.
+committed txns, cursor). The core must hold the same, for every sequence of events that hypothesis
+applies to a job.
 """
 
 from __future__ import annotations

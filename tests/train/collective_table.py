@@ -470,7 +470,7 @@ def compiled(at: Place) -> Result:
     return [_compiled(x(at.rank), at.name) + 0]
 
 
-# -- what cannot be done, and how that is said
+# -- unsupported calls, and their errors
 
 
 @dataclass(frozen=True)

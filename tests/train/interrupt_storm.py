@@ -1,14 +1,14 @@
-"""Bodies that use one thing again and again are interrupted; counts what leaks.
+"""Step functions that use one resource repeatedly are interrupted; the script counts leaks.
 
-``interrupt_storm.py HOW ROUNDS FOLDER``, in a process of its own, so that what leaked hurts nobody.
-HOW is one of
+``interrupt_storm.py HOW ROUNDS FOLDER`` runs in its own process, so that leaks have no effect
+elsewhere. HOW is one of these:
 
-- ``storm``: each thing in ROUNDS bodies, by an `Interrupter`, at random moments;
-- ``every``: at every bytecode at which Python looks for signals, one after the other, as far as
-  `fft.train.unsafe_places` calls it safe there, and where it does not, at the next that it calls
-  safe; - ``blind``: the same, without asking whether it is safe.
+- ``storm``: each resource in ROUNDS step functions, by an `Interrupter`, at random moments
+- ``every``: at each bytecode at which Python handles signals, one after the other; where
+  `fft.train.unsafe_places` calls it unsafe, at the next one that it calls safe
+- ``blind``: the same, without the check for safety
 
-Prints, as JSON, for each thing how many bodies there were, and how many left it half done.
+It prints as JSON, for each resource, how many step functions ran, and how many left it half done.
 """
 
 from __future__ import annotations

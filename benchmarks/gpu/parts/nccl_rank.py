@@ -1,4 +1,4 @@
-"""One of the two ranks of part 7. Writes its findings to ``rank<N>.jsonl``."""
+"""One of the two ranks of part 7. It writes its findings to ``rank<N>.jsonl``."""
 
 from __future__ import annotations
 

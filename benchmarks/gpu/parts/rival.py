@@ -1,6 +1,6 @@
-"""One of two processes that train the trials' model under torch's DDP, or under torchft.
+"""One of two processes that train the tests' model under torch's DDP, or under torchft.
 
-At its end it writes ``end-<rank>.json``: how long its steps took.
+At its end it writes ``end-<rank>.json`` with the times of its steps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _loop(
     took: list[float],
     count: Callable[[], int] | None = None,
 ) -> None:
-    """Train; ``count`` returns the steps that all have made together, else those made here are
-    counted."""
+    """Train until ``count()``, or the number of steps made here, reaches the requested number."""
     for (x,) in loader:
         began = time.perf_counter()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""One replica group of a trial's job; its device is shared with the other's. Run by ``fft run``.
+"""One replica group of a test job, which shares its device with the other. Run by ``fft run``.
 
-At its end it writes ``end-<group>.json``: its step, the bits of its state, how long steps took, how
-many bodies failed, and in how many of these the device was still at work.
+At its end it writes ``end-<group>.json``: its step, the bits of its state, the times of its steps,
+how many step functions failed, and in how many of these the device was still working.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
             before = time.perf_counter()
         end = {"group": group, "step": manager.current_step(), "ms": [1e3 * s for s in took]}
         end |= {"failed": failed, "in_flight": in_flight}
-        # batch norm's buffers are each group's own
+        # each group has its own batch norm buffers
         end["bits"] = nets.bits(model.parameters())
         (args.out / f"end-{group}.json").write_text(json.dumps(end))
     finally:
