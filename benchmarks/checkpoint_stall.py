@@ -1,10 +1,10 @@
 """The cost of a durable checkpoint for the steps beside it.
 
-``python -m benchmarks.checkpoint_stall`` measures it. One run of one job of one process alternates blocks of `BLOCK` steps with a checkpoint every `EVERY`
-steps and blocks without. The stall of a checkpoint is the additional time of the `EVERY` steps in
-which it is taken and written, compared with the steps at the same place in the next block. A step
-takes 50 ms, and the state is 100 MB. ``wait``: the step is a wait, as for a device. ``busy``: it
-computes on one core.
+``python -m benchmarks.checkpoint_stall`` measures it. One run of one job of one process alternates
+blocks of `BLOCK` steps with a checkpoint every `EVERY` steps and blocks without. The stall of a
+checkpoint is the additional time of the `EVERY` steps in which it is taken and written, compared
+with the steps at the same place in the next block. A step takes 50 ms, and the state is 100 MB.
+``wait``: the step is a wait, as for a device. ``busy``: it computes on one core.
 """
 
 from __future__ import annotations
