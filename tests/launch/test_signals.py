@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from waiting import wait_until
 
 from fft.cli.run import Interrupts
 from fft.trace.resumed import audit_job
+from fft.train.data.worker import _end_later
 from fft.train.leaving import Leaving
+from fft.util.errors import FftError
 
 LIMIT_S = 60.0
 SCRIPT = """
@@ -206,3 +209,25 @@ def test_sigterm_drains_by_default_under_torchrun(
     leaving = object.__new__(Leaving)
     leaving.as_the_environment_says(lambda n, within: asked.append((n, within)), "0", 0)
     assert asked == expected
+
+
+def test_unknown_drain_signal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FFT_DRAIN_SIGNAL", "TERM")
+    leaving = object.__new__(Leaving)
+    with pytest.raises(FftError, match="FFT_DRAIN_SIGNAL=TERM: expected a signal name such as SIG"):
+        leaving.as_the_environment_says(lambda number, within: None, "0", 0)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("60.0", 70.0), (None, 40.0)])
+def test_data_worker_outlives_the_limit_of_a_drain(
+    setting: str | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FFT_DRAIN_WITHIN", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("FFT_DRAIN_WITHIN", setting)
+    before = set(threading.enumerate())
+    _end_later(signal.SIGTERM, None)
+    (timer,) = set(threading.enumerate()) - before
+    assert isinstance(timer, threading.Timer)
+    timer.cancel()
+    assert timer.interval == expected
