@@ -32,7 +32,7 @@ def run(
 def test_an_error_of_the_script_is_not_tried_again_and_again(
     groups: int, starts: int, tmp_path: Path
 ) -> None:
-    """Nor is it retried from a checkpoint. One group alone retries it once."""
+    """The job is not retried from a checkpoint either. One group alone retries the step once."""
     done = run(tmp_path, groups, "raises", "3")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: in the evaluation") == starts, done.stderr

@@ -109,7 +109,7 @@ def test_a_state_that_is_lost_without_a_trace_is_noticed(run_job: StartJob, stag
 def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
     run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is the job reported as over: the restarted group has the state, though its trace does not
+    """The job is not reported as over: the restarted group has the state, though its trace does not
     show it."""
     with run_job(groups=2, ranks=1, checkpoint=Checkpointing("checkpoints", 2)) as job:
         actors = two_at_work(job, stage, 5)

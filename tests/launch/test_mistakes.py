@@ -99,7 +99,7 @@ def test_unloadable_script_is_not_started_twice() -> None:
 
 @pytest.mark.parametrize("kind", [UnfitCheckpoint, StateMismatch])
 def test_a_checkpoint_of_another_script_needs_no_second_start(kind: type[BaseException]) -> None:
-    """But a checkpoint that could not be read may be readable the next time; and a rank that does
+    """A checkpoint that could not be read may be readable the next time, and a rank that does
     not fit the state of a running job may be a fault of its host."""
     found = Mistakes(["0", "1"], 4).ended("0", place(kind), False)
     assert found is not None and found.ends == "job"
