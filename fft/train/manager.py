@@ -340,7 +340,7 @@ class ManagerFFT(TorchftInterface):
             replay_only: take any iterable: no group can join later, and nothing can be resumed.
             identify: batch → what identifies it, such as the sample ids in it. FFT compares it
                 between the ranks that draw the same items, instead of the content of the batch.
-                For loaders with random augmentation.
+                For loaders with random augmentation. The trace contains the ids.
             sharded: ``"group"``: each group passes a stateful loader over its own share of the
                 data, from which each of its ranks takes its item; ``"rank"``: each rank does. The
                 default is that all ranks pass the whole data.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,18 +194,71 @@ def test_lists_and_cursor_loaders_over_different_data_bring_different_digests() 
     assert len(set(mine)) == 2, "the seed of the two loaders is the same"
 
 
-def test_a_dataset_with_random_samples_is_not_compared_by_its_first_sample() -> None:
-    generator = np.random.default_rng()
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Sample n is (n + ``offset``, a draw from a generator of its own)."""
 
-    class Noisy(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 8
+    def __init__(self, offset: int = 0) -> None:
+        self.offset, self.draws = offset, iter(np.random.default_rng().permutation(1000))
 
-        def __getitem__(self, index: int) -> Any:
-            return generator.random()
+    def __len__(self) -> int:
+        return 8
 
-    digests = {drawn(Inputs(fft.CursorLoader(Noisy(), 2), 1, 0), 0).digest for _ in range(3)}
+    def __getitem__(self, index: int) -> Any:
+        if index < 0 or index >= 8:
+            raise IndexError(index)
+        return index + self.offset, int(next(self.draws)) // 500
+
+
+class Batches(Augmented, Sequence[Any]):
+    """The same as a sequence of batches."""
+
+
+@pytest.mark.parametrize("make", [lambda: fft.CursorLoader(Augmented(), 2, shuffle=False), Batches])
+def test_own_generator_of_a_dataset_never_makes_digests_differ(make: Callable[[], Any]) -> None:
+    """Two equal reads do not prove that a third one is equal."""
+    digests = {drawn(Inputs(as_source(make()), 1, 0), 0).digest for _ in range(8)}
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: fft.CursorLoader(Augmented(n), 2, shuffle=False), Batches]
+)
+def test_identify_compares_and_traces_items_by_number(make: Callable[[int], Any]) -> None:
+    def first(offset: int) -> Drawn:
+        source = as_source(make(offset), identify=lambda batch: batch[0])
+        return drawn(Inputs(source, 1, 0), 0)
+
+    found = [first(offset) for offset in (0, 0, 0, 1)]
+    assert len({each.digest for each in found[:3]}) == 1 != len({each.digest for each in found})
+    ids = [found[0].ids, found[3].ids]
+    assert ids == ([[0], [1]] if make is Batches else [[0, 1], [1, 2]])
+
+
+def test_identify_of_a_loader_ends_with_its_transactions() -> None:
+    loader = fft.CursorLoader(Augmented(), 2)
+    first = as_source(loader, identify=lambda batch: batch[0]).fingerprint(0, 1)  # type: ignore[attr-defined]
+    assert as_source(loader).fingerprint(0, 1) != first  # type: ignore[attr-defined]
+
+
+def test_unreadable_first_item_is_named_instead_of_a_digest_of_its_own() -> None:
+    """Without the first item the digest would differ from those of the other ranks."""
+    loader = fft.CursorLoader(FailingData(ValueError("never"), 99), 1, order=lambda _: range(3, 9))
+    inputs = Inputs(as_source(loader, identify=lambda batch: batch), 1, 0)
+    with pytest.raises(ValueError, match="never") as caught:
+        drawn(inputs, 1)
+    assert caught.value.fft_item == "item 0"  # type: ignore[attr-defined]
+
+
+def test_warning_names_a_data_source_that_ignores_identify(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Own:
+        in_any_order = True
+        open = close = lambda self: None
+        holds = take = export = load = lambda self, *_: None
+
+    as_source(Own(), identify=lambda batch: batch)
+    assert "ignores identify= for a " in caplog.text and "define ids(batch)" in caplog.text
 
 
 @pytest.mark.parametrize("identify", [None, lambda batch: batch])

@@ -2,8 +2,8 @@
 
 A digest covers types, shapes and values. Tensors and arrays of up to `WHOLE_BYTES` are read in
 full; of a larger one `SAMPLES` evenly spaced elements are read, so the cost is bounded whatever the
-size of a batch. Of a masked array the mask and the data that it leaves visible count. Objects of
-unknown classes count by the name of their class.
+size of a batch. A masked array counts by its mask and the data that the mask leaves visible.
+Objects of unknown classes count by the name of their class.
 """
 
 from __future__ import annotations
@@ -63,6 +63,25 @@ def ids_of(identity: Any) -> list[int] | list[str] | None:
 def combined(digests: list[str]) -> str:
     """One digest of several, in their order."""
     return hashlib.blake2b("/".join(digests).encode(), digest_size=8).hexdigest()
+
+
+def runs_no_code(data: Any) -> bool:
+    """Return whether no code of the user runs when ``data`` is indexed, so all reads are alike.
+
+    A dataset with code may augment its samples by a generator of its own. Two equal reads do not
+    prove that it does not.
+    """
+    from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+    kind = type(data)
+    if kind in (list, tuple, range, torch.Tensor, np.ndarray, np.memmap, TensorDataset):
+        return True
+    if kind is Subset:
+        return runs_no_code(data.dataset)
+    if kind is StackDataset:
+        parts = data.datasets
+        return all(map(runs_no_code, parts.values() if isinstance(parts, dict) else parts))
+    return kind is ConcatDataset and all(map(runs_no_code, data.datasets))
 
 
 def _add(put: Callable[[bytes], None], value: Any, depth: int) -> None:

@@ -22,14 +22,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fft.train.data.digests import digest_of
-from fft.train.data.retries import forbid_retry
+from fft.train.data.digests import digest_of, runs_no_code
+from fft.train.data.retries import forbid_retry, name_item
 from fft.train.data.source import (
     BATCHES_AS_ORDER,
     BATCHES_OF,
     OPEN_STREAM,
     DataError,
     Due,
+    Identified,
+    Identify,
     named,
     same_data,
 )
@@ -112,7 +114,7 @@ class _Schedule:
         return due is not None and number >= due.number and (number - due.number) % due.step == 0
 
 
-class _Loader:
+class _Loader(Identified):
     """What loaders by number have in common: a `DataSource` on torch's ``DataLoader``."""
 
     in_any_order = True
@@ -144,11 +146,13 @@ class _Loader:
         self._workers = workers
         self._seed = seed
         users = options.pop("worker_init_fn", None)
+        self._needs_workers = users is not None
         self._options = {**options, "worker_init_fn": partial(begin_worker, users)}
         self._make()  # torch checks the options
         self._schedule: _Schedule | None = None
         self._iterator: Any = None
-        self._fingerprint: str | None = None
+        self._fingerprint: tuple[Identify | None, str] | None = None
+        """The digest of the settings and the probe, with the ``identify`` that it was made with."""
 
     @property
     def _name(self) -> str:
@@ -236,14 +240,15 @@ class _Loader:
         same_data(self, self._identity, state)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Digest of the settings, and of one sample where the dataset has samples.
+        """Digest of the settings, and of a part of the data where each rank reads the same from it.
 
         A rank reads only its own items, so the items of two ranks cannot be compared.
         """
-        if self._fingerprint is None:
+        if self._fingerprint is None or self._fingerprint[0] is not self.identify:
             identity = sorted(self._identity.items())
-            self._fingerprint = digest_of((self._name, identity, self._probe()))
-        return self._fingerprint
+            digest = digest_of((self._name, identity, self._probe()))
+            self._fingerprint = self.identify, digest
+        return self._fingerprint[1]
 
     def _probe(self) -> str | None:
         """Digest of a part of the data that all ranks can read; None: there is none."""
@@ -372,13 +377,22 @@ class CursorLoader(_Loader):
         return common if common is None or None in orders else digest_of((common, orders))
 
     def _probe(self) -> str | None:
-        """Digest of the first sample of the dataset; None if it cannot be read twice alike."""
+        """Digest of what ``identify`` returns for item 0, or of its first sample.
+
+        None if a right job could read different ones: the dataset has code of its own, or needs
+        ``worker_init_fn``. Raises what the reading raises: a digest without the probe would differ
+        from the digests of the other ranks.
+        """
+        dataset = self._reader.data.origin
         try:
-            found = {digest_of(self._reader.read_here(Request(0, 1, [0]))) for _ in range(2)}
-        except Exception as error:  # noqa: BLE001 - raised again where the sample is due
-            logger.debug("the first sample cannot be compared between ranks: %s", error)
-            return None
-        return found.pop() if len(found) == 1 else None
+            if self.identify is None:
+                if not runs_no_code(dataset):
+                    return None
+                return digest_of(dataset[self.indices(0)[0]])
+            return None if self._needs_workers else digest_of(self[0], self.identify)
+        except Exception as error:
+            name_item(error, "item 0", 0)
+            raise
 
 
 class StreamLoader(_Loader):
@@ -443,7 +457,7 @@ class _Order:
         self._orders: dict[int, torch.Tensor] = {}
         """Orders of at most two data epochs: loading ahead reads across a border."""
         self._digests: dict[int, str] = {}
-        """Of each data epoch whose order was computed, to find an order that changes."""
+        """Digests of the orders of all data epochs so far, to find an order that changes."""
         self._length = samples
         if own is not None:
             first = own(0)

@@ -17,10 +17,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
-from fft.train.data.digests import combined, digest_of, ids_of
+from fft.train.data.digests import combined, digest_of, ids_of, runs_no_code
 from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
 from fft.util.errors import FftError, UnequalData
@@ -99,13 +100,27 @@ class _Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class ItemsSource:
+class Identified:
+    """A source whose batches ``identify`` can name.
+
+    Attributes:
+        identify: batch → what identifies it; None: its content.
+    """
+
+    identify: Identify | None = None
+
+    def ids(self, batch: Any) -> list[int] | list[str] | None:
+        """Return the sample ids in ``batch`` for the trace, or None if they are not known."""
+        return None if self.identify is None else ids_of(self.identify(batch))
+
+
+class ItemsSource(Identified):
     """A list or another sequence of batches: item ``n`` is ``items[n]``; it ends with the last."""
 
     in_any_order = True
 
-    def __init__(self, items: Sequence[Any]) -> None:
-        self._items = items
+    def __init__(self, items: Sequence[Any], identify: Identify | None = None) -> None:
+        self._items, self.identify = items, identify
         self._digest: str | None = None
 
     def open(self) -> None:
@@ -129,19 +144,21 @@ class ItemsSource:
         return len(self._items)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Digest of the length and the first item."""
+        """Digest of the length and the first item, where each rank reads the same from it."""
         if self._digest is None and len(self._items) > 0:
-            try:
-                self._digest = digest_of((len(self._items), self._items[0]))
-            except Exception as error:  # noqa: BLE001 - raised where the item is taken
-                logger.debug("the first item cannot be compared: %s", error)
+            found: Any = None
+            if self.identify is not None:
+                found = self.identify(self._items[0])
+            elif runs_no_code(self._items):
+                found = self._items[0]
+            self._digest = digest_of((len(self._items), found))
         return self._digest
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class StreamSource:
+class StreamSource(Identified):
     """Any stateful loader as a source: every rank draws the whole stream and keeps its items.
 
     Items that were drawn but not committed stay here, so that a replay sees the same objects.
@@ -161,7 +178,7 @@ class StreamSource:
     def __init__(self, loader: Any, identify: Identify | None = None, of: str = "") -> None:
         self._loader = loader
         self._of = of
-        self._identify = identify
+        self.identify = identify
         self._iterator: Iterator[Any] | None = None
         self._start: int | None = None
         self._items: list[Any] = []
@@ -219,10 +236,6 @@ class StreamSource:
             self._put_back(state, error)
             raise
 
-    def ids(self, batch: Any) -> list[int] | list[str] | None:
-        """Ids of the samples of ``batch``, where the user has said how to find them."""
-        return None if self._identify is None else ids_of(self._identify(batch))
-
     @property
     def start(self) -> int | None:
         """The number of the first item that can be taken; None before the loader is read."""
@@ -258,7 +271,7 @@ class StreamSource:
 
     def _digest(self, item: Any, number: int) -> str:
         """The digest of item ``number``. Raises UnequalData: it is not the item that was due."""
-        digest = digest_of(item, self._identify)
+        digest = digest_of(item, self.identify)
         if self._expected and (expected := self._expected.pop(0)) != digest:
             raise UnequalData(
                 f"{named(self._loader)} does not continue with the same items after "
@@ -335,6 +348,14 @@ def as_source(
         DataError: it cannot be restored, and ``replay_only`` does not say that it need not.
     """
     if isinstance(loader, DataSource):
+        if isinstance(loader, Identified):
+            loader.identify = identify
+        elif identify is not None and not hasattr(loader, "ids"):
+            logger.warning(
+                "transactions() ignores identify= for %s, a data source of its own: define "
+                "ids(batch) in it, which returns the sample ids for the trace",
+                named(loader),
+            )
         return loader
     if workers := getattr(loader, "num_workers", 0):
         refuse_long_temp_dir(f"{named(loader)} with num_workers={workers}")
@@ -343,7 +364,7 @@ def as_source(
     if isinstance(loader, Sequence) and not isinstance(loader, str | bytes):
         if isinstance(loader, list | tuple) and any(map(_is_loader, loader)):
             raise DataError(f"transactions() was given {named(loader)} of loaders; {_ONE_LOADER}")
-        return ItemsSource(loader)
+        return ItemsSource(loader, identify)
     if isinstance(loader, zip | enumerate | map):
         hint = ". txn.step counts the steps" if isinstance(loader, enumerate) else ""
         raise DataError(f"transactions() was given {named(loader)}; {_ONE_LOADER}{hint}")
@@ -474,7 +495,11 @@ class Inputs:
                 return None
             is_last, batch = taken
             fingerprint = getattr(self._source, "fingerprint", None)
-            digest = None if fingerprint is None else fingerprint(first, count)
+            digest: str | None = None
+            if fingerprint is not None:
+                compared = partial(fingerprint, first, count)
+                digest = retried(compared, f"item {number}", self.alive)
+            ids = _ids_in(self._source, batch)
         except Exception as error:
             error.add_note(self._due(plan, number))
             raise
@@ -490,7 +515,7 @@ class Inputs:
             number,
             epochs,
             digest,
-            ids=_ids_in(self._source, batch),
+            ids=ids,
             consumed=self._consumed(plan, is_last),
         )
 
