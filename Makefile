@@ -29,7 +29,7 @@ PYTHON_THERE ?= 3.12
 # of make test: one more than two cores, as tests wait for a third of their time
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture examples test test-long compat check prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
+.PHONY: help setup demo demo-picture examples test test-long compat check house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -38,7 +38,8 @@ help:
 	@echo "make test    run the tests, but for long ones (11 minutes on 2 cores)"
 	@echo "make test-long   run those (half an hour)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (1 minute)"
-	@echo "make check   format, lint, types, import contract, the picture of the rooms"
+	@echo "make check   format, lint, types, import contract, the picture of the rooms, gates"
+	@echo "make house   structural gates: import circles, sizes, private names of torchft, prose"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
@@ -93,6 +94,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.rooms --check
+	$(BIN)/python -m benchmarks.house
+
+# The gates alone; python -m benchmarks.house --list GATE names the places.
+house: setup
+	$(BIN)/python -m benchmarks.house
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
