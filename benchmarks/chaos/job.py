@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.chaos.cases import Case, Layout
+from fft.launch.exit_status import ExitStatus
 from fft.messages.fault_plans import FaultPlan
 from fft.operate import drain, inject
 from fft.operate.client import JobClient
@@ -38,6 +39,8 @@ POLL_S = 0.02
 START_S = 240.0
 RECOVERED_S = 180.0
 ENDED_S = 120.0
+ENDS_WELL = (ExitStatus.COMPLETE, ExitStatus.DRAINED)
+"""Exit statuses of a job that is drained at the end of its cases."""
 _REACH = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
 
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.cases import PACE_S, Case, Layout, Suite, suites
-from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job, fault_names
+from benchmarks.chaos.job import (
+    ENDED_S,
+    ENDS_WELL,
+    RECOVERED_S,
+    START_S,
+    ChaosError,
+    Job,
+    fault_names,
+)
 from benchmarks.chaos.measure import Done, Row, judged, median_step_ms, rows
 from fft.trace.audit import read_lines
 from fft.util.errors import FftError
@@ -80,5 +88,6 @@ def _ended_wrongly(job: Job, suite: Suite) -> Iterator[str]:
     """
     code, said = job.process.returncode, job.said()
     is_told = "the bus was restarted, and has forgotten the job" in said
-    if (suite.ends and not (code == 1 and is_told)) or (not suite.ends and code != 0):
+    ended_well = code == 1 and is_told if suite.ends else code in ENDS_WELL
+    if not ended_well:
         yield f"it ended with {code}, and said {said[-500:]!r}"
