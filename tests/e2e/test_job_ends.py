@@ -80,7 +80,7 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
     with running(*started, folder=tmp_path) as job:
         wait_until(lambda: "g1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
         job.signal(signal.SIGINT)
-        assert job.wait(LIMIT_S) == 1  # a group was given up
+        assert job.wait(LIMIT_S) == 75  # drained before its end
     said = job.stderr_text
     assert said.count("\nAttributeError: 'Tensor' object has no attribute") == 1
     assert "group 1 was given up" in said

@@ -43,7 +43,13 @@ class Ended:
     """A job that was run to its end."""
 
     def __init__(
-        self, folder: Path, plan: str = "", steps: int = STEPS, seconds: float = 0.0, **more: float
+        self,
+        folder: Path,
+        plan: str = "",
+        steps: int = STEPS,
+        seconds: float = 0.0,
+        status: int = 0,
+        **more: float,
     ) -> None:
         folder.mkdir()
         (folder / "plan.yaml").write_text(plan or "faults: []")
@@ -53,7 +59,7 @@ class Ended:
         command += ["--timeout", str(LIMIT_S - 20), str(SCRIPT), str(folder)]
         command += [f"{steps}", f"{seconds}", json.dumps(more)]
         done = fft(*command, folder=folder, within=LIMIT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         assert "did not fire" not in done.stderr
         self.most = {path.name: int(path.read_text()) for path in folder.glob("?.?.most")}
         """Maximum number of entries that a rank had."""
@@ -218,7 +224,7 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     If one group leaves later, its ranks may take what the other's have given: the ranks that have
     left already recompute that.
     """
-    ended = Ended(tmp_path / "first", seconds=0.2, break_0=6, late=late)
+    ended = Ended(tmp_path / "first", seconds=0.2, status=75, break_0=6, late=late)
     ended.audited()
     assert {name: ended.ranks[name]["step"] for name in ("0.0.json", "1.0.json")} == {
         "0.0.json": 7,

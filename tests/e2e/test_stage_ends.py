@@ -63,6 +63,7 @@ def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Pa
     """This also holds for a group that reaches the end after the other has left, which it
     needed."""
     ends: dict[str, int] = {}
+    data = [torch.randn(4, 8) for _ in range(BATCHES)]
 
     def train(member: Member) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -71,7 +72,7 @@ def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Pa
         optimizer = torch.optim.AdamW(model.parameters())
         manager.register(model, optimizer, scaler=scaler)
         manager.sync_gradients(model)
-        for txn in manager.transactions([torch.randn(4, 8) for _ in range(BATCHES)]):
+        for txn in manager.transactions(data):
             with txn:
                 loss = model(txn.batch).square().mean()
                 is_last = txn._drawn.item >= BATCHES - 2

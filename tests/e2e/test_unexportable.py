@@ -52,5 +52,5 @@ def test_export_that_fails_twice_by_the_same_error_ends_the_rank(tmp_path: Path)
         first.end()
         second.end()
     assert isinstance(first.error, Unexportable), first.error
-    assert "twice in a row: TypeError: extra[odd]['value'] is a type" in str(first.error)
+    assert "two epochs in a row: TypeError: extra[odd]['value'] is a type" in str(first.error)
     assert isinstance(second.error, FftError)
