@@ -66,7 +66,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "rank or group killed": "group_killed_before_its_vote",
         "one rank of a group killed": "rank_lost_and_replaced",
         "a second rank lost while a group re-forms": "rank_lost_while_another_is_replaced",
-        "the replacement of a lost rank is lost before its first commit": "successor_lost_too",
+        "the replacement of a lost rank is lost between its first txn and its first commit": (
+            "successor_lost_too"
+        ),
         "one rank of a group killed, and its script does not allow re-forming": (
             "one_rank_of_a_group_killed"
         ),
@@ -94,6 +96,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         ),
     }
     beneath_the_core = {
+        "the replacement of a lost rank is lost before its first txn": "launch/test_spares.py",
         "a host vanishes": "e2e/test_vanished_host.py",
         "a joiner cannot connect to any rank with the job's state": "e2e/test_networks.py",
         "a peer's gloo or store cannot be reached": "train/test_rollback_groups.py",
