@@ -175,8 +175,8 @@ class EpochGroups:
                     f"{text}; pass shard_pg=fft.ShardProcessGroupGloo() (of NCCL on GPUs) to "
                     "ManagerFFT, and build the model on manager.shard_mesh()"
                 )
-            if place not in self._warned_of:
-                self._warned_of.add(place)
+            if group.group_name not in self._warned_of:
+                self._warned_of.add(group.group_name)
                 logger.warning("%s; keep that timeout short", text)
 
     @property

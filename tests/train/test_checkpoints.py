@@ -647,7 +647,7 @@ def test_drain_before_the_first_step_ends_the_process_in_its_loop(
     with pytest.raises(Drained):
         start.train(Stream(), 5)
     assert start.losses == []
-    assert "which it was not in at the end: the loop has made no step" in caplog.text
+    assert "was no member of the job when it left and made no step" in caplog.text
 
 
 def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:

@@ -301,5 +301,5 @@ def test_export_loads_into_a_fresh_sharded_model() -> None:
         assert loaded > 3 * total
         assert kinds == expected and any(kind.startswith("DTensor(Shard") for kind in kinds)
         assert after[0] == after[1]
-        assert "parameters[model0.embedding.weight]: dtype torch.float64 came" in refused
+        assert "embedding.weight]: expected dtype torch.float32, got torch.float64" in refused
         assert same

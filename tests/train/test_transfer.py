@@ -317,7 +317,7 @@ def test_fetch_refuses_another_lineage_that_a_transport_of_torchft_brings(
 
     def exchange(transport: HTTPTransport[Any]) -> StateExchange:
         manager = SimpleNamespace(_checkpoint_transport=transport, _timeout=LIMIT, _group_rank=0)
-        return StateExchange(cast("Any", manager), cast("Any", Exported()), None)
+        return StateExchange(cast("Any", manager), cast("Any", Exported()), None, lambda *_: None)
 
     rank = RankEntry(0, 1, True, sender.metadata(), 1, "host")
     members = tuple(GroupEntry(g, f"store-{g}", (rank,)) for g in ("0", "1"))
