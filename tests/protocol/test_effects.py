@@ -27,6 +27,7 @@ DATA = {
     "note_scope": "Of several scopes the one that the event speaks of.",
     "note_cause": "An event without a cause leaves the one that is known.",
     "say_leave": "An event without a cause gets a text.",
+    "_steps_held": "A text: which rank begins with which step, where they differ.",
     "finish": "An event without a cause gets a text.",
     "abort_record": "An ABORT without a cause gets a text.",
     "commit_record": "What the record says of the votes: who leaves, and whether the epoch ends.",
