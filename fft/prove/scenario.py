@@ -38,6 +38,7 @@ ranks of A in turn, and ``all`` for all live participants::
     A/0 fails               the operation is lost with the bus
     A/0 fails, though done  the operation is done, but its answer is lost
     A/0 body ends | body ends with NO | body reduces nothing | raises
+    A/0 body has other data                      its batch is not that of the other ranks
     A/0 body skips | body skips early            the user skips the step: early, before reducing
     A/0 body ends without a digest | state is corrupted
     A/0 applies | applies half | handles applied | restores | restores half
