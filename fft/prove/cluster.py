@@ -211,11 +211,12 @@ class Cluster:
         reductions: int = 1,
         skip: bool = False,
         digest: str | None = None,
+        data: str | None = None,
     ) -> None:
         """Let every main thread that is in a txn finish its step function successfully."""
         for node in list(nodes or self.live()):
             if node.txn is not None:
-                manifest = Manifest(count=reductions, bytes=4 * reductions, shapes="x")
+                manifest = Manifest(reductions, 4 * reductions, "x", data=data)
                 self.learn(node)
                 done = Prepared(node.txn.token, True, manifest, skip=skip, digest=digest)
                 self.post(node, done)

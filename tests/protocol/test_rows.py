@@ -631,6 +631,16 @@ def manifests_that_differ() -> Job:
     return job
 
 
+def data_that_differ() -> Job:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], data="a")
+    job.compute([job.node("1")], data="b")
+    job.settle()
+    abort = next(r for r in job.history if r.kind == "abort")
+    assert "the ranks have drawn different data (a on 0/0#1; b on 1/0#1)" in abort.cause
+    return job
+
+
 def no_reductions(skip: bool) -> Job:
     """One step function ends without an error and without reductions, for a skip or by mistake."""
     job = Job(2).until_running()
@@ -1054,6 +1064,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "an abort that is lost, the bus comes back": lambda: an_abort_that_is_lost("bus_retry"),
     "fault between epochs": fault_between_epochs,
     "manifests that differ": manifests_that_differ,
+    "data that differ": data_that_differ,
     "no reductions": lambda: no_reductions(skip=False),
     "skipped before its reductions": lambda: no_reductions(skip=True),
     "a skip that does not fit": a_skip_that_does_not_fit,
