@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from fft.train.hangs import hung
 from fft.train.host import EngineHost
 from fft.train.settings import monitor_config
 from fft.train.torchft_diloco import refuse_dropping
+from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.parts import Parts
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STORE_KEY = "fft/store"
+STORE_KEY = "fft/store"
 """In the store of a replica group: its address, by which other groups reach it."""
+_STORE_S = 60.0
+"""For rank 0 to publish it: both have been started together, and import torch meanwhile."""
 _SHOWN = 5
 """Shapes of parameters that a warning names."""
 
@@ -124,8 +128,15 @@ def store_address(manager: Manager, bus_url: str) -> str:
     """
     store = manager._store
     if manager._group_rank == 0:
-        store.set(_STORE_KEY, joined(reachable(store.host, bus_url), store.port))
-    return str(store.get(_STORE_KEY).decode())
+        store.set(STORE_KEY, joined(reachable(store.host, bus_url), store.port))
+    try:
+        store.wait([STORE_KEY], timedelta(seconds=_STORE_S))
+    except RuntimeError as error:  # c10d's DistStoreError
+        raise FftError(
+            f"rank 0 of this replica group has not published the address of their store within "
+            f"{_STORE_S:g} s: start all ranks of the group with ManagerFFT; see its log"
+        ) from error
+    return str(store.get(STORE_KEY).decode())
 
 
 def _config(manager: Manager, parts: Parts) -> Config:

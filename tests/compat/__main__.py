@@ -20,10 +20,12 @@ from typing import Any
 
 import pytest
 import torchft.manager
+from torch.distributed import TCPStore
 
 import fft
 from fft.bus import serve_tcp
 from fft.trace.audit import audit_dir
+from fft.train.joining import STORE_KEY
 from tests.compat.differences import DIFFERENCES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,6 +43,14 @@ SUITES = (
 )
 
 _ASKS_WITHIN_S = 60.0
+
+
+def _publish_store() -> None:
+    """Publish the address of the store for a rank 1 whose rank 0 these tests do not run."""
+    if os.environ.get("RANK", "0") != "0":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store.set(STORE_KEY, f"{host}:{port}")
 
 
 class Suites:
@@ -64,6 +74,7 @@ class Suites:
                 given: dict[str, Any] = {"bus": plugin.bus_url, "trace_dir": plugin.traces}
                 if plugin.is_alone:
                     given["timeouts"] = {"quorum": 2.0}
+                    _publish_store()
                 super().__init__(*args, **{**given, **kwargs})
                 plugin.managers.append(self)
 
