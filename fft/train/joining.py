@@ -139,6 +139,12 @@ def store_address(manager: Manager, bus_url: str) -> str:
     return str(store.get(STORE_KEY).decode())
 
 
+def _transport(manager: Manager, bus_url: str) -> Any:
+    """Return where the state of this rank is served; `Config` refuses what is no text."""
+    served = manager._checkpoint_transport.metadata()
+    return reachable_url(served, bus_url) if isinstance(served, str) else served
+
+
 def _config(manager: Manager, parts: Parts) -> Config:
     settings, mode = parts.settings, manager._replica_world_size_mode
     stage = parts.stage
@@ -148,7 +154,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
         first_rank=0 if stage is None else stage.rank,
         flow=() if stage is None else stage.flow,
         store=parts.groups.store,
-        transport=reachable_url(manager._checkpoint_transport.metadata(), settings.bus_url),
+        transport=_transport(manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
         timeouts=timers(settings.spec, parts.limits),
