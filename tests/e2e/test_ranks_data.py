@@ -179,7 +179,7 @@ def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
         assert found == [begin + n for begin in begins for n in numbers]
 
 
-def test_group_whose_loader_does_not_restore_its_order_trains_no_step(tmp_path: Path) -> None:
+def test_group_with_an_unrestored_loader_order_trains_no_step(tmp_path: Path) -> None:
     class Off(Counting):
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.at = state["at"] + 1

@@ -137,7 +137,7 @@ def test_transaction_warns_of_the_deprecated_names_of_data_epochs() -> None:
         assert txn.ends_pass
 
 
-def test_schedule_whose_class_has_no_step_is_stepped() -> None:
+def test_schedule_with_step_on_the_object_only_is_stepped() -> None:
     """A proxy passes ``step`` on; an object may have it as an attribute."""
 
     class Counter:

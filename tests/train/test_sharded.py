@@ -206,7 +206,7 @@ def test_a_state_beyond_the_commits_of_its_group_is_not_used() -> None:
     assert job.txn("1", [back]) == [101]
 
 
-def test_a_shard_whose_order_is_not_restored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_with_an_unrestored_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "PUBLISH_S", 0.0)
     job = Job()
     sources = [job.source(0), job.source(1)]

@@ -31,7 +31,7 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 _LONGEST_LINE = 300
 MISMATCH = re.compile(r"collective mismatch|Mismatch between collective", re.IGNORECASE)
-"""What gloo and torch write if the ranks of a group call different collectives."""
+"""Messages of gloo and torch for ranks of a group that call different collectives."""
 _TELLING = re.compile(rf"{MISMATCH.pattern}|what\(\):|fatal|out of memory|error", re.IGNORECASE)
 _LONGEST_WORDS = 256 * 1024
 

@@ -283,7 +283,7 @@ class ShardedSource:
 
 
 class ShardedInputs:
-    """What one rank takes from its shard, txn by txn."""
+    """The input of one rank from its shard, txn by txn."""
 
     def __init__(self, source: ShardedSource) -> None:
         self._source = source
