@@ -135,11 +135,12 @@ class _Channel:
         self._heard[session] = number, epoch
         self._heard.move_to_end(session)
         self._newest = max(self._newest, epoch)
-        if len(self._heard) > self._limit:
+        while len(self._heard) > self._limit:
             silent, (_, last) = next(iter(self._heard.items()))
-            if last < self._newest:  # else replays of its messages of this epoch would be accepted
-                del self._heard[silent]
-                self._began = max(self._began, last + 1)
+            if last == self._newest:  # without it, replays of its messages would be accepted
+                return
+            del self._heard[silent]
+            self._began = max(self._began, last + 1)
 
 
 class _Listening(Subscription):

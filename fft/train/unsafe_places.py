@@ -59,6 +59,7 @@ _LATER: Final = Rule(Safety.LATER, Reach.CALLS)
 _OWN_SOON: Final = Rule(Safety.SOON, Reach.FRAME)
 
 _STDLIB: Final = os.path.dirname(contextlib.__file__) + os.sep
+_FFT: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _NAMES: Final[dict[str, Rule]] = {
     # What they have taken is given back by an ``__exit__`` that would not be called. The generator
@@ -98,6 +99,12 @@ _FILES: Final[tuple[tuple[str, str | None, Rule], ...]] = (
     (_STDLIB + "multiprocessing" + os.sep, None, _SOON),
     (_STDLIB + "subprocess.py", None, _SOON),
     (_STDLIB + "tempfile.py", None, _SOON),
+    # --- FFT: what a step function calls that is shared with other threads ---
+    # A line that is written before the writer's end of the file is updated breaks the chain.
+    (_FFT + "trace" + os.sep, None, _SOON),
+    (_FFT + "engine" + os.sep, None, _SOON),
+    (_FFT + "bus" + os.sep, None, _SOON),
+    (_FFT + "health" + os.sep, None, _SOON),
     # --- torch: compilation. Dynamo's callback, and what AOTAutograd compiles in the backward. ---
     ("/torch/_dynamo/convert_frame.py", None, _LATER),
     ("/torch/_dynamo/compiled_autograd.py", None, _LATER),

@@ -36,6 +36,9 @@ from types import FrameType
 
 import torch
 
+from fft.messages.protocol import Peer
+from fft.trace.read import read_trace
+from fft.trace.writer import TraceWriter
 from fft.train.interrupt import Interrupted, Interrupter
 from fft.train.unsafe_places import Safety, guarded, look
 
@@ -260,6 +263,34 @@ class Logged(Locked):
         self.logger.warning("used")
 
 
+class Traced(Thing):
+    """A trace whose lines are chained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=folder.parent))
+        self.opened = 0
+        self.open()
+
+    def open(self) -> None:
+        self.opened += 1
+        self.writer = TraceWriter(self.folder, Peer("g", self.opened, 1))
+
+    def use(self) -> None:
+        self.writer.note("used", {})
+
+    def left(self) -> int:
+        if not self.writer._lock.acquire(False):
+            self.open()
+            return 1
+        self.writer._lock.release()
+        self.writer.note("last", {})
+        self.writer.close()
+        assert self.writer.path is not None
+        damage = read_trace(self.writer.path).damage
+        self.open()
+        return damage is not None
+
+
 def _filters() -> object:
     return id(warnings.filters), id(warnings.showwarning)
 
@@ -285,6 +316,7 @@ THINGS: dict[str, Callable[[Path], Thing]] = {
     "queue": lambda _: Queued(),
     "threads": lambda _: Started(),
     "logging": lambda _: Logged(),
+    "trace": Traced,
     "warnings": lambda _: Switch(warnings.catch_warnings, _filters, _put_back_filters),
     "decimal": lambda _: Switch(
         lambda: decimal.localcontext(prec=5),

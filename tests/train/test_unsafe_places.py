@@ -23,8 +23,8 @@ STORM = Path(__file__).with_name("interrupt_storm.py")
 LIMIT_S = 280
 FRAGILE = {
     "condition", "semaphore", "process-lock", "tried", "tried-if-free", "tried-process-lock",
-    "exit-stack", "contextmanager", "files", "threads", "warnings", "no_grad", "set_grad_enabled",
-    "autocast",
+    "exit-stack", "contextmanager", "files", "threads", "trace", "warnings", "no_grad",
+    "set_grad_enabled", "autocast",
 }  # fmt: skip
 """Resources that an exception at any place leaves half done; locks in C protect themselves."""
 
