@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fft.util.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fft.durable.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from fft.train.process_group.shard import ShardProcessGroupGloo
     from fft.train.stages.input import StageInput
     from fft.train.stages.output import StageOutput
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Checkpointing": "fft.durable.plan",

@@ -38,6 +38,10 @@ class UnlikeGroups(FftError):
     """The groups do not reduce the same gradients; the message lists each group's reductions."""
 
 
+class DataError(FftError):
+    """The loader cannot give the items that the cursor asks for."""
+
+
 class UnequalData(FftError):
     """Ranks that must draw the same data have drawn different data; the message names the fix."""
 

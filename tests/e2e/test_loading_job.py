@@ -18,7 +18,8 @@ from waiting import wait_until
 
 import fft
 from fft.trace.audit import audit_dir
-from fft.train.data.source import DataError, Due
+from fft.train.data.source import Due
+from fft.util.errors import DataError
 
 SIDE = 6
 

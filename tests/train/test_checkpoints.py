@@ -48,9 +48,8 @@ from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
-from fft.train.data.source import DataError
 from fft.train.state.composite import StateMismatch
-from fft.util.errors import Drained, FftError
+from fft.util.errors import DataError, Drained, FftError
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8

@@ -19,8 +19,8 @@ from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.digests import digest_of
 from fft.train.data.drawn import Drawn
-from fft.train.data.source import DataError, Inputs, StreamSource, as_source
-from fft.util.errors import UnequalData
+from fft.train.data.source import Inputs, StreamSource, as_source
+from fft.util.errors import DataError, UnequalData
 
 
 @pytest.fixture(autouse=True)

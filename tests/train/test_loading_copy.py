@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fft.train.data.batch_copy import copied
-from fft.train.data.source import DataError
+from fft.util.errors import DataError
 
 
 class Pair(NamedTuple):

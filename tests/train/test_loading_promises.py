@@ -22,7 +22,8 @@ from waiting import wait_until
 
 import fft
 from fft.train.data.batch_copy import copied
-from fft.train.data.source import DataError, Due, Inputs, StreamSource
+from fft.train.data.source import Due, Inputs, StreamSource
+from fft.util.errors import DataError
 
 # --- bits ----------------------------------------------------------------------------------------
 

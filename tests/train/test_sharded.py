@@ -17,8 +17,7 @@ from fft.trace.inputs import Given, Inputs, Items, Owed, judge_shards, told_of_i
 from fft.train.data import retries, sharded
 from fft.train.data.digests import ids_of
 from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
-from fft.train.data.source import DataError
-from fft.util.errors import UnequalData
+from fft.util.errors import DataError, UnequalData
 
 
 class Share:

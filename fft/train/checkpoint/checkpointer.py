@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import fft
 from fft.bus import BusError
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Origin
@@ -40,6 +39,7 @@ from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
 from fft.util.errors import FftError
+from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0
 """The next update waits for a copy for so long; then the checkpoint is given up, not the step."""
@@ -143,9 +143,7 @@ class Checkpointer:
         told["takes_same"] = self._state.items_per_slice != self._ranks
         self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
-        is_other = (
-            manifest.spec_digest != self._spec_digest or manifest.fft_version != fft.__version__
-        )
+        is_other = manifest.spec_digest != self._spec_digest or manifest.fft_version != __version__
         if manifest.spec and is_other:  # an imported one has none
             logger.warning(
                 "the checkpoint of step %d was written by FFT %s with spec %s, and this is FFT %s "
@@ -153,7 +151,7 @@ class Checkpointer:
                 manifest.step,
                 manifest.fft_version,
                 manifest.spec,
-                fft.__version__,
+                __version__,
                 self._spec,
             )
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import File, Manifest, Scope, name_of, partial_name
 from fft.durable.plan import CheckpointError
@@ -31,6 +30,7 @@ from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.resharding import part_of, unsharded
 from fft.train.state.composite import CLASS, is_marked
+from fft.util.version import __version__
 
 WRITER = "import"
 """In the place of the group that wrote an imported checkpoint."""
@@ -204,7 +204,7 @@ def _write(
         scopes={"job": Scope(**at)},
         writer=WRITER,
         groups=(),
-        fft_version=fft.__version__,
+        fft_version=__version__,
         torch_version=torch.__version__,
         attempt=WRITER,
         written_at=time.time(),

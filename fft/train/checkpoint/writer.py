@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import fft
 from fft.durable.checkpoints import Checkpoints, Passed
 from fft.durable.manifest import (
     File,
@@ -35,6 +34,7 @@ from fft.train.checkpoint.gathering import Cleared, Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
+from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
 logger = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class RankWriter:
             ranks=attempt.ranks,
             spec=attempt.spec,
             spec_digest=attempt.spec_digest,
-            fft_version=fft.__version__,
+            fft_version=__version__,
             torch_version=torch.__version__,
             attempt=attempt.named.name,
             written_at=time.time(),

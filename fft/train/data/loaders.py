@@ -28,7 +28,6 @@ from fft.train.data.source import (
     BATCHES_AS_ORDER,
     BATCHES_OF,
     OPEN_STREAM,
-    DataError,
     Due,
     Identified,
     Identify,
@@ -46,6 +45,7 @@ from fft.train.data.worker import (
     same,
     seeded,
 )
+from fft.util.errors import DataError
 from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)

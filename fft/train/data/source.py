@@ -24,7 +24,7 @@ from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of, runs_no_code
 from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
-from fft.util.errors import FftError, UnequalData
+from fft.util.errors import DataError, FftError, UnequalData
 from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,6 @@ OPEN_STREAM = (
 )
 _STATE, _NEXT = "loader_state", "next_digests"
 """Keys of what a `StreamSource` exports."""
-
-
-class DataError(FftError):
-    """The loader cannot give the items that the cursor asks for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Synchronise
 from fft.protocol.apart import own_lease
 from fft.train.data.drawn import Drawn
-from fft.train.data.source import DataError, DataSource, LeasedInputs
+from fft.train.data.source import DataSource, LeasedInputs
 from fft.train.participation import Participation
 from fft.train.periodic.inner_txns import InnerTransaction, SharedInnerTransaction
 from fft.train.periodic.synchronizer import Synchronizer
@@ -26,7 +26,7 @@ from fft.train.reductions import TxnReductions
 from fft.train.transaction import TransactionLoop
 from fft.train.unsafe_places import guarded
 from fft.train.watchers import Watchers
-from fft.util.errors import FftError
+from fft.util.errors import DataError, FftError
 
 _IN_A_STEP = (
     "manager.allreduce() while the groups step alone: the others are not at the same step, so that "

@@ -40,7 +40,7 @@ from fft.train.process_group.backend import TrackedBackend
 from fft.train.process_group.freeing import time_left
 from fft.train.process_group.gloo import check_interfaces, device_makers, gloo_group
 from fft.train.process_group.op_names import GroupAborted
-from fft.train.process_group.rendezvous import RendezvousStore, store_client
+from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore, store_client
 from fft.train.process_group.shard import ShardGroup
 from fft.train.process_group.sockets import Address
 from fft.train.process_group.works import Era, TrackedWork, forget_ended
@@ -100,41 +100,6 @@ class _Still:
         # A loop that has been asleep had nothing to read; one that waits for a core may yet.
         rounds = [ran - before.ran.get(task, ran) for task, ran in self.ran.items()]
         return bool(rounds) and min(rounds) >= _ROUNDS_NS
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of torchft's configure()."""
-
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    quorum_id: int | None
-    group_rank: int | None
-    group_world_size: int | None
-    global_ranks: list[int] | None
-
-    def note_in(self, pg: Any) -> None:
-        """Leave in `pg` what torchft's own configure() leaves there."""
-        pg._replica_id = self.replica_id
-        pg._rank = self.rank
-        pg._quorum_id = self.quorum_id
-        pg._group_rank = self.group_rank
-        pg._group_world_size = self.group_world_size
-        pg._global_ranks = self.global_ranks
-
-    def as_args(self) -> tuple[Any, ...]:
-        return (
-            self.store_addr,
-            self.replica_id,
-            self.rank,
-            self.world_size,
-            self.quorum_id,
-            self.group_rank,
-            self.group_world_size,
-            self.global_ranks,
-        )
 
 
 class AbortableGroup:
@@ -212,7 +177,7 @@ class AbortableGroup:
             RuntimeError: the backend could not connect, as when a member aborts or dies meanwhile.
                 The group is aborted then; configure it again at another `store_addr`.
         """
-        call = _Call(
+        call = ConfigureCall(
             store_addr,
             replica_id,
             rank,
@@ -360,7 +325,7 @@ class AbortableGroup:
 
     # -- configuring
 
-    def _begin(self, call: _Call) -> Era:
+    def _begin(self, call: ConfigureCall) -> Era:
         if self._wrapper:
             call.note_in(self._target)
         era = Era(self.name, call.rank, call.world_size)
@@ -372,7 +337,7 @@ class AbortableGroup:
         self._entomb(era)
         return era
 
-    def _build(self, era: Era, call: _Call, deadline: float, device: int | None) -> None:
+    def _build(self, era: Era, call: ConfigureCall, deadline: float, device: int | None) -> None:
         """Thread body: meet and build. Outlives its configure() only if that one gave up."""
         backend: object | None = None
         try:
@@ -399,7 +364,7 @@ class AbortableGroup:
         if era.store is not None:
             era.store.reclaim(everyone=False)
 
-    def _make(self, era: Era, call: _Call, deadline: float) -> object:
+    def _make(self, era: Era, call: ConfigureCall, deadline: float) -> object:
         if not self._wrapper:
             self._native_configure(*call.as_args())
             return self._target

@@ -6,18 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fft.train.process_group.freeing import time_left
-from fft.train.process_group.rendezvous import RendezvousStore
+from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore
 from fft.util.errors import FftError
-
-if TYPE_CHECKING:
-    from fft.train.process_group.abortable import _Call
-
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -58,7 +54,11 @@ def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def gloo_group(
-    store: RendezvousStore, devices: list[Any], call: _Call, timeout: timedelta, deadline: float
+    store: RendezvousStore,
+    devices: list[Any],
+    call: ConfigureCall,
+    timeout: timedelta,
+    deadline: float,
 ) -> dist.ProcessGroup:
     """What torchft's ProcessGroupGloo._create_pg builds, on devices of our own."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

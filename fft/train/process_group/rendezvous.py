@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,42 @@ _ABSENT = "fft: no such key"
 """A value that no member writes."""
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+
+
+@dataclass(frozen=True)
+class ConfigureCall:
+    """The arguments of torchft's ``configure()``."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    quorum_id: int | None
+    group_rank: int | None
+    group_world_size: int | None
+    global_ranks: list[int] | None
+
+    def note_in(self, pg: Any) -> None:
+        """Leave in `pg` what torchft's own configure() leaves there."""
+        pg._replica_id = self.replica_id
+        pg._rank = self.rank
+        pg._quorum_id = self.quorum_id
+        pg._group_rank = self.group_rank
+        pg._group_world_size = self.group_world_size
+        pg._global_ranks = self.global_ranks
+
+    def as_args(self) -> tuple[Any, ...]:
+        """Return the arguments by position."""
+        return (
+            self.store_addr,
+            self.replica_id,
+            self.rank,
+            self.world_size,
+            self.quorum_id,
+            self.group_rank,
+            self.group_world_size,
+            self.global_ranks,
+        )
 
 
 class RendezvousCancelled(RuntimeError):

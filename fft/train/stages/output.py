@@ -27,7 +27,7 @@ from fft.bus.addresses import own_address
 from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
-from fft.train.data.source import DataError, DataSource, Due
+from fft.train.data.source import DataSource, Due
 from fft.train.stages.link import (
     JOIN_S,
     LOST,
@@ -41,7 +41,7 @@ from fft.train.stages.link import (
     parts_of,
     place,
 )
-from fft.util.errors import FftError
+from fft.util.errors import DataError, FftError
 
 if TYPE_CHECKING:
     from fft.engine.loop import Engine
