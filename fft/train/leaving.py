@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fft.engine.host import Host
 from fft.messages.effects import Finish
 from fft.messages.protocol import Drain, Stop
 from fft.train.drain_clock import DrainClock, waiting_for
-from fft.train.host import EngineHost
 from fft.train.participation import Participation
 from fft.train.preemption import Notice, NoticeSource, Poller, source_of
 from fft.train.settings import drain_within
@@ -38,9 +38,7 @@ _LONGEST_CAUSE = 1500
 class Leaving:
     """Of one participant. Lives until ``close``; owns the clock's thread and those of notices."""
 
-    def __init__(
-        self, job: Participation, watchers: Watchers, host: EngineHost, margin_s: float
-    ) -> None:
+    def __init__(self, job: Participation, watchers: Watchers, host: Host, margin_s: float) -> None:
         """``margin_s``: before a deadline, for leaving without a commit."""
         self.is_asked = False
         self._job = job
@@ -124,7 +122,7 @@ class Leaving:
 class _Leaver:
     """What the clock of a drain may do; does not keep the manager alive."""
 
-    def __init__(self, job: Participation, watchers: Watchers, host: EngineHost) -> None:
+    def __init__(self, job: Participation, watchers: Watchers, host: Host) -> None:
         self._job = weakref.ref(job)
         self._watchers = weakref.ref(watchers)
         self._host = host

@@ -30,7 +30,6 @@ from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
-from fft.train.host import ShutDownAtExit
 from fft.train.lighthouse import Membership, construct
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
@@ -38,7 +37,7 @@ from fft.train.reducer import Reducer
 from fft.train.reported import QuietLogger
 from fft.train.settings import Digest, Learners, OnDivergence, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
-from fft.train.torchft_interface import TorchftInterface
+from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
 from fft.util.errors import FftError
 

@@ -1,6 +1,6 @@
 """This process as a participant of its job: who it is, its bus, its trace, and its engine.
 
-The engine is there from the first txn on (`fft.train.joining`). Any thread.
+The engine is there from the first txn on (`fft.train.parts`). Any thread.
 """
 
 from __future__ import annotations

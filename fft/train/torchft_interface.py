@@ -6,6 +6,8 @@ For loops that are written for torchft. What each does is in the parts (`fft.tra
 from __future__ import annotations
 
 import atexit
+import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,11 +18,23 @@ from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager
 
 from fft.train.call_limit import Limit
-from fft.train.host import ShutDownAtExit
 from fft.train.parts import Parts
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.unsafe_places import guarded
 from fft.util.errors import Drained, FftError
+
+
+class ShutDownAtExit:
+    """At the exit of a script that has not shut down: torch aborts where its threads still run."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = weakref.ref(manager)
+        self._pid = os.getpid()
+
+    def __call__(self) -> None:
+        manager = self._manager()
+        if manager is not None and os.getpid() == self._pid:
+            manager.shutdown(wait=False)
 
 
 class TorchftInterface(Manager):  # type: ignore[misc]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+
+from fft.bus import BusError
 from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
+from fft.messages.protocol import Fault, Suspect, Token, encode
 from fft.train.lighthouse import Quorums
+from fft.train.participation import Participation
 from fft.util.errors import NoQuorum
+
+logger = logging.getLogger(__name__)
 
 
 def ask_for(plan: StartTxn, quorums: Quorums, engine: Engine, most_failures: int) -> None:
@@ -24,3 +32,29 @@ def ask_for(plan: StartTxn, quorums: Quorums, engine: Engine, most_failures: int
     quorums.begin(plan.token, plan.step, members)
     if engine.superseded():  # rolled back before there was anything to end
         quorums.end()
+
+
+class LighthouseDoubter:
+    """What a lighthouse's quorum, or none, leads to; see `fft.train.lighthouse.Doubter`."""
+
+    def __init__(self, job: Participation) -> None:
+        self._job = weakref.ref(job)
+
+    def unnamed(self, token: Token, groups: set[str]) -> None:
+        job = self._job()
+        local = job.local if job is not None else None
+        if job is None or local is None or local.token != token or local.epoch is None:
+            return
+        job.trace.note("lighthouse", {"unnamed": sorted(groups)}, local)
+        cause = "the lighthouse's quorum does not name it"
+        ranks = [(e.group, r) for e in local.epoch.members if e.group in groups for r in e.ranks]
+        try:
+            for group, r in ranks:
+                word = Suspect(group, r.rank, r.pid, r.host, "lighthouse", cause)
+                job.bus.broadcast(encode(word))
+        except BusError as error:  # the engine will notice, if it lasts
+            logger.warning("could not say whom the lighthouse does not name: %s", error)
+
+    def failed(self, token: Token, why: str) -> None:
+        if (job := self._job()) is not None:
+            job.post(Fault(token, f"NoQuorum: {why}", "NoQuorum"))

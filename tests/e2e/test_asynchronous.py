@@ -18,7 +18,6 @@ import fft
 from fft.messages.protocol import decode_record
 from fft.operate.job_view import APART, IN_EPOCH, JobModel
 from fft.trace.audit import read_lines
-from fft.train.hangs import hung
 from fft.util.errors import FftError
 
 EVERY = 2
@@ -248,7 +247,7 @@ def test_excluded_group_fetches_the_state_and_then_contributes(made: Job, tmp_pa
         if member.group == "2" and txn.step == 1 and not gone.is_set():
             mine = member.manager._parts.job  # its engine may still be at the last commit
             wait_until(lambda: mine.local is not None and mine.local.role == "apart", "it is apart")
-            hung(member.manager._parts, "planted")
+            member.manager._parts.hung("planted")
             assert gone.wait(LIMIT_S)
 
     _run(members, 8, body)

@@ -45,9 +45,10 @@ from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint import checkpointer, gathering, snapshot, writer
 from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.gathering import Attempt
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
-from fft.train.checkpoint.writer import Attempt, RankWriter, decline
+from fft.train.checkpoint.writer import RankWriter, decline
 from fft.train.state.composite import StateMismatch
 from fft.util.errors import DataError, Drained, FftError
 

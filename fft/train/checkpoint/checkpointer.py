@@ -30,11 +30,11 @@ from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named, tell_left_out
 from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
-from fft.train.checkpoint.gathering import Cleared
+from fft.train.checkpoint.gathering import Attempt, Cleared
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.threads import NAME, Threads
-from fft.train.checkpoint.writer import Attempt, RankWriter
+from fft.train.checkpoint.writer import RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope

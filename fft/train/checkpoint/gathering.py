@@ -10,15 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import Receipt
+from fft.durable.manifest import Origin, Receipt, Scope, partial_name
 from fft.durable.stores import MANIFEST
-
-if TYPE_CHECKING:
-    from fft.train.checkpoint.writer import Attempt
+from fft.messages.protocol import Record
+from fft.train.checkpoint.due import Named
 
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
@@ -31,6 +30,51 @@ _REMEMBERED = 16
 logger = logging.getLogger(__name__)
 
 Receipts = dict[tuple[str, int], Receipt]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A checkpoint that all ranks of an epoch take together, each for itself."""
+
+    named: Named
+    record: Record
+    """Of the commit; of the stage's own, where each has a scope."""
+    groups: tuple[str, ...]
+    """Members of its epoch."""
+    ranks: int
+    stages: Sequence[str]
+    """Scopes by rank, where each stage has one of its own."""
+    spec: str
+    spec_digest: str
+    origin: Origin | None
+    most: int = 0
+    """Groups of the job, as far as they were announced."""
+
+    @property
+    def directory(self) -> str:
+        """Where its files go first."""
+        return partial_name(self.named.step, self.named.name)
+
+    @property
+    def at(self) -> Scope:
+        """Where the scope stands after the commit."""
+        record = self.record
+        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
+        return Scope(
+            step=record.step,
+            lineage=record.lineage,
+            batches=record.batches,
+            cursor=record.cursor,
+            returned=tuple(returned),
+        )
+
+    @property
+    def gives(self) -> range:
+        """Of these slices the next stage may lack entries when it has come to its own place, which
+        is less than a txn of its own behind; but at the end of the job. Later ones are of attempts
+        that came to nothing."""
+        cursor, most = self.record.cursor, max(len(self.groups), self.most)
+        return range(0 if self.record.last else max(0, cursor - most), cursor)
 
 
 class Cleared:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -23,14 +22,11 @@ from fft.durable.checkpoints import Checkpoints, Passed
 from fft.durable.manifest import (
     File,
     Manifest,
-    Origin,
     Receipt,
     Scope,
-    partial_name,
 )
-from fft.messages.protocol import Record
-from fft.train.checkpoint.due import Named, Note, tell_left_out
-from fft.train.checkpoint.gathering import Cleared, Gathering
+from fft.train.checkpoint.due import Note, tell_left_out
+from fft.train.checkpoint.gathering import Attempt, Cleared, Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
@@ -38,51 +34,6 @@ from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A checkpoint that all ranks of an epoch take together, each for itself."""
-
-    named: Named
-    record: Record
-    """Of the commit; of the stage's own, where each has a scope."""
-    groups: tuple[str, ...]
-    """Members of its epoch."""
-    ranks: int
-    stages: Sequence[str]
-    """Scopes by rank, where each stage has one of its own."""
-    spec: str
-    spec_digest: str
-    origin: Origin | None
-    most: int = 0
-    """Groups of the job, as far as they were announced."""
-
-    @property
-    def directory(self) -> str:
-        """Where its files go first."""
-        return partial_name(self.named.step, self.named.name)
-
-    @property
-    def at(self) -> Scope:
-        """Where the scope stands after the commit."""
-        record = self.record
-        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
-        return Scope(
-            step=record.step,
-            lineage=record.lineage,
-            batches=record.batches,
-            cursor=record.cursor,
-            returned=tuple(returned),
-        )
-
-    @property
-    def gives(self) -> range:
-        """Of these slices the next stage may lack entries when it has come to its own place, which
-        is less than a txn of its own behind; but at the end of the job. Later ones are of attempts
-        that came to nothing."""
-        cursor, most = self.record.cursor, max(len(self.groups), self.most)
-        return range(0 if self.record.last else max(0, cursor - most), cursor)
 
 
 def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
