@@ -38,7 +38,7 @@ LIMIT_S = 30.0
 
 
 class Nothing:
-    """A host without futures and process groups; it keeps the commands that it is handed."""
+    """A host without futures, process groups and a main thread; it keeps operators' commands."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -52,6 +52,10 @@ class Nothing:
     def decided(self, record: Record) -> None: ...
 
     def interrupt(self, cause: str) -> None: ...
+
+    def put(self, command: object) -> None: ...
+
+    def nudge(self) -> None: ...
 
     def command(self, command: Command) -> None:
         self.commands.append(command)

@@ -48,6 +48,9 @@ EPOCH = "epoch"
 MAX_LIST = 64 * 1024 * 1024
 """Maximum size in bytes of a member list before compression; enough for about 500,000 ranks."""
 
+LEFT = "left/"
+"""Prefix of the registers that name the incarnation of a rank that left in good order."""
+
 _KEEP = 4
 """Number of lists kept: the current epoch's, a proposed one, and those that late messages name."""
 
@@ -63,6 +66,10 @@ class Packed:
     """Digest of the member list; empty if there are no members."""
     record: Record
     type: Literal["record"] = "record"
+
+
+Register = Packed | Members | int
+"""The value of a register: a record, the member list of an epoch, or an incarnation that left."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -102,7 +109,7 @@ def _word() -> TypeAdapter[tuple[_Ballots, ...]]:
 
 def left_name(group: str, rank: int) -> str:
     """Return the key of the incarnation of a rank that left its scope in good order."""
-    return f"left/{group}.{rank}"
+    return f"{LEFT}{group}.{rank}"
 
 
 def inbox_name(peer: Peer) -> str:
@@ -126,7 +133,16 @@ def list_name(record: Record | Packed) -> str:
 
 
 def _digest_of(members: Members) -> str:
-    return hashlib.blake2b(_members().dump_json(members), digest_size=16).hexdigest()
+    global _digested
+    digest = next((digest for held, digest in _digested if held is members), None)
+    if digest is None:
+        digest = hashlib.blake2b(_members().dump_json(members), digest_size=16).hexdigest()
+        _digested = ((members, digest), *_digested[: _KEEP - 1])
+    return digest
+
+
+_digested: tuple[tuple[Members, str], ...] = ()
+"""The lists whose digests were computed last; replaced as a whole, so any thread may read it."""
 
 
 # --- votes ----------------------------------------------------------------------------------
@@ -230,8 +246,8 @@ class Wire:
         except MissingList:
             return None
 
-    def complete(self, packed: Packed, data: bytes | None) -> Record:
-        """Return the whole record, given the contents of its list's register.
+    def complete(self, packed: Packed, data: bytes | Members | None) -> Record:
+        """Return the whole record, given the contents of its list's register, encoded or not.
 
         Raises:
             MissingList: The register is empty or has another list than the digest names.
@@ -239,7 +255,7 @@ class Wire:
         where = f"register {list_name(packed)!r}"
         if data is None:
             raise MissingList(f"{where} is empty; expected the members of {_name(packed)}")
-        members = _read_members(data, where)
+        members = _read_members(data, where) if isinstance(data, bytes) else data
         if self._digest(members) != packed.members:
             raise MissingList(f"{where} does not have the members of {_name(packed)}")
         return replace(packed.record, members=members)
@@ -257,7 +273,16 @@ class Wire:
 
 def encode_members(record: Record) -> bytes:
     """Encode the member list of a record for its register."""
-    return zlib.compress(_members().dump_json(record.members), 1)
+    return encode_register(record.members)
+
+
+def encode_register(value: Register) -> bytes:
+    """Encode the value of a register: a packed record, a member list, or a rank's incarnation."""
+    if isinstance(value, Packed):
+        return encode_packed(value)
+    if isinstance(value, int):
+        return b"%d" % value
+    return zlib.compress(_members().dump_json(value), 1)
 
 
 def _read_members(data: bytes, where: str) -> Members:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fft.engine.host import Host
+from fft.engine.core import Host
 from fft.messages.effects import Finish
 from fft.messages.protocol import Drain, Stop
 from fft.train.drain_clock import DrainClock, waiting_for

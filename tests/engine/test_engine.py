@@ -14,10 +14,12 @@ from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
 from waiting import wait_until
 
 from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
-from fft.bus.base import RING_MESSAGES, Topic
+from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
-from fft.engine.loop import HEAD, Command, Engine
+from fft.engine.calls import Buses, Publish
+from fft.engine.core import EngineCore
+from fft.engine.loop import Command, Engine
 from fft.messages.commands import Evict, encode_command
 from fft.messages.effects import Broadcast, Decide, Heal, SetTimer
 from fft.messages.protocol import (
@@ -250,22 +252,24 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
     """The first attempt may have won, so its list must exist for participants that read that
     record."""
     LosesAnswers.lost = False
-    name = f"engine-{uuid.uuid4().hex}"
-    job = EngineJob(stack, f"memory://{name}", 1, 1)
-    (member,) = job.start().members
-    engine = member.engine
-    engine.close()  # the test calls the engine on its own thread from here on
-    bus = stack.enter_context(LosesAnswers(f"{name}-other"))
-    engine.bus = bus
+    bus = stack.enter_context(LosesAnswers(f"engine-{uuid.uuid4().hex}"))
+    core, buses = core_of(Peer("0", 0, 1)), Buses(bus)
     first, second, third = record(1, "0"), record(1, "0", "1"), record(2, "0")
-    engine._use_bus(Decide(None, first))
-    engine._use_bus(Decide(None, second))
+    buses.run(core._use_bus(Decide(None, first)))
+    buses.run(core._use_bus(Decide(None, second)))
     packed = decode_packed(bus.read(HEAD) or b"")
     assert Wire().complete(packed, bus.read(list_name(packed))) == first
-    engine._use_bus(Decide(first, third))
+    buses.run(core._use_bus(Decide(first, third)))
     assert bus.read(list_name(second)) is None, "that of the attempt that lost is removed"
     assert bus.read(list_name(third)) == encode_members(third)
     assert bus.key_count() == 2, "the head, and the list of the epoch"
+
+
+def core_of(peer: Peer) -> EngineCore:
+    """Return an engine without a thread and a bus."""
+    config = Config(peer, 1, "s:1", "t", 1, "h", SPEC.timeouts)
+    participant, host = Participant(Table(SPEC), config), Nothing()
+    return EngineCore(participant, participant.initial(), host, host, TraceWriter(None, peer))
 
 
 class MovesOn(MemoryBus):
@@ -500,27 +504,16 @@ def test_stopping_rank_is_released_from_collectives(stack: ExitStack) -> None:
     assert [cause for cause in freed if "is replaced by" in cause]
 
 
-class Slow(MemoryBus):
-    """A bus with slow broadcasts."""
-
-    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
-        threading.Event().wait(0.5)
-        super().broadcast(payload, topic)
-
-
-def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> None:
-    name = f"engine-{uuid.uuid4().hex}"
-    (member,) = EngineJob(stack, f"memory://{name}", 1, 1, lambda _: Slow(name)).start().members
-    engine = member.engine
-    engine.close()  # the test calls the engine on its own thread from here on
-    engine._timers.clear()
+def test_the_silence_of_the_bus_is_not_held_against_peers() -> None:
+    core = core_of(Peer("0", 0, 1))
     for serial, timer in enumerate(("bus_limit", "ack_window")):
-        engine._carry_out(SetTimer(timer, 10.0, serial))
-    before = {timer.name: due for due, _, timer in engine._timers}
-    engine._carry_out(Broadcast(Begin(member.peer, 1)))
-    after = {timer.name: due for due, _, timer in engine._timers}
-    assert after["bus_limit"] == before["bus_limit"]
-    assert after["ack_window"] >= before["ack_window"] + 0.5
+        assert not list(core._carry_out(SetTimer(timer, 10.0, serial)))
+    core.add_chore(Broadcast(Begin(Peer("0", 0, 1), 1)))
+    assert isinstance(core.step(1.0), Publish)
+    assert core.at_bus == ("Broadcast", 1.0)
+    assert core.step(1.5) is None
+    after = {timer.name: due for due, _, timer in core._timers}
+    assert after == {"bus_limit": 10.0, "ack_window": 10.5}
 
 
 def test_waiting_joiner_wakes_when_its_state_is_available(

@@ -9,9 +9,10 @@ import pytest
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.engine.other_scopes import OtherScope, tell_left
+from fft.engine.calls import Buses, Write
+from fft.engine.other_scopes import OtherScope
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, ScopeRecord
-from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.wire import EPOCH, Wire, encode_members, left_name, list_name
 
 A, B = Peer("0", 1, 3), Peer("1", 1, 2)
 
@@ -35,6 +36,10 @@ def bus() -> Iterator[ErrorBus]:
     bus.close()
 
 
+def leave(bus: ErrorBus, peer: Peer) -> None:
+    Buses(bus).perform(Write(left_name(peer.group, peer.rank), peer.inc))
+
+
 def test_a_scope_has_taken_what_its_cursor_says(bus: ErrorBus) -> None:
     assert OtherScope("stage0", bus).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 2)
     assert OtherScope("stage0", bus, most=1).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 1)
@@ -43,9 +48,9 @@ def test_a_scope_has_taken_what_its_cursor_says(bus: ErrorBus) -> None:
 def test_a_scope_has_ended_when_all_of_its_groups_have_left(bus: ErrorBus) -> None:
     """Only groups of the newest epoch count; an older incarnation does not stand for them."""
     stands, other = ScopeRecord("stage0", 2, 2, ("0", "1"), 2), OtherScope("stage0", bus)
-    tell_left(A, bus)
+    leave(bus, A)
     assert other.read() == stands
-    tell_left(B._replace(inc=1), bus)
+    leave(bus, B._replace(inc=1))
     assert other.read() == stands
-    tell_left(B, bus)
+    leave(bus, B)
     assert other.read() == ScopeRecord("stage0", 2, 2, (), 0)

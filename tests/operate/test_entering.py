@@ -22,6 +22,7 @@ from fft.bus import open_job_bus, serve_tcp
 from fft.bus.base import HEAD
 from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
+from fft.engine.calls import Calls
 from fft.messages.commands import RollCall
 from fft.messages.protocol import Drain, GroupEntry, Peer, RankEntry, Record, encode
 from fft.messages.wire import decode_packed
@@ -95,11 +96,13 @@ def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack
             member.engine.close()
 
 
-def test_survivor_of_an_earlier_job_joins_no_other(url: str, stack: ExitStack) -> None:
+def test_survivor_of_an_earlier_job_joins_no_other(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = job_at(enter(url, TOKEN), stack)
     old.train(2)
     for member in old.members:  # alive, but silent for the time that is waited
-        member.engine._answer_roll = lambda call: None  # type: ignore[method-assign]
+        monkeypatch.setattr(member.engine._core, "_answer_roll", lambda call: iter(()))
     start = enter(url, TOKEN)
     assert start.number == 2
     new = job_at(start, stack)
@@ -172,14 +175,14 @@ def test_late_answer_keeps_the_job(
     job.train(2)
     calls = []
 
-    def miss_one(answer: Callable[[RollCall], None], call: RollCall) -> None:
+    def miss_one(answer: Callable[[RollCall], Calls[None]], call: RollCall) -> Calls[None]:
         calls.append(call.id)
         if calls.count(call.id) > len(job.members):
-            answer(call)
+            yield from answer(call)
 
     for member in job.members:
-        answer = partial(miss_one, member.engine._answer_roll)
-        monkeypatch.setattr(member.engine, "_answer_roll", answer)
+        answer = partial(miss_one, member.engine._core._answer_roll)
+        monkeypatch.setattr(member.engine._core, "_answer_roll", answer)
     assert enter(url, TOKEN).number == 1
     assert len(calls) > len(job.members) and len(set(calls)) == 1
     job.train(3)

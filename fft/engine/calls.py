@@ -1,0 +1,204 @@
+"""The operations that the engine asks of a bus, as pure data, and their execution on real buses.
+
+The engine's core only describes an operation and receives its answer later, so a simulator can
+answer it in virtual time. Calls and answers hold typed objects; ``Buses`` encodes and decodes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, assert_never
+
+from fft.bus.base import HEAD, BusError, ErrorBus, Topic
+from fft.messages.commands import Answer, encode_answer
+from fft.messages.progress import HeldReport, encode_report
+from fft.messages.protocol import BusMessage, UnreadableMessage, Vote, encode
+from fft.messages.wire import (
+    EPOCH,
+    LEFT,
+    Packed,
+    Register,
+    decode_packed,
+    decode_votes,
+    encode_packed,
+    encode_register,
+    encode_votes,
+)
+
+SCOPE = ""
+"""The bus of the engine's own scope, where it decides."""
+JOB = "job"
+"""The bus for what all scopes must receive: drains, and answers to operators."""
+GROUP = "group"
+"""The bus of this replica group alone, where its ranks vote first."""
+
+
+def beside(scope: str) -> str:
+    """Return the place of the bus of another scope, for ``Call.at``."""
+    return f"scope {scope}"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read a register. The answer is its value, or None if it has none."""
+
+    key: str
+    at: str = SCOPE
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write a register. The answer is None."""
+
+    key: str
+    value: Register
+    at: str = SCOPE
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSet:
+    """Put ``desired`` into the head register if it holds ``expected``.
+
+    The answer is the value that the register holds afterwards. With ``announce``, a winning call
+    also broadcasts ``desired``.
+    """
+
+    expected: Packed | None
+    desired: Packed
+    announce: bool = False
+    at: str = SCOPE
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Add votes to a ballot. The answer is all of its votes once there are ``voters``, or None."""
+
+    slot: str
+    tag: str
+    votes: tuple[Vote, ...]
+    voters: int
+    at: str = SCOPE
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a register, ballot or inbox. The answer is None."""
+
+    key: str
+    at: str = SCOPE
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Broadcast a message. The answer is None."""
+
+    message: BusMessage | Packed | HeldReport
+    at: str = SCOPE
+    topic: Topic = "protocol"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put a message into an inbox. The answer is None."""
+
+    inbox: str
+    message: BusMessage | Packed | Answer
+    at: str = SCOPE
+
+
+Call = Read | Write | CompareSet | Cast | Delete | Publish | Send
+
+T = TypeVar("T")
+Calls = Generator[Call, Any, T]
+"""A procedure that yields calls, receives their answers or errors, and returns a ``T``."""
+
+
+class Buses:
+    """The real buses of one engine. It carries out calls and waits for their answers.
+
+    Args:
+        scope: The bus of the engine's scope.
+        job: The bus for what all scopes must receive; by default the same.
+        group: The bus of the replica group, if its ranks have one.
+        others: The buses of other scopes, by scope.
+    """
+
+    def __init__(
+        self,
+        scope: ErrorBus,
+        job: ErrorBus | None = None,
+        group: ErrorBus | None = None,
+        others: Mapping[str, ErrorBus] | None = None,
+    ) -> None:
+        self._at = {SCOPE: scope, JOB: job or scope}
+        if group is not None:
+            self._at[GROUP] = group
+        self._at |= {beside(name): bus for name, bus in (others or {}).items()}
+
+    def perform(self, call: Call) -> object:
+        """Carry out a call and return its answer. Raises ``BusError``, ``UnreadableMessage``."""
+        bus = self._at[call.at]
+        match call:
+            case Read(key=key):
+                held = bus.read(key)
+                return None if held is None else _decoded(key, held)
+            case Write(key=key, value=value):
+                bus.write(key, encode_register(value))
+            case CompareSet():
+                return self._compare_set(bus, call)
+            case Cast(slot=slot, tag=tag, votes=votes, voters=voters):
+                cast = bus.ballot(slot, tag, encode_votes(votes), voters, weight=len(votes))
+                return None if cast is None else [v for some in cast for v in decode_votes(some)]
+            case Delete(key=key):
+                bus.delete(key)
+            case Publish(message=message, topic=topic):
+                bus.broadcast(_encoded(message), topic)
+            case Send(inbox=inbox, message=message):
+                bus.send(inbox, _encoded(message))
+            case _:
+                assert_never(call)
+        return None
+
+    def run(self, calls: Calls[T]) -> T:
+        """Carry out a whole procedure. Raises what it raises."""
+        advance, given = calls.send, None
+        while True:
+            try:
+                call = advance(given)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                advance, given = calls.send, self.perform(call)
+            except (BusError, UnreadableMessage) as error:
+                advance, given = calls.throw, error
+
+    def _compare_set(self, bus: ErrorBus, call: CompareSet) -> Packed | None:
+        expected = None if call.expected is None else encode_packed(call.expected)
+        desired = encode_packed(call.desired)
+        if call.announce:
+            held = bus.decide(HEAD, expected, desired, desired)
+        else:
+            held = bus.compare_set(HEAD, expected, desired)
+        if held == desired:
+            return call.desired
+        return None if held is None else decode_packed(held)
+
+
+def _decoded(key: str, held: bytes) -> Packed | bytes | int:
+    """Decode the value of a register; a member list stays encoded, as ``Wire`` may hold it."""
+    if key in (HEAD, EPOCH):
+        return decode_packed(held)
+    return int(held) if key.startswith(LEFT) and held.isdigit() else held
+
+
+def _encoded(message: BusMessage | Packed | HeldReport | Answer) -> bytes:
+    match message:
+        case Packed():
+            return encode_packed(message)
+        case HeldReport():
+            return encode_report(message)
+        case Answer():
+            return encode_answer(message)
+    return encode(message)

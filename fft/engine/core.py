@@ -1,0 +1,796 @@
+"""The engine without I/O: everything that an engine decides, driven by its caller.
+
+``EngineCore`` owns a participant. It orders the events, hands each one to the protocol, traces the
+outcome and carries out the effects. It reads no clock, starts no thread and touches no bus. The
+caller passes the time to ``step``, which returns each operation on a bus as a ``Call``; the answer
+or error comes back with the next ``step`` or ``fail``. Requests to the process return at once, so
+they are plain calls of the injected ``Host`` and ``Slot``.
+
+Answers of the bus are handled first, then due timers, then the queue. Work that only tidies up
+waits until there is nothing else to do. Work that only the main thread may do (restore, heal,
+apply, begin) goes to the slot, which holds the newest command.
+
+The load on the job's bus is low. Records cross it without their members (``fft.messages.wire``).
+The ranks of a group vote on a bus of their own first; its last voter votes for all on the job's.
+
+Other processes remove what ended processes leave on the bus. The proposer of the next epoch removes
+the member list of the last one. The coordinator removes the inboxes of the peers that its epoch
+leaves out, with its first commit, after which nobody sends to them. Each process removes the inbox
+of its own predecessor when it starts. A message that is sent later to a process that never returns
+stays: one entry.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Protocol, assert_never
+
+from fft.bus.base import HEAD, BusError, BusForgot
+from fft.engine.calls import (
+    GROUP,
+    JOB,
+    SCOPE,
+    Call,
+    Calls,
+    Cast,
+    CompareSet,
+    Delete,
+    Publish,
+    Read,
+    Send,
+    Write,
+    beside,
+)
+from fft.messages.commands import COMMANDS, Answer, RollCall, answer_inbox
+from fft.messages.commands import Command as OperatorCommand
+from fft.messages.effects import (
+    AbortGroups,
+    Apply,
+    Broadcast,
+    CancelFutures,
+    CastVote,
+    ClearTimers,
+    Decide,
+    DropBallot,
+    Effect,
+    Finish,
+    Heal,
+    ReadHead,
+    ReadScope,
+    Restore,
+    SetTimer,
+    StartTxn,
+    Tell,
+    TellHeld,
+)
+from fft.messages.progress import HeldReport
+from fft.messages.protocol import (
+    Ballot,
+    BusDown,
+    BusMessage,
+    Decision,
+    Drain,
+    Event,
+    Peer,
+    Record,
+    ScopeRecord,
+    Timer,
+    Token,
+    UnreadableMessage,
+    Vote,
+)
+from fft.messages.wire import (
+    EPOCH,
+    MissingList,
+    Packed,
+    Wire,
+    inbox_name,
+    left_name,
+    list_name,
+)
+from fft.protocol.participant import Outcome, Participant
+from fft.protocol.state import Local
+from fft.protocol.witness import Witness
+
+SLOTS = 8
+"""Number of ballot slots. They are reused, so that a vote that comes too late leaves no key."""
+SILENCE_S = 0.3
+"""An operation on the bus that takes longer is a silence of the bus."""
+_READS = 16
+"""Number of times that the head may move on while the members of its record are looked up."""
+_BUS_TIMERS = ("bus_retry", "bus_limit", "bus_quiet")
+_REMOVALS = 16
+"""Maximum number of inboxes removed after one commit, so that the commit is not held up."""
+
+logger = logging.getLogger("fft.engine")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A record of another scope, as it was announced there."""
+
+    scope: str
+    packed: Packed
+
+
+@dataclass(frozen=True)
+class Close:
+    """The caller's last event: the core completes its chores and is closed."""
+
+
+Posted = Event | OperatorCommand | RollCall | Packed | Heard | Close
+BusEffect = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBallot
+Command = Restore | Heal | Apply | StartTxn | Finish
+_Failed = (BusError, UnreadableMessage)
+
+
+# --- what the caller provides -------------------------------------------------------------------
+
+
+class Host(Protocol):
+    """Requests to the process that the engine runs in. All of them return at once."""
+
+    def cancel_futures(self, cause: str) -> None:
+        """Fail every pending future of the txn."""
+
+    def abort_groups(self, cause: str) -> None:
+        """Abort the process groups of the epoch, which frees all threads blocked in them.
+
+        The abort of the replica group's own process group may wait until the main thread asks for
+        a txn, as long as all ranks of the group may still meet in code between two txns.
+        """
+
+    def members_lost(self) -> None:
+        """Handle that further peers are dead or suspected, perhaps ranks of this group."""
+
+    def decided(self, record: Record) -> None:
+        """Handle a decision of the job; this process may have seen it before."""
+
+    def command(self, command: OperatorCommand) -> None:
+        """Handle an operator's command, which may not concern this process. Never raises."""
+
+    def interrupt(self, cause: str) -> None:
+        """Unwind the step function, if one is open, because a command waits for the main thread.
+
+        Called after the command is in the slot, so a step function that opens later finds it.
+        """
+
+
+class Slot(Protocol):
+    """The place of the newest command for the main thread."""
+
+    def put(self, command: Command) -> None:
+        """Replace the command in the slot."""
+
+    def nudge(self) -> None:
+        """Let the main thread look again at the state that it waits for."""
+
+
+class Trace(Protocol):
+    """The record of the events; see ``fft.trace.writer.TraceWriter``."""
+
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        """Record the outcome of an event, before its effects are carried out."""
+
+    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
+        """Record an observation that is no event."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The buses that a core can reach, and its log."""
+
+    url: str = "the bus"
+    """Name of the scope's bus in messages."""
+    has_group_bus: bool = False
+    """The ranks of this replica group vote on a bus of their own first."""
+    others: tuple[ScopeReader, ...] = ()
+    """The scopes that this one is bound to."""
+    log: logging.Logger = logger
+
+
+# --- another scope ------------------------------------------------------------------------------
+
+
+class ScopeReader:
+    """The records of a scope that this one is bound to.
+
+    Args:
+        name: The scope.
+        most: Maximum number of groups whose data count, if others are spares.
+        at: Place of its bus, for calls.
+    """
+
+    def __init__(self, name: str, most: int | None = None, at: str | None = None) -> None:
+        self.name = name
+        self._most = most
+        self._at = beside(name) if at is None else at
+        self._wire = Wire()
+        self._epoch: Record | None = None
+        """The newest epoch record that was seen."""
+
+    def take(self, packed: Packed) -> Calls[ScopeRecord | None]:
+        """Return the position that a record gives, or None if its scope has moved on."""
+        record = yield from self._found(packed)
+        if record is None:
+            return None
+        if record.kind == "epoch":
+            self._epoch = record
+        elif self._epoch is None or self._epoch.epoch != record.epoch:
+            held = yield Read(EPOCH, self._at)
+            found = None if held is None else (yield from self._found(held))
+            if found is None or found.epoch != record.epoch:
+                return None  # it is being written
+            self._epoch = found
+        groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
+        takers = len(groups) if self._most is None else min(len(groups), self._most)
+        return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
+
+    def read(self) -> Calls[ScopeRecord | None]:
+        """Return the position that the newest record gives.
+
+        None: there is no record, or it is being written.
+        """
+        held = yield Read(HEAD, self._at)
+        found = None if held is None else (yield from self.take(held))
+        if found is None:
+            return None
+        for group in found.groups:
+            if not (yield from self._has_left(group)):
+                return found
+        return replace(found, groups=(), takers=0)
+
+    def _has_left(self, group: str) -> Calls[bool]:
+        """Whether a member group has left without a record, as all may at once."""
+        assert self._epoch is not None, "its groups are known"
+        ranks = next(g.ranks for g in self._epoch.members if g.group == group)
+        for rank in ranks:
+            if (yield Read(left_name(group, rank.rank), self._at)) != rank.inc:
+                return False
+        return True
+
+    def _found(self, packed: Packed) -> Calls[Record | None]:
+        if (record := self._wire.whole(packed)) is not None:
+            return record
+        listed = yield Read(list_name(packed), self._at)
+        try:
+            return self._wire.complete(packed, listed)
+        except MissingList:
+            return None
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+class EngineCore:
+    """Decides for one participant; the module describes how its caller drives it.
+
+    Attributes:
+        local: State of the participant.
+        at_bus: The effect whose operation on a bus is open, and its begin.
+        closed: Whether ``Close`` was handled; the core then does nothing more.
+        fenced: Number of events that were dropped because their fencing token was old.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        local: Local,
+        host: Host,
+        slot: Slot,
+        trace: Trace,
+        wiring: Wiring = Wiring(),
+    ) -> None:
+        self.participant = participant
+        self.local = local
+        self.at_bus: tuple[str, float] | None = None
+        self.closed = False
+        self.fenced = 0
+        self._host, self._slot, self._trace, self._wiring = host, slot, trace, wiring
+        self._others = {other.name: other for other in wiring.others}
+        self._now = 0.0
+        self._turn: Calls[None] | None = None
+        """The work on the present event, which waits for the answer of a call."""
+        self._inbox: deque[Posted] = deque()
+        self._answers: deque[Event] = deque()
+        """Events that answer calls."""
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._chores: deque[Callable[[], Calls[None]]] = deque()
+        """Work that only tidies up."""
+        self._records = _Records(self, wiring)
+        self._ballots = _Ballots(self, wiring)
+        self._told_held: TellHeld | None = None
+        self._ended = False
+
+    # --- the caller ---
+
+    def post(self, event: Posted) -> None:
+        """Queue an event."""
+        self._inbox.append(event)
+
+    def step(self, now: float, answer: object = None) -> Call | None:
+        """Go on until the next call on a bus, or to the end of the present event.
+
+        Without an open call this takes the next event. One event may make many calls.
+
+        Args:
+            now: Time in seconds, of the same clock as in every other call.
+            answer: Answer of the open call.
+
+        Returns:
+            The next call, to be answered by ``step`` or ``fail``; None after the whole event.
+        """
+        self._now = now
+        if self._turn is None:
+            self._turn = self._next_turn()
+            if self._turn is None:
+                return None
+            answer = None
+        return self._resume(self._turn.send, answer)
+
+    def fail(self, now: float, error: Exception) -> Call | None:
+        """Go on after the open call failed; otherwise like ``step``.
+
+        Args:
+            now: Time in seconds.
+            error: A ``BusError`` or ``UnreadableMessage``. Any other error ends the engine.
+        """
+        assert self._turn is not None, "a call is open"
+        self._now = now
+        return self._resume(self._turn.throw, error)
+
+    def patience(self, now: float) -> float | None:
+        """Return the seconds until there is work without a new event; None: there is none."""
+        if self._turn or self._answers or self._inbox or self._chores:
+            return 0.0
+        return max(0.0, self._timers[0][0] - now) if self._timers else None
+
+    def _resume(self, advance: Callable[[Any], Call], given: Any) -> Call | None:
+        try:
+            return advance(given)
+        except StopIteration:
+            self._turn = None
+            return None
+
+    # --- one event after another ---
+
+    def _next_turn(self) -> Calls[None] | None:
+        if self.closed:
+            return None
+        if self._answers:
+            return self._handle(self._answers.popleft())
+        if self._chores and not self._inbox:
+            return self._chores.popleft()()
+        if self._timers and self._timers[0][0] <= self._now:
+            return self._handle(heapq.heappop(self._timers)[2])
+        return self._take(self._inbox.popleft()) if self._inbox else None
+
+    def _take(self, posted: Posted) -> Calls[None]:
+        match posted:
+            case Close():
+                while self._chores:
+                    yield from self._chores.popleft()()
+                self.closed = True
+            case RollCall():
+                yield from self._answer_roll(posted)
+            case Heard():
+                yield from self._hear_other_scope(posted)
+            case Packed():
+                yield from self._handle((yield from self._records.whole(posted)))
+            case _ if isinstance(posted, COMMANDS):
+                self._host.command(posted)
+            case _:
+                yield from self._handle(posted)
+
+    def _answer_roll(self, call: RollCall) -> Calls[None]:
+        """Answer if this participant holds the state with which the job would go on."""
+        s = self.local
+        if s.head is None or self._ended:
+            return
+        is_member = s.epoch is not None and s.epoch.epoch == s.head.epoch
+        if not is_member and s.lineage != s.head.lineage:
+            return
+        answer = Answer(call.id, str(self.participant.config.me), "accepted")
+        try:
+            yield Send(answer_inbox(call.id), answer, JOB)
+        except BusError as error:
+            self.answer(self._records.failed("roll call", error))
+
+    def _hear_other_scope(self, heard: Heard) -> Calls[None]:
+        try:
+            record = yield from self._others[heard.scope].take(heard.packed)
+        except _Failed as error:  # a txn that waits for that scope reads the record itself
+            self._wiring.log.warning("a record of scope %s cannot be read: %s", heard.scope, error)
+            return
+        if record is not None:
+            yield from self._handle(record)
+
+    def _handle(self, event: Event) -> Calls[None]:
+        if isinstance(event, Decision) and event.record is not None:
+            event = self._records.believed(event, event.record)
+        before, now = self.local, self._now
+        after, out = self.participant.handle(before, event, now)
+        self.local = after
+        if after.healed and not before.healed:
+            self._slot.nudge()  # no command reports it
+        if out.verdict == "fenced":
+            self.fenced += 1
+        elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
+            self._wiring.log.error("protocol error: %s (%s)", out.reason, event)
+        self._trace.outcome(before, after, event, out, now)
+        for effect in out.effects:
+            yield from self._carry_out(effect)
+        if (after.dead, after.suspected) != (before.dead, before.suspected):
+            self._host.members_lost()
+        if isinstance(event, Decision) and event.record is not None:
+            self._host.decided(event.record)
+            yield from self._records.tidy(event.record)
+
+    # --- for the parts of the core ---
+
+    def answer(self, event: Event) -> None:
+        """Handle an answer of the bus before any other event."""
+        self._answers.append(event)
+
+    def add_chore(self, work: BusEffect | Callable[[], Calls[None]]) -> None:
+        """Do some work, or carry out an effect, when no event waits."""
+        self._chores.append(work if callable(work) else partial(self._use_bus, work))
+
+    # --- effects ---
+
+    def _carry_out(self, effect: Effect) -> Calls[None]:
+        match effect:
+            case CancelFutures(cause=cause):
+                self._host.cancel_futures(cause)
+            case AbortGroups(cause=cause):
+                self._host.abort_groups(cause)
+            case SetTimer(name=name, seconds=seconds, serial=serial):
+                timer = self._now + seconds, serial, Timer(name, serial)
+                heapq.heappush(self._timers, timer)
+            case ClearTimers(names=names):
+                self._timers = [t for t in self._timers if t[2].name not in names]
+                heapq.heapify(self._timers)
+            case Restore() | Heal() | Apply() | StartTxn():
+                self._slot.put(effect)
+                if isinstance(effect, Restore):
+                    self._host.interrupt(effect.cause or "this participant stops")
+            case Finish():
+                yield from self._finish(effect)
+            case Broadcast() | Tell() | ReadHead() | ReadScope() | Decide() | CastVote():
+                yield from self._use_bus(effect)
+            case TellHeld():
+                yield from self._tell_held(effect)
+            case DropBallot():
+                self.add_chore(effect)
+            case _:
+                assert_never(effect)
+
+    def _finish(self, effect: Finish) -> Calls[None]:
+        me = self.participant.config.me
+        if effect.error is not None:
+            self._host.cancel_futures(effect.reason)  # the others may have left the collective
+            self._host.abort_groups(effect.reason)
+        elif self._others:  # no record says so where the last groups leave without a commit
+            try:
+                yield Write(left_name(me.group, me.rank), me.inc)
+            except BusError as error:
+                self._wiring.log.warning(
+                    "stages that wait for this one may not learn that it has left: %s", error
+                )
+        self._ended = True
+        self._slot.put(effect)
+        self._host.interrupt("this participant stops")
+
+    def _tell_held(self, held: TellHeld) -> Calls[None]:
+        if held == self._told_held:
+            return
+        self._told_held = held
+        self._trace.note("held", asdict(held), self.local)
+        self._wiring.log.warning(
+            "step %d waits until scope %s has taken %d slices of the data; it has taken %d",
+            held.step,
+            held.scope,
+            held.needed,
+            held.cursor,
+        )
+        me = self.participant.config.me
+        report = HeldReport(*me, held.step, held.scope, held.cursor, held.needed)
+        with suppress(BusError):  # it is for observers, and the trace has it
+            yield Publish(report, JOB, "progress")
+
+    def _use_bus(self, effect: BusEffect) -> Calls[None]:
+        begun = self._now
+        self.at_bus = type(effect).__name__, begun
+        try:
+            yield from self._ask(effect)
+        except _Failed as error:
+            self.answer(self._records.failed(type(effect).__name__, error))
+        self.at_bus = None
+        self._excuse(self._now - begun)
+
+    def _ask(self, effect: BusEffect) -> Calls[None]:
+        records = self._records
+        if isinstance(effect, ReadHead | Decide | CastVote):
+            records.check_trust()
+        match effect:
+            case Broadcast(message=message):
+                if not records.is_announced(message):
+                    at = JOB if isinstance(message, Drain) else SCOPE
+                    yield Publish(records.packed(message), at)
+            case Tell(to=to, message=message):
+                if to == self.participant.config.me:
+                    self.post(message)
+                else:
+                    yield Send(inbox_name(to), records.packed(message))
+            case ReadHead():
+                self.answer(Decision((yield from records.read_head())))
+            case ReadScope(scope=scope):
+                if (position := (yield from self._others[scope].read())) is not None:
+                    self.answer(position)
+            case Decide(after=after, proposal=proposal):
+                yield from records.decide(after, proposal)
+            case CastVote():
+                if (ballot := (yield from self._ballots.cast(effect))) is not None:
+                    self.answer(ballot)
+            case DropBallot(token=token):
+                yield Delete(_old_slot(token))
+            case _:
+                assert_never(effect)
+
+    def _excuse(self, seconds: float) -> None:
+        """Postpone all timers but the bus's own by ``seconds``, for which the bus was silent.
+
+        No peer could be heard meanwhile, and the messages of that time are handled after the
+        timers. Counting the time would make suspects of all peers whenever a replicated bus changes
+        its leader.
+        """
+        if seconds < SILENCE_S:
+            return
+        self._timers = [
+            (due if timer.name in _BUS_TIMERS else due + seconds, serial, timer)
+            for due, serial, timer in self._timers
+        ]
+        heapq.heapify(self._timers)
+
+
+class _Records:
+    """The records of a core's scope: the head register, member lists, and trust in both."""
+
+    def __init__(self, core: EngineCore, wiring: Wiring) -> None:
+        self._core, self._url, self._log = core, wiring.url, wiring.log
+        self._me = core.participant.config.me
+        self._wire = Wire()
+        self._epoch: Record | None = None
+        """The newest epoch record seen."""
+        self._announced: Record | None = None
+        """The newest own commit record that was announced together with its decision."""
+        self._witness = Witness()
+        self._distrusted = ""
+        """The reason for which the register is not used any more."""
+        self._lists: dict[str, int] = {}
+        """Own member lists on the bus, and the epoch that each was proposed for."""
+        self._gone: set[Peer] = set()
+        """Peers that an epoch left out, whose inboxes may not be removed yet."""
+
+    # --- trust ---
+
+    def failed(self, operation: str, error: Exception) -> BusDown:
+        """Log a failed operation and return the event that reports it."""
+        self._log.error("%s on the bus failed: %s", operation, error)
+        if isinstance(error, BusForgot):  # what the bus answers from now on may be wrong
+            operation, self._distrusted = "forgot", self._distrusted or str(error)
+        return BusDown(operation, str(error)[:2000])
+
+    def check_trust(self) -> None:
+        """Raise ``BusForgot`` if the register is not used any more."""
+        if self._distrusted:
+            raise BusForgot(self._distrusted)
+
+    def believed(self, event: Decision, record: Record) -> Event:
+        """Return the decision, or the event that the register contradicts itself.
+
+        The peers then receive the older value. They may have seen one side only, and could continue
+        with it.
+        """
+        if (found := self._witness.against(record)) is None:
+            return event
+        why, known = found
+        if not self._distrusted:
+            self._core.add_chore(Broadcast(Decision(known)))
+        error = BusForgot(f"the head register on {self._url} has gone back: {why}")
+        return self.failed("decision", error)
+
+    # --- the register ---
+
+    def packed(self, message: BusMessage) -> BusMessage | Packed:
+        """Return the message in its form on the bus: a record without its members."""
+        if isinstance(message, Decision) and message.record is not None and not message.won:
+            return self._wire.pack(message.record)
+        return message
+
+    def is_announced(self, message: BusMessage) -> bool:
+        """Whether the bus announced the message together with the decision."""
+        return isinstance(message, Decision) and message.record is self._announced
+
+    def read_head(self) -> Calls[Record | None]:
+        """Return the newest record, or None if there is none.
+
+        Raises:
+            BusForgot: The register held a newer value before.
+        """
+        held = yield Read(HEAD)
+        if held is not None:
+            return (yield from self._newest(held))
+        if self._core.local.head is not None:
+            raise BusForgot(f"the head register on {self._url} is gone")
+        return None
+
+    def decide(self, after: Record | None, proposal: Record) -> Calls[None]:
+        """Propose the successor of a record; the answer is a ``Decision``."""
+        wire, answer = self._wire, self._core.answer
+        expected = None if after is None else wire.pack(after)
+        desired = wire.pack(proposal)
+        if lists := proposal.kind == "epoch":
+            name = list_name(desired)
+            self._lists[name] = proposal.epoch
+            yield Write(name, proposal.members)
+        # a commit usually has one proposer; other records have many, whose losers would announce
+        announce = proposal.kind == "commit"
+        held = yield CompareSet(expected, desired, announce)
+        won = held == desired
+        if announce:
+            self._announced = proposal if won else None
+        if won:
+            answer(Decision(proposal, won=True))
+            if lists and self._epoch is not None and list_name(self._epoch) != list_name(desired):
+                yield Delete(list_name(self._epoch))
+            yield from self._drop_lists(desired)
+        elif held is not None:
+            yield from self._drop_lists(held)
+            answer(Decision((yield from self._newest(held))))
+
+    def _drop_lists(self, head: Packed) -> Calls[None]:
+        """Remove the lists of own proposals that lost; one whose outcome is open stays."""
+        epoch, kept = head.record.epoch, list_name(head) if head.members else ""
+        for name, number in list(self._lists.items()):
+            if name != kept and (number < epoch or (number == epoch and kept)):
+                del self._lists[name]
+                yield Delete(name)
+
+    # --- whole records ---
+
+    def whole(self, packed: Packed) -> Calls[Event]:
+        """Return the event of a record that was announced without its members."""
+        try:
+            return Decision((yield from self._complete(packed)))
+        except _Failed as error:
+            return self.failed("members", error)
+
+    def _newest(self, held: Packed) -> Calls[Record]:
+        record = yield from self._complete(held)
+        known = self._core.local.head
+        if known is not None and record.n < known.n:
+            raise BusForgot(f"the head register on {self._url} has gone back to an old record")
+        return record
+
+    def _complete(self, packed: Packed) -> Calls[Record]:
+        """Return the record with its members, or the newest one if the job has moved on from it.
+
+        Raises:
+            BusForgot: The members of the newest record are missing.
+        """
+        for _ in range(_READS):
+            if (record := self._wire.whole(packed)) is not None:
+                return record
+            listed = yield Read(list_name(packed))
+            try:
+                return self._wire.complete(packed, listed)
+            except MissingList as error:
+                missing = error
+            head = yield Read(HEAD)
+            if head is None or head == packed:
+                break
+            packed = head
+        raise BusForgot(f"{self._url}: {missing}") from missing
+
+    # --- after a decision ---
+
+    def tidy(self, record: Record) -> Calls[None]:
+        """Write an own epoch record for observers; remove what peers left that are gone."""
+        if record.kind == "epoch" and (self._epoch is None or record.n > self._epoch.n):
+            before = frozenset() if self._epoch is None else self._epoch.peer_set
+            self._gone = (self._gone | before) - record.peer_set
+            self._epoch = record
+            if record.by == self._me:
+                yield from self._tidy_bus([Write(EPOCH, self._wire.pack(record))])
+        elif record.kind == "commit" and self._gone:
+            gone = sorted(self._gone)[:_REMOVALS]
+            self._gone.difference_update(gone)
+            if self._epoch is not None and self._epoch.by == self._me:
+                yield from self._tidy_bus([Delete(inbox_name(peer)) for peer in gone])
+
+    def _tidy_bus(self, calls: Iterable[Call]) -> Calls[None]:
+        try:
+            for call in calls:  # noqa: UP028  (a list cannot receive answers)
+                yield call
+        except BusError as error:
+            self._core.answer(self.failed("tidy", error))
+
+
+class _Ballots:
+    """The way of a rank's vote to the job's ballot: through the ballot of its own group.
+
+    The ranks of a group vote on a bus of their own first. The rank that completes this vote casts
+    all of them on the job's bus.
+    """
+
+    def __init__(self, core: EngineCore, wiring: Wiring) -> None:
+        self._core, self._log = core, wiring.log
+        self._world = core.participant.config.world
+        self._has_group_bus = wiring.has_group_bus and self._world > 1
+
+    def cast(self, effect: CastVote) -> Calls[Ballot | None]:
+        """Vote, and return the ballot if it is complete."""
+        votes = yield from self._group_votes(effect)
+        if not votes:
+            return None
+        slot, tag = _slot(effect.token), _tag(effect.token)
+        cast = yield Cast(slot, tag, tuple(votes), effect.voters)
+        by_peer = _by_peer(cast)
+        if len(by_peer) < effect.voters:  # one vote counts twice; the last voter gets all of them
+            return None
+        return Ballot(effect.token, tuple(by_peer.values()))
+
+    def _group_votes(self, effect: CastVote) -> Calls[list[Vote]]:
+        """Return the votes to cast on the job's bus: the group's, one's own, or none.
+
+        In the first txn of an epoch every rank votes for itself. A group in which one rank has lost
+        the group's bus, where the others wait for its vote, can then still commit.
+        """
+        if not self._has_group_bus or effect.token.txn <= 1:
+            return [effect.vote]
+        try:
+            slot, tag = _slot(effect.token), _tag(effect.token)
+            cast = yield Cast(slot, tag, (effect.vote,), self._world, GROUP)
+        except BusError as error:
+            self._lose_group_bus(error)
+            return [effect.vote]
+        if effect.vote.peer.rank == 0:
+            self._core.add_chore(partial(self._drop_group_ballot, effect.token))
+        by_peer = _by_peer(cast)
+        return list(by_peer.values()) if len(by_peer) >= self._world else []
+
+    def _drop_group_ballot(self, token: Token) -> Calls[None]:
+        if not self._has_group_bus:
+            return
+        try:
+            yield Delete(_old_slot(token), GROUP)
+        except BusError as error:
+            self._lose_group_bus(error)
+
+    def _lose_group_bus(self, error: BusError) -> None:
+        self._log.warning("votes of the group go to the job's bus from now on: %s", error)
+        self._has_group_bus = False
+
+
+def _by_peer(votes: Iterable[Vote] | None) -> dict[Peer, Vote]:
+    return {vote.peer: vote for vote in votes or ()}
+
+
+def _slot(token: Token) -> str:
+    return f"ballot{(token.epoch + token.txn) % SLOTS}"
+
+
+def _old_slot(token: Token) -> str:
+    """Return another slot than the txn's, to which one of its voters may still be adding."""
+    return _slot(Token(token.epoch, token.txn + SLOTS // 2))
+
+
+def _tag(token: Token) -> str:
+    return f"{token.epoch}.{token.txn}"
