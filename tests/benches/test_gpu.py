@@ -323,6 +323,7 @@ def test_the_commit_is_known_where_the_tree_has_no_history(
     assert machine._commit() == "abc1234"
 
 
+@pytest.mark.long
 def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:
     """torch 2.11 has no GroupName. Everything has been imported and run on CPU with 2.11."""
     script = """
@@ -507,6 +508,7 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
     assert f"{tmp_path} is there already: name a new folder" in done.stderr
 
 
+@pytest.mark.long
 def test_trials_on_cpu_by_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = command("6", "2", "--device", "cpu", "--small", "--folder", str(folder))

@@ -37,7 +37,7 @@ def servers_of_this_test() -> Servers:
     return lambda: {pid: one for pid, one in of_this_process().items() if pid not in others}
 
 
-@pytest.mark.parametrize("cluster", [1, 3])
+@pytest.mark.parametrize("cluster", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_dead_server_is_restarted_and_the_bus_continues(
     cluster: int, caplog: pytest.LogCaptureFixture, servers_of_this_test: Servers
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_trace_directory_that_cannot_be(script: Path, tmp_path: Path, place: s
     is_plain(done, f"--trace-dir {tmp_path / place} cannot be written: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("files", "says"),
     [(64, "could not be started: Too many open files"), (16, "ulimit -n")],

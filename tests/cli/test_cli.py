@@ -138,7 +138,7 @@ def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) ->
     assert found["none"] == "" and found["given"] == "http://other:1"
 
 
-@pytest.mark.parametrize("cluster", [1, 3])
+@pytest.mark.parametrize("cluster", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
     with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
         found = re.fullmatch(

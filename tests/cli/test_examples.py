@@ -65,6 +65,7 @@ def test_the_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     assert not any((traces / "logs").rglob("*-2.log")), "nobody was started twice"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"

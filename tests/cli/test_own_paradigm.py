@@ -40,6 +40,7 @@ def ends(traces: Path) -> dict[tuple[str, int], tuple[int, str]]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def test_published_checkpoint_is_read_and_pruned(place: str) -> None:
         assert isinstance(path, Path) and path.stat().st_size > 256
 
 
+@pytest.mark.long
 def test_truncated_or_damaged_object_is_never_chosen(place: str) -> None:
     store = open_store(place)
     found = published(store, 2, 4)

@@ -115,6 +115,7 @@ def test_under_fft_run_the_script_cannot_choose_another_bus(
         manager_of(bus="memory://served")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_example_runs_by_plain_python() -> None:
     env = {name: value for name, value in os.environ.items() if name not in SET_BY_LAUNCHERS}

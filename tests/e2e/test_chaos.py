@@ -30,6 +30,7 @@ CASES = {  # one suite for each layout, as a second job would take longer than i
 }
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", [pytest.param("3x1", marks=pytest.mark.long), "2x2"])
 def test_a_job_is_whole_again_after_each_fault(tmp_path: Path, layout: str) -> None:

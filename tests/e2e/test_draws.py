@@ -13,7 +13,7 @@ LIMIT_S = 100
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("bus", ["tcp", "nats"])
+@pytest.mark.parametrize("bus", ["tcp", pytest.param("nats", marks=pytest.mark.long)])
 def test_the_global_generators_give_what_they_would_give_without_fft(
     bus: str, tmp_path: Path
 ) -> None:

@@ -256,9 +256,8 @@ def run_with_kills(
     assert done == kills, "it was through before it was killed so often"
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, STEPS), pytest.param(20, 100, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kills", "steps"), [(2, STEPS), (20, 100)])
 def test_all_ranks_are_killed_at_random_moments(
     kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
     return found
 
 
+@pytest.mark.long
 def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
@@ -139,7 +140,8 @@ def test_skipped_steps_take_their_slices_in_checkpoints_too(tmp_path: Path) -> N
     judge(parts, ends(whole), starts=2)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [2, 20])
 def test_all_ranks_are_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
     steps, pause = (60, [0.05, 0.1]) if kills == 2 else (120, [0.05, 0.15])
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -150,6 +152,7 @@ def test_all_ranks_are_killed_at_random_moments(kills: int, tmp_path: Path) -> N
     judge(parts, ends(whole), starts=2)
 
 
+@pytest.mark.long
 def test_a_job_that_is_stopped_by_its_operator_goes_on_where_each_stage_was(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_group_that_was_lost_for_a_while_costs_no_later_checkpoint(tmp_path: P
     assert audit_job(tmp_path / "traces").ok
 
 
+@pytest.mark.long
 def test_a_stage_that_has_ended_is_in_the_checkpoints_of_the_one_that_goes_on(
     tmp_path: Path,
 ) -> None:

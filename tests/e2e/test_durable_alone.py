@@ -47,6 +47,7 @@ def _without_unused(header: dict[str, Any]) -> dict[str, Any]:
     return {**header, "start": {**header["start"], "returned": []}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "spec",
     [

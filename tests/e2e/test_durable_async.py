@@ -72,6 +72,7 @@ def assert_bases(root: Path) -> None:
         assert len({base["digest"] for base in bases if base["step"] == began}) <= 1
 
 
+@pytest.mark.long
 def test_group_behind_at_a_total_loss_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     """No group waits for it during its local phase; the next start consumes its leased slices,
     once."""

@@ -38,6 +38,7 @@ def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
     assert [what.partition(": ")[2] for what in noticed] == ["ValueError: once", "group 0, 1"]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_last_evaluation_finds_its_shards_with_and_without_a_checkpoint(tmp_path: Path) -> None:
     """FSDP2 leaves its root gathered then; the group that takes the last checkpoint shards it."""

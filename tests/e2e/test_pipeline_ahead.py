@@ -267,9 +267,8 @@ PACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "where", ["both", *(pytest.param(w, marks=pytest.mark.long) for w in SKIPS if w != "both")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("where", SKIPS)
 def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: Path) -> None:
     """A scaler skips steps of one stage or of both: the flow counts the slices that they take."""
     runs = [Ended(tmp_path / "fast", **SKIPS[where])]

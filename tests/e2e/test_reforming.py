@@ -120,6 +120,7 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
     assert "group 1 lost rank 1" in said and "its other ranks run on: 0" in said
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
     """Either the replacement of one rank took part before the other rank ended, or the report
@@ -134,6 +135,7 @@ def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_pat
     assert fetched == {("1", 0), ("1", 1)}, "the group came back, and both had to be healed"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: Path) -> None:
     traces = job(tmp_path, LATE)

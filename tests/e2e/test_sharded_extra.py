@@ -27,6 +27,7 @@ def run(root: Path, steps: int, *options: str) -> dict[str, list[object]] | str:
     return {p.name: json.loads(p.read_text()) for p in sorted((root / "out").glob("final-*"))}
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_sharded_average_comes_back_as_it_was_after_a_kill_and_on_resuming(
     tmp_path: Path,

@@ -122,6 +122,7 @@ def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_
     made.audit()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
     groups: int, tmp_path: Path

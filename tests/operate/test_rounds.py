@@ -109,6 +109,7 @@ def test_rank_that_alters_its_data_is_named(job: Job, bad: int) -> None:
     assert evidence.count("sound with others") >= 2
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_late_sender_is_named_slow(job: Job) -> None:
     report = job.diagnose({3: "slow"})
@@ -132,6 +133,7 @@ def test_two_bad_ones_of_five_are_both_named(job: Job) -> None:
     assert "3 of 3 products on cpu came out wrong" in found(report)["2"][1]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_unanswering_rank_is_named_by_the_command(job: Job) -> None:
     job.set({1: "silent"})

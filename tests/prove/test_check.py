@@ -84,6 +84,7 @@ def test_every_set_of_bounds_has_a_name_of_its_own() -> None:
     assert len({place for place, _ in all_rows(HSDP)}) == sum(1 for _ in all_rows(HSDP))
 
 
+@pytest.mark.long
 def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
     done = fft("check", "hsdp", "--bounds", "twin", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -92,6 +93,7 @@ def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "bounds"), [("local_commit", "processes"), ("plain_votes", "messages")]
 )
@@ -123,6 +125,7 @@ def test_a_wrong_argument_is_named_with_what_there_is(
     assert words in done.stderr
 
 
+@pytest.mark.long
 def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None:
     done = fft("check", "hsdp", "--bounds", "storm", "--limit", "500")
     assert done.returncode == 1

@@ -33,6 +33,19 @@ SLOW = {
     "lease_lost_while_apart",
     "base_of_who_was_not_there",
     "left_out_though_alive",
+    "leaves_between_epochs",
+    "abort_after_commit",
+    "forgets_what_was_allowed",
+    "joiner_ends_the_attempt",
+    "apply_before_decision",
+    "counts_steps",
+    "skip_ignored",
+    "learner_holds_a_lease",
+    "follows_by_steps",
+    "commit_not_finished",
+    "waits_for_ever",
+    "bound_off_by_one",
+    "skip_not_recognised",
 }
 
 

@@ -288,6 +288,7 @@ def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> Non
     assert "PREPARED ballot [all_voted & digests_fit]" in told
 
 
+@pytest.mark.long
 def test_every_kind_of_fault_of_the_mix_happens() -> None:
     wanted = {*DEFAULT.rates, *DEFAULT.chances}
     assert wanted == {*RATES, *CHANCES}

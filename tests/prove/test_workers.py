@@ -123,6 +123,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() -> None:
     words = ["hsdp", *(f"--bounds={name}" for name in ("storm", "twin", "overrun", "deaf"))]
     told = []
@@ -192,6 +193,7 @@ def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str
     return searching.returncode, said, errors
 
 
+@pytest.mark.long
 def test_killed_search_process_is_an_error_naming_its_set() -> None:
     code, said, errors = _while_it_searches(lambda _, pids: os.kill(pids[1], signal.SIGKILL))
     assert code == 2
@@ -207,6 +209,7 @@ def test_ctrl_c_ends_all_searches() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_searches_end_when_their_parent_is_killed() -> None:
     code, _, _ = _while_it_searches(lambda pid, _: os.kill(pid, signal.SIGKILL))
     assert code == -signal.SIGKILL

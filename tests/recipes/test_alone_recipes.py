@@ -282,7 +282,13 @@ def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> N
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.long] if n in ("diloco", "hsdp_diloco") else [])
+        for n in RECIPES
+    ],
+)
 def test_after_a_kill_groups_agree_and_no_slice_is_lost(stage: Stage, name: str) -> None:
     run, _, words = stage.faulty(RECIPES[name], "kill")
     assert run.killed, words
@@ -302,7 +308,9 @@ def _of_group(run: Run, name: str, group: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("phase", INNER)
+@pytest.mark.parametrize(
+    "phase", [INNER[0], *(pytest.param(p, marks=pytest.mark.long) for p in INNER[1:])]
+)
 def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
     stage: Stage, phase: str
 ) -> None:
@@ -319,6 +327,7 @@ def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
     assert epochs == {"g0": 1, "g1": 2}
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "where",
@@ -354,6 +363,7 @@ def test_a_rollback_of_the_job_undoes_one_inner_step_at_most(stage: Stage, where
     assert _notes(run, "inner_void") == []
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["torn", "torn_last"])
 def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(

@@ -374,6 +374,7 @@ def peak_of_audit(directory: Path) -> int:
     return peak_of(lambda: audit_dir(directory).ok)
 
 
+@pytest.mark.long
 def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: int) -> None:
     if window > 8:
         pytest.skip("the run is short against it")
@@ -387,6 +388,7 @@ def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: in
     assert peaks[1] < 1.2 * peaks[0], peaks
 
 
+@pytest.mark.long
 def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: int) -> None:
     """A long run has a trace for each process that was restarted."""
     if window > 8:
@@ -405,6 +407,7 @@ def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: 
     assert (peaks[1] - peaks[0]) / (lives[1] - lives[0]) < 200 << 10, peaks
 
 
+@pytest.mark.long
 def test_the_audit_of_many_epochs_takes_no_more_memory(
     tmp_path: Path, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,9 @@ REPEATED = (227, 265, 368, 387, 439)
 """Seeds in which a message is repeated many epochs after it was first sent."""
 
 
-@pytest.mark.parametrize("seeds", [range(20), range(20, 40), range(40, 60), REPEATED])
+@pytest.mark.parametrize(
+    "seeds", [REPEATED, range(5), pytest.param(range(5, 60), marks=pytest.mark.long)]
+)
 def test_the_verdict_of_the_parts_is_that_of_the_whole(seeds: Iterable[int]) -> None:
     """The runs are random; some are sound and some have a violation."""
     parts = good = bad = 0
@@ -174,6 +176,7 @@ def test_message_from_an_untraced_peer_ends_no_earlier_part() -> None:
     assert in_parts(history, 1).finding(is_whole=True).violation is not None
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_epochs() -> None:
     most = []
     for epochs in (100, 400):

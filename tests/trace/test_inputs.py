@@ -342,7 +342,7 @@ def test_records_missing_after_a_gap_or_the_end_are_no_violation(traces: Path) -
     for path in (trace_files(traces)[0], sorted(traces.rglob("*.jsonl"))[-1]):
         lines = path.read_bytes().splitlines(keepends=True)
         starts = [n for n, line in enumerate(lines) if n and b'"event":null' not in line]
-        for kept in starts[:: max(1, len(starts) // 12)]:
+        for kept in starts[:: max(1, len(starts) // 4)]:
             path.write_bytes(b"".join(lines[:kept]))
             assert violated(audit_dir(traces)).keys() <= {"trace_whole"}, kept
             path.write_bytes(b"".join(lines[:kept]) + gap_after(lines[kept - 1]))

@@ -181,6 +181,7 @@ def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.long
 def test_abandoned_histories_use_no_memory(tmp_path: Path) -> None:
     """This holds for any number of steps: only the states from which a later start resumes are
     kept."""
