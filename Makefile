@@ -36,7 +36,7 @@ help:
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
 	@echo "make examples   train every paradigm's example under its fault plan, and one table (3 minutes)"
 	@echo "make test    run the tests, but for long ones (11 minutes on 2 cores)"
-	@echo "make test-long   run those (half an hour)"
+	@echo "make test-long   run those (an hour)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (1 minute)"
 	@echo "make check   format, lint, types, import contract, the picture of the rooms, gates"
 	@echo "make house   structural gates: import circles, sizes, private names of torchft, prose"
@@ -80,9 +80,9 @@ demo-picture: setup
 test: setup
 	$(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What takes half a minute and more and has a shorter test beside it.
+# What takes about eight seconds and more and has a shorter test beside it. .ci/scheduled runs them.
 test-long: setup
-	$(BIN)/python -m pytest -q -m long
+	$(BIN)/python -m pytest -q -m long -n 2 --dist loadfile --no-loadscope-reorder
 
 # torchft's wheel contains its tests; the package that parameterizes them is among FFT's dev extra.
 compat: setup
