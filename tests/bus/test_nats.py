@@ -367,6 +367,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_url("nats://a:1/j")
 
 
+@pytest.mark.long
 def test_an_encrypted_bus_with_a_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:

@@ -103,6 +103,7 @@ def train(traces: Path, steps: int, seed: int, place: str | None) -> tuple[str, 
         manager.shutdown()
 
 
+@pytest.mark.long
 def test_a_job_goes_on_from_there(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def ended_in_time(member: Member, began: float) -> None:
     print(f"\nwas out {WITHIN_S - took:.1f} s before the deadline")
 
 
-@pytest.mark.parametrize("peer", ["rolls back", "is held up"])
+@pytest.mark.parametrize("peer", ["rolls back", pytest.param("is held up", marks=pytest.mark.long)])
 def test_blocked_in_a_collective(two: Job, peer: str) -> None:
     began: list[float] = []
     let_go = threading.Event()

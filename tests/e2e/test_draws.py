@@ -12,8 +12,9 @@ SCRIPT = Path(__file__).with_name("draws_script.py")
 LIMIT_S = 100
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("bus", ["tcp", pytest.param("nats", marks=pytest.mark.long)])
+@pytest.mark.parametrize("bus", ["tcp", "nats"])
 def test_the_global_generators_give_what_they_would_give_without_fft(
     bus: str, tmp_path: Path
 ) -> None:

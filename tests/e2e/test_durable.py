@@ -109,13 +109,8 @@ def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int
     assert newest is not None and newest.step == steps and not problems
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(stage, marks=() if stage == "publishing" else pytest.mark.long)
-        for stage in STAGES
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     stage: str, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path)
     assert "is still to be given out again, in slices for groups of" in said
 
 
+@pytest.mark.long
 def test_exported_checkpoint_loads_in_torch_and_imports_again(root: Path) -> None:
     place, target, again = root / "checkpoints", root / "dcp", root / "imported"
     done = fft(

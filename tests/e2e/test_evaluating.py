@@ -29,6 +29,7 @@ def run(folder: Path, kind: str, *options: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "found").iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
     clean, faulty = run(tmp_path / "clean", "nothing"), run(tmp_path / "faulty", "fault")
@@ -51,6 +52,7 @@ def test_last_evaluation_finds_its_shards_with_and_without_a_checkpoint(tmp_path
         assert found.split()[:2] == ["gathered", "sharded"], taken
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_of_another_group_that_is_killed_ends_no_evaluation(tmp_path: Path) -> None:
     found = run(tmp_path / "killed", "kill")

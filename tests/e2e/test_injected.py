@@ -184,6 +184,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_bus_that_was_restarted_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     traces, said = run(tmp_path, BUS_RESTART, code=1)

@@ -157,6 +157,7 @@ def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: 
         assert f"was made anew with version {version}, by a rank at step " in told
 
 
+@pytest.mark.long
 def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
     """The last stage is slow: the first commits as many additional steps as it may, and no more."""
     slow = Ended(tmp_path / "slow", steps=6, seconds=0.6, flow_interval=0.1)
@@ -173,6 +174,7 @@ def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
     assert set(behind) == {0}
 
 
+@pytest.mark.long
 def test_a_frozen_stage_feeds_the_next_one_and_steps_nothing(tmp_path: Path) -> None:
     plan = "faults:\n  - {name: one, kind: exception, step: 3, group: 0, rank: 0, phase: forward}\n"
     ended = Ended(tmp_path / "frozen", plan, steps=8, frozen=1)
@@ -181,6 +183,7 @@ def test_a_frozen_stage_feeds_the_next_one_and_steps_nothing(tmp_path: Path) -> 
     assert len({r["digest"] for name, r in ended.ranks.items() if name.endswith(".0.json")}) == 1
 
 
+@pytest.mark.long
 def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_it_and_says_so(
     tmp_path: Path,
 ) -> None:
@@ -215,7 +218,8 @@ def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) 
     assert_few(ended)
 
 
-@pytest.mark.parametrize("late", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("late", [0.0, 1.0])
 def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     late: float, tmp_path: Path
 ) -> None:
@@ -245,6 +249,7 @@ def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path:
     assert ended.ranks == clean.ranks
 
 
+@pytest.mark.long
 def test_a_group_that_leaves_the_first_stage_by_break_leaves_the_last_one_too(
     tmp_path: Path,
 ) -> None:

@@ -179,6 +179,7 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     )
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "least"),

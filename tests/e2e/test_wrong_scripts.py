@@ -75,6 +75,7 @@ def test_an_error_that_one_group_has_is_shown_when_it_is_started_again(tmp_path:
     assert "group 1 is started again: rank 0 ended with ValueError at" in done.stderr
 
 
+@pytest.mark.long
 def test_an_average_across_the_groups_between_two_transactions_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "averages", "3")
     assert done.returncode == 1

@@ -343,7 +343,14 @@ def test_wait_for_a_child_process_that_does_nothing_is_a_hang() -> None:
         expect(child, "yellow", child.go(), "wait_for_an_idle_child")
 
 
-@pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop", "compile_then_stop"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "wait_then_stop",
+        pytest.param("save_then_stop", marks=pytest.mark.long),
+        pytest.param("compile_then_stop", marks=pytest.mark.long),
+    ],
+)
 def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> None:
     """Cases: a wait longer than every limit; a critical section that keeps the lock for long; a
     child process that computes, such as a compiler."""

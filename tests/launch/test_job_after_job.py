@@ -93,6 +93,7 @@ def test_plain_scripts_that_end_or_are_killed(env: dict[str, str], tmp_path: Pat
         assert report.ok, report.render()
 
 
+@pytest.mark.long
 def test_a_process_that_still_lives_gets_into_no_other_job(
     env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_killed_search_process_is_an_error_naming_its_set() -> None:
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_searches() -> None:
     code, said, errors = _while_it_searches(lambda pid, _: os.killpg(pid, signal.SIGINT))
     assert code != 0

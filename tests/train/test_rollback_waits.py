@@ -97,7 +97,14 @@ def test_a_wait_ends_at_its_limit_and_the_op_goes_on(pair: list[AbortableGroup],
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("none", [timedelta(0), timedelta(microseconds=400), None])
+@pytest.mark.parametrize(
+    "none",
+    [
+        timedelta(0),
+        pytest.param(timedelta(microseconds=400), marks=pytest.mark.long),
+        pytest.param(None, marks=pytest.mark.long),
+    ],
+)
 def test_zero_is_no_limit_but_the_groups_own(
     pair: list[AbortableGroup], op: str, none: timedelta | None
 ) -> None:
