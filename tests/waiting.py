@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_LOOKS_S = 0.002
+_LOOKS_S = 0.005
 
 
-def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, within: float = 120.0) -> None:
     """Poll until ``holds`` returns true; fail after ``within`` seconds."""
     deadline = time.monotonic() + within
     while not holds():
