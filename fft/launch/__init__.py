@@ -1,1 +1,1 @@
-"""Starts a job: its services, its processes, and again those that died."""
+"""Start a job's services and processes, and restart the processes that died."""

@@ -1,7 +1,7 @@
-"""Where the processes of a job keep what torch's inductor has compiled.
+"""The folder in which the processes of a job cache the code that torch's inductor compiles.
 
-A process that comes for a lost one finds there what that one has compiled. Makes the folder, reads
-which processor this is, and removes a folder that nobody will ask for again.
+A process that replaces a lost one finds the code that the lost one compiled. This module creates
+the folder, identifies the processor, and removes a folder that no later start can use.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from fft.launch.supervisor.config import SupervisorError
 from fft.util.remove_after_death import vanishing
 
 SETTING = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's own; a user's is left as it is."""
+"""torch's variable for the cache directory; a value that the user has set is kept."""
 FOLDER = ".compiled"
-"""Beside the checkpoints of a job on one host: the same command goes on with it, too."""
+"""Folder beside the checkpoints of a job on one host, so that running the same command again
+reuses the compiled code."""
 
 
 @contextmanager
 def compile_cache(
     config: RunConfig, joins: bool, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Path | None]:
-    """A folder for the time of the job; None: the user has named one, which is inherited.
+    """Provide the folder for the time of the job.
 
-    ``joins``: other hosts take part. Raises SupervisorError: the folder cannot be made.
+    Args:
+        joins: Other hosts take part in the job.
+
+    Yields:
+        The folder, or None if the user has set one, which the processes inherit.
+
+    Raises:
+        SupervisorError: The folder cannot be created.
     """
     if environ.get(SETTING):
         yield None
@@ -53,7 +61,10 @@ def _temporary() -> Iterator[Path]:
 
 
 def _beside_checkpoints(config: RunConfig, joins: bool) -> Path | None:
-    """None: there are none, or they are not on a disk of this host alone."""
+    """Return the folder beside the checkpoints.
+
+    None if there are no checkpoints, or if other hosts may use their place.
+    """
     place = "" if config.checkpoint is None else str(config.checkpoint.place)
     if not place or "://" in place or joins:
         return None
@@ -61,7 +72,10 @@ def _beside_checkpoints(config: RunConfig, joins: bool) -> Path | None:
 
 
 def _processor() -> str:
-    """What was compiled for one kind may be wrong for another, to which the disk has moved."""
+    """Return a name for the kind of processor.
+
+    Code compiled for one kind may be wrong for another, and the disk may move between hosts.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -73,7 +87,7 @@ def _processor() -> str:
 
 def _make(folder: Path) -> None:
     try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)  # pickles lie there: nobody else may write
+        folder.parent.mkdir(mode=0o700, exist_ok=True)  # holds pickles: only this user may write
         folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

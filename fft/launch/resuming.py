@@ -1,9 +1,9 @@
-"""How a supervised job begins with a checkpoint, and goes on from one when its state is lost.
+"""Begin a supervised job with a checkpoint, and resume it from one when its state is lost.
 
-Reads the checkpoints, so that all groups begin with the same one, and makes the folder of the
-traces of each start, and that of what the processes of all starts compile. A job that has lost its
-state is started again as a whole, with a bus that knows nothing: no process of the start before can
-say a word in it.
+Chooses the checkpoint, so that all groups begin with the same one. Creates a folder for the traces
+of each start, and one for the code that the processes of all starts compile. A job that has lost
+its state is restarted as a whole with an empty bus, so no process of the earlier start can take
+part in it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ from fft.trace.report import save_plan
 from fft.util.errors import FftError
 
 _STARTS = 3
-"""Starts in a row that die at the same step by the same signal: no accident."""
+"""Number of starts in a row that may die at the same step of the same cause; after these the job
+is not started again."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
-    """Hold the directory of the traces and the place of the checkpoints for this job.
+    """Hold the trace directory and the checkpoint place for this job while the block runs.
 
-    ``joins``: the job may be running already.
+    Args:
+        joins: The job may be running already.
 
-    Gives ``config`` with the place of what its processes compile. Raises StoreError: no checkpoints
-    can be kept there, or another job keeps its own there; SupervisorError.
+    Yields:
+        ``config`` with the folder for compiled code.
+
+    Raises:
+        StoreError: No checkpoints can be kept at the place, or another job keeps its own there.
+        SupervisorError: A directory cannot be written, or another job holds the trace directory.
     """
     with ExitStack() as undo:
         job = Joined.from_env().bus_url.rpartition("/")[2] if joins else None
@@ -55,7 +61,7 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
                 if joins or not store.directories():
                     raise
                 with store.hold():
-                    _clear(Checkpoints(store))  # what is unfinished may take the room
+                    _clear(Checkpoints(store))  # unfinished attempts may fill the disk
                 store.prepare()
             undo.enter_context(nullcontext() if joins else store.hold())
         compiled = undo.enter_context(compile_cache(config, joins))
@@ -63,17 +69,17 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
 
 
 def begun(config: RunConfig, joins: bool = False) -> RunConfig:
-    """Return ``config`` with all that is chosen when a start begins.
+    """Return ``config`` with the choices that are made when a start begins.
 
-    This is the checkpoint to begin with, the folder for the traces, and the start on the bus.
+    These are the checkpoint to begin with, the folder for the traces, and the start on the bus.
 
     Args:
-        joins: the bus is served elsewhere; the job may be running already, and have checkpoints.
+        joins: Another process serves the bus; the job may be running and have checkpoints.
 
     Raises:
-        CheckpointError: there is no checkpoint to begin with.
-        SupervisorError: the job cannot be started as asked.
-        BusError: the bus of the job to join cannot be reached.
+        CheckpointError: There is no checkpoint to begin with.
+        SupervisorError: The job cannot be started as asked.
+        BusError: The bus of the job to join cannot be reached.
     """
     plan, step = config.checkpoint, None
     if plan is not None and not (joins and plan.resume is False):
@@ -91,8 +97,11 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
 
 
 def _clear(checkpoints: Checkpoints) -> None:
-    """Remove what starts that have ended have left unfinished, where it can be seen that nobody
-    writes it. Raises CheckpointError."""
+    """Remove unfinished attempts of earlier starts if the store shows that no process is writing.
+
+    Raises:
+        CheckpointError: An attempt cannot be removed.
+    """
     try:
         left = checkpoints.leftovers()
         if left and checkpoints.store.is_at_work() is False:
@@ -105,8 +114,11 @@ def _clear(checkpoints: Checkpoints) -> None:
 
 
 def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
-    """The newest checkpoint at the end of a job, in one line, by the manifests alone: its step, and
-    how far that is behind; or that there is none, and why."""
+    """Describe in one line the newest checkpoint at the end of a job.
+
+    The line names its step and how far it is behind the job, or the reason why there is no
+    checkpoint. Only the manifests are read.
+    """
     store, failure = open_store(str(plan.place)), outcome.failed
     try:
         found = [e for e in Checkpoints(store).found() if e.step is not None and e.problem is None]
@@ -132,11 +144,12 @@ def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
 
 
 class Resumptions:
-    """Runs a job, and again from its newest checkpoint while it loses its state.
+    """Runs a job, and resumes it from its newest checkpoint whenever it loses its state.
 
     Args:
-        run: one start of the job, to its end.
-        say: where the operator reads.
+        run: Runs one start of the job to its end.
+        say: Shows a line to the operator.
+        joins: Another process serves the bus.
     """
 
     def __init__(
@@ -149,19 +162,19 @@ class Resumptions:
         self._say = say
         self._joins = joins
         self._in_vain = 0
-        """Starts in a row that have got no further."""
+        """Number of starts in a row that began at the same step as the one before."""
         self._errors: frozenset[tuple[str, str]] = frozenset()
-        """Of the script, that have ended the start before."""
+        """Errors of the script that ended the previous start."""
         self._last: tuple[JobOutcome, RunConfig] | None = None
         """The newest start that has ended."""
         self._died: dict[tuple[str, str], int] = {}
-        """Deaths by which starts in a row have ended, and how many starts."""
+        """Step and cause of deaths that ended starts in a row, and the number of these starts."""
 
     def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
         """Run all starts; return the outcome of the last one and its configuration.
 
         Args:
-            traces: the folder with the traces of all starts.
+            traces: The folder with the traces of all starts.
 
         Raises:
             FftError: The first start cannot begin. A later failure is an outcome.
@@ -226,7 +239,10 @@ class Resumptions:
             config = _after(config, again, plan, began)
 
     def _tell_of_nothing(self, found: JobOutcome, config: RunConfig) -> None:
-        """If it has ended by itself where it began. Of any other end its own lines tell."""
+        """Report a job that ended by itself at the step at which it began.
+
+        The outcome's own lines describe any other end.
+        """
         begun_at = config.resume_step
         if found.ok and not found.lines and begun_at is not None and found.step <= begun_at:
             self._say(
@@ -240,7 +256,7 @@ def _resuming(given: Checkpointing) -> Checkpointing:
 
 
 def _after(config: RunConfig, again: RunConfig, plan: FaultPlan, began: float) -> RunConfig:
-    """The next start: with what is left of its time, and of its faults."""
+    """Return the configuration of the next start, with the remaining time and faults."""
     again.make_place()
     path = save_plan(again.trace_dir, plan)
     left = config.timeout

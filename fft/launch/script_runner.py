@@ -1,9 +1,9 @@
-"""Runs a training script as ``python SCRIPT ARG…`` would, and leaves the last words of its end.
+"""Run a training script as ``python SCRIPT ARG…`` would, and record the error that ended it.
 
-Run as a file: ``runner.py SCRIPT ARG…``. If the script ends by an error of its own, where that
-came from is written to the descriptor that ``FFT_LAST_WORDS_FD`` names, for who started it
-(`fft.launch.supervisor`). What is printed, the exit code and ``__main__`` are those of the script
-alone. FFT is not loaded before it has failed.
+Run as a file: ``runner.py SCRIPT ARG…``. If the script ends with an error of its own, the place of
+that error is written to the descriptor that ``FFT_LAST_WORDS_FD`` names, where the process that
+started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of the
+script alone. FFT is not loaded before the script has failed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import suppress
 from typing import Any
 
 LAST_WORDS = "fft-last-words"
-"""What the memory behind the descriptor is called."""
+"""Name of the memfd behind the descriptor."""
 
 LOADED_TORCH = b"loaded torch"
-"""Written there when a script that has loaded torch ends well."""
+"""Written to the memfd when a script that has loaded torch ends without an error."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # Before anything else is imported: modules of FFT shall not pass for Python's own.
+    # Must precede all other imports, so that no module of FFT shadows one of Python.
     sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[1]))
 
 
@@ -75,10 +75,10 @@ def main() -> None:
 
 
 def _await_role(number: int, path: str) -> None:
-    """Of a spare: load what the script imports, and wait until there is a place for it.
+    """Load, as a spare, what the script imports, and wait for a role.
 
-    The supervisor's end of the sockets says which, in one line of JSON; when it is closed, none
-    will come.
+    The supervisor sends the role over the socket as one line of JSON. If it closes the socket
+    instead, the process exits.
     """
     import json
     import socket
@@ -103,11 +103,11 @@ def _await_role(number: int, path: str) -> None:
 
 
 def _load_imports_of(path: str) -> None:
-    """Import what the script imports before it does anything else, for speed alone: it will import
-    it again, and tell by itself what cannot be imported.
+    """Import the packages that the script imports before it does anything else.
 
-    Of installed packages only: a module of the user's may depend on the place that there is none of
-    yet, or on a search path that the script will set.
+    This only saves time: the script imports them again and raises the error of a failed import
+    itself. Only installed packages are imported, because a module of the user may depend on the
+    role, which is still unknown, or on a search path that the script will set.
     """
     import ast
     from importlib import import_module
@@ -124,11 +124,11 @@ def _load_imports_of(path: str) -> None:
         elif isinstance(node, ast.ImportFrom):
             names += [node.module] if node.module and not node.level else []
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            break  # such as what the environment is to be when torch is imported
-    if "fft" in names:  # whose own parts are loaded as they are asked for
+            break  # the statement may matter to later imports, such as a change of os.environ
+    if "fft" in names:  # `import fft` loads its parts lazily
         names.append("fft.train.manager")
     if "torch" in {name.partition(".")[0] for name in names}:
-        names.append("torch._dynamo")  # loaded as the first optimizer is made
+        names.append("torch._dynamo")  # otherwise loaded when the first optimizer is constructed
     for name in filter(_is_installed, names):
         try:
             import_module(name)
@@ -151,15 +151,17 @@ def _is_installed(name: str) -> bool:
 
 
 def _survive_a_full_disk() -> None:
-    """Have ``sys.stdout`` and ``sys.stderr`` drop what finds no room in the log: a script does not
-    end because it prints."""
+    """Make ``sys.stdout`` and ``sys.stderr`` drop output when the disk of the log is full.
+
+    Otherwise a ``print`` would end the script.
+    """
     import stat
 
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         is_own = type(old) is io.TextIOWrapper and old is getattr(sys, f"__{name}__")
         if not is_own or old.fileno() != number or not stat.S_ISREG(os.fstat(number).st_mode):
-            continue  # somebody has put another one there
+            continue  # the stream was replaced or is not a regular file
         log = _Log(number, "wb", closefd=False)
         is_raw = isinstance(old.buffer, io.RawIOBase)  # python -u
         new = io.TextIOWrapper(
@@ -177,7 +179,7 @@ def _survive_a_full_disk() -> None:
 
 
 class _Log(io.FileIO):
-    """A file that says how much of what was written to it found no room."""
+    """A file that drops output while its disk is full and later writes how many bytes it lost."""
 
     _lost = 0
 
@@ -198,13 +200,13 @@ class _Log(io.FileIO):
 
 
 def _paper() -> int | None:
-    """The descriptor for the last words, which nobody whom the script starts inherits."""
+    """Return the descriptor for the error; processes that the script starts do not inherit it."""
     number = os.environ.pop("FFT_LAST_WORDS_FD", "")
     try:
         if os.readlink(f"/proc/self/fd/{number}").startswith(f"/memfd:{LAST_WORDS}"):
             os.set_inheritable(int(number), False)
             return int(number)
-    except (OSError, ValueError):  # whoever is between us and the supervisor has closed it
+    except (OSError, ValueError):  # a process between us and the supervisor has closed it
         pass
     return None
 

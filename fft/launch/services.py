@@ -1,7 +1,7 @@
-"""The services of a job in one process: FFT's bus and, if it is wanted, torchft's lighthouse.
+"""The services of a job in one process: FFT's bus and, on request, torchft's lighthouse.
 
-Opens listening sockets and the service's native threads, and closes them again. The only
-process-wide thing is the signal handling of `serve_forever`, which is a program's main loop.
+Opens and closes listening sockets and the native threads of the services. The only process-wide
+effect is the signal handling of `serve_forever`, which is a program's main loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fft.bus.token import JobToken
 from fft.util.errors import FftError
 from fft.util.remove_after_death import vanishing
 
-_FREE_S = 5.0  # for a lighthouse to let go of its port
+_FREE_S = 5.0  # maximum time until a lighthouse has released its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 T = TypeVar("T")
 
@@ -43,25 +43,28 @@ class _Lighthouse(Protocol):
 
 
 class ServiceError(FftError):
-    """A service could not be started: names the address and the reason."""
+    """A service could not be started; the message names the address and the reason."""
 
 
 def settings_of(bus_url: str, lighthouse_url: str | None) -> dict[str, str]:
-    """What a process of a job finds its services by in its environment."""
+    """Return the environment variables by which a process of a job finds its services."""
     found = {} if lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": lighthouse_url}
     return {**found, "FFT_BUS": bus_url}
 
 
 def in_words(settings: Mapping[str, str]) -> str:
-    """The same as one line, for a shell."""
+    """Return ``settings`` as one line for a shell."""
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def once_free(make: Callable[[], T], taken: type[Exception]) -> T:
-    """What ``make`` makes at a port that torchft's lighthouse has just had.
+    """Call ``make`` until the port that torchft's lighthouse had is free; return its result.
 
-    It lets go of the port some time after its shutdown, and says not when. Raises ``taken``, as
-    ``make`` does meanwhile, if that takes too long.
+    The lighthouse releases the port some time after its shutdown, without a signal.
+
+    Args:
+        make: Creates the service; raises ``taken`` while the port is in use.
+        taken: The exception of a port in use; raised if the port is not released within 5 s.
     """
     deadline = time.monotonic() + _FREE_S
     while True:
@@ -74,7 +77,7 @@ def once_free(make: Callable[[], T], taken: type[Exception]) -> T:
 
 
 class Services:
-    """A running bus, and a lighthouse if one is wanted. `close` may be called twice."""
+    """A running bus, and a lighthouse on request. `close` is idempotent."""
 
     def __init__(
         self,
@@ -82,7 +85,13 @@ class Services:
         bus: Callable[[int | None], _BusServer],
         lighthouse: Callable[[int | None], _Lighthouse] | None,
     ) -> None:
-        """``bus`` and ``lighthouse`` start one, at a port, or (None) at the one first asked for."""
+        """Start the services.
+
+        Args:
+            host: The host that the services listen on.
+            bus: Starts a bus at the given port; None stands for the port first asked for.
+            lighthouse: Starts a lighthouse likewise; None if the job has no lighthouse.
+        """
         self._make_bus, self._make_lighthouse = bus, lighthouse
         self.bus = bus(None)
         try:
@@ -99,15 +108,19 @@ class Services:
         self.bus_url = self.bus.url if name == host else _seen_as(self.bus.url, name)
 
     def announcement(self) -> str:
-        """The line by which a job finds the services, as environment settings."""
+        """Return `settings` as one line for a shell."""
         return in_words(self.settings())
 
     def settings(self) -> dict[str, str]:
-        """What a process of the job finds them by in its environment."""
+        """Return the environment variables by which a process of the job finds the services."""
         return settings_of(self.bus_url, self.lighthouse_url)
 
     def restart_lighthouse(self) -> None:
-        """End the lighthouse and start one at the same address. Raises ServiceError."""
+        """End the lighthouse and start another at the same address.
+
+        Raises:
+            ServiceError: The job has no lighthouse, or it cannot be started.
+        """
         make = self._make_lighthouse
         if make is None:
             raise ServiceError("this job has no lighthouse to restart")
@@ -120,7 +133,11 @@ class Services:
         self._lighthouse = once_free(lambda: make(port), ServiceError)
 
     def restart_bus(self) -> None:
-        """End the bus, and start one there that knows nothing. Raises ServiceError."""
+        """End the bus and start an empty one at the same address.
+
+        Raises:
+            ServiceError: The bus is not a ``tcp://`` bus, or it cannot be started.
+        """
         if not self.bus_url.startswith("tcp://"):
             raise ServiceError("only a tcp:// bus can be started again empty at its address")
         self.bus.close()
@@ -146,12 +163,17 @@ def start_services(
     cluster: int = 1,
     with_lighthouse: bool = True,
 ) -> Services:
-    """Start bus and lighthouse on ``host``; port 0 takes a free one.
+    """Start bus and lighthouse on ``host``.
 
-    ``bus_kind`` "nats" starts NATS servers as child processes, ``cluster`` of them.
+    Args:
+        port: Port of the bus; 0 takes a free one.
+        lighthouse_port: Port of the lighthouse; 0 takes a free one.
+        job: Name of the job; by default a fresh one, so that two jobs never share keys.
+        bus_kind: ``"tcp"``, or ``"nats"`` for NATS servers as child processes.
+        cluster: Number of NATS servers.
 
-    A job name that was not given is a fresh one, so that two jobs never share keys. Raises
-    ServiceError when an address cannot be had.
+    Raises:
+        ServiceError: A service cannot listen on its address.
     """
     from fft.bus import BusError
 
@@ -163,11 +185,11 @@ def start_services(
             return _start_bus(bus_kind, host, at, job, cluster)
         except BusError as error:
             raise ServiceError(f"the bus was not started: {error}") from error
-        except (RuntimeError, OSError, OverflowError) as error:  # the latter: no such port
+        except (RuntimeError, OSError, OverflowError) as error:  # OverflowError: invalid port
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
-        from torchft.coordination import LighthouseServer  # here: it takes seconds
+        from torchft.coordination import LighthouseServer  # imported here: it takes seconds
 
         at = lighthouse_port if at is None else at
         bind_host = f"[{host}]" if ":" in host else host
@@ -193,7 +215,7 @@ def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -
 
 
 def _seen_as(url: str, name: str) -> str:
-    """Return ``url`` of a bus that listens on all addresses, with ``name`` in their place."""
+    """Return ``url`` with each address, such as 0.0.0.0, replaced by ``name``."""
     scheme, _, rest = url.partition("://")
     places, _, job = rest.partition("/")
     ports = (int(place.rpartition(":")[2]) for place in places.split(","))
@@ -204,13 +226,19 @@ def _seen_as(url: str, name: str) -> str:
 def handed_over(
     path: Path | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Path | None]:
-    """The file in which a job's processes find its token. None: it is ``FFT_TOKEN``'s.
+    """Provide the file in which a job's processes find its token.
 
-    ``path`` (or ``FFT_TOKEN_FILE``) is used, and made if it is not there; it stays, so that the
-    job's next server can use it. Without one a file is made that goes away at the end.
+    Args:
+        path: The file to use. It is created if it does not exist, and stays, so that the job's
+            next server can use it. By default the token of the environment is used, or else a
+            temporary file with a fresh token that is removed at the end.
+        environ: May hold the token in ``FFT_TOKEN`` or name its file in ``FFT_TOKEN_FILE``.
+
+    Yields:
+        The file, or None if the token is in ``FFT_TOKEN`` only.
 
     Raises:
-        TokenError: what is given is no usable token.
+        TokenError: The given token is not usable.
     """
     if path is None and JobToken.from_env(environ) is not None:
         named = environ.get("FFT_TOKEN_FILE")
@@ -229,19 +257,20 @@ def handed_over(
 
 
 def serve_forever(services: Services, token_file: Path | None = None) -> None:
-    """Print the announcement as one line, then wait for SIGINT, SIGTERM or SIGHUP and end them.
+    """Print the announcement as one line, wait for SIGINT, SIGTERM or SIGHUP, and end the services.
 
-    SIGUSR1 is ignored: a scheduler may send it to all processes of a step as a warning.
+    SIGUSR1 is ignored, because a scheduler may send it to all processes of a step as a warning.
+    Must be called on the main thread, because it sets signal handlers until it returns.
 
-    ``token_file`` is announced too: whoever may read it can take part in the job. For the main
-    thread of a program of its own: it takes the two signals.
+    Args:
+        token_file: Announced as well; every process that may read it can take part in the job.
     """
     ended = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         ended.set()
 
-    ends = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # as nohup has it
+    ends = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
     previous: dict[int, Any] = {number: signal.signal(number, on_signal) for number in ends}
     previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

@@ -1,7 +1,7 @@
-"""The directory of a job's traces: one job holds it, and each start of that job has a folder there.
+"""The trace directory: one job holds it, and each start of that job has a folder in it.
 
-A lock that the kernel releases with the process keeps other jobs away. Hosts that join one job may
-share a directory: they hold the lock together, and the lock file names their job.
+A file lock, which the kernel releases when the process ends, keeps other jobs out. Hosts that join
+one job may share a directory: they hold the lock together, and the lock file names their job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fft.util.full_disk import is_disk_full
 
 _LOCK = ".job.lock"
 _SETTLE_S = 2.0
-"""How long another process may take to write its job into the lock file: it holds the lock alone
-meanwhile."""
+"""How long another process may hold the lock exclusively while it writes its job into the file, in
+seconds."""
 _AGAIN_S = 0.02
 
 _LAUNCHERS = (
@@ -33,7 +33,8 @@ _LAUNCHERS = (
     ("srun", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
-"""Launchers, and three variables of each: its sign, the number of processes, the own number."""
+"""Launchers with three environment variables each: one that identifies the launcher, the number of
+processes, and the number of this process."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ def held_traces(root: Path, job: str | None) -> Iterator[None]:
     """Hold ``root`` for one job while the block runs.
 
     Args:
-        root: the directory of the traces of all starts; made if absent.
-        job: name of the job on its bus, for a process that joins it and shares ``root`` with its
-            other hosts; None: the job is this process's own.
+        root: The directory for the traces of all starts; created if absent.
+        job: Name of the job on its bus, for a process that joins it and shares ``root`` with its
+            other hosts; None for a job of this process alone.
 
     Raises:
-        SupervisorError: another job holds ``root``, or it cannot be written.
+        SupervisorError: Another job holds ``root``, or it cannot be written.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def folder_for(root: Path, start: str | None) -> Path:
     """Return the folder in ``root`` for the traces of the start that begins now.
 
     Args:
-        start: name of the start on the bus that this process joins; None: a start of its own.
+        start: Name of the start on the bus that this process joins; None for one of its own.
     """
     if start is not None:
         return folder_of(root, start)
@@ -100,7 +101,11 @@ def folder_for(root: Path, start: str | None) -> Path:
 
 
 def _hold(file: IO[str], root: Path, job: str | None) -> bool:
-    """Lock ``file``. False: its file system has no locks. Raises SupervisorError."""
+    """Lock ``file``; return False if its file system has no locks.
+
+    Raises:
+        SupervisorError: Another job holds the lock.
+    """
     deadline = time.monotonic() + _SETTLE_S
     while True:
         try:
@@ -109,7 +114,7 @@ def _hold(file: IO[str], root: Path, job: str | None) -> bool:
             _write(file, job)
             if job is None:
                 return True
-            # not atomic: another lock may come in between, and then `_read` shows its job
+            # not atomic: another process may take the lock in between; `_read` then shows its job
             locked(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             if job is None or not _shares(file):
@@ -123,7 +128,7 @@ def _hold(file: IO[str], root: Path, job: str | None) -> bool:
 
 
 def _shares(file: IO[str]) -> bool:
-    """Whether the lock could be had together with its present holders."""
+    """Take the lock together with its present holders; return whether that succeeded."""
     try:
         return locked(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,7 +140,7 @@ def _write(file: IO[str], job: str | None) -> None:
     try:
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), text.encode())
-    except OSError as error:  # on a full disk others only miss who holds the lock
+    except OSError as error:  # on a full disk only the name of the holder is missing
         if not is_disk_full(error):
             raise
 
@@ -144,7 +149,7 @@ def _read(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
         found = json.loads(file.read())
-    except ValueError:  # its holder writes it at this moment
+    except ValueError:  # its holder is writing it
         return {}
     return found if isinstance(found, dict) else {}
 
