@@ -18,8 +18,10 @@ from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.protocol.table import LookupTable, Table, Turn
-from fft.prove.cluster import Cluster, Node
 from fft.trace.writer import TraceWriter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from cluster import Cluster, Node
 
 SPEC = load_spec("hsdp")
 

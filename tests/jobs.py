@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from cluster import Cluster, Node
+
 from fft.messages.effects import Heal
 from fft.messages.protocol import (
     Decision,
@@ -22,7 +24,6 @@ from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local, contributors
-from fft.prove.cluster import Cluster, Node
 
 HSDP = load_spec("hsdp")
 

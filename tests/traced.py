@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster import Node
 from jobs import HSDP, Job
 
 from fft.messages.protocol import Applied, Event, Healed, Peer, Prepared
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
-from fft.prove.cluster import Node
 from fft.trace.format import DIGESTS
 from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.writer import TraceWriter, header

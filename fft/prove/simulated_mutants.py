@@ -146,7 +146,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "A group whose step failed half way keeps the lease that its COMMIT granted.",
         "async",
         "bounded",
-        3,
+        2,
         planted(actions=_keeping("mark_torn", "lease")),
     ),
     SimulatedMutant(
@@ -178,7 +178,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "An epoch does not give back the slices of the groups that it leaves out.",
         "diloco",
         "samples_once",
-        2,
+        1,
         planted(actions=proposing("propose_epoch", _lost_for_good)),
     ),
     SimulatedMutant(
@@ -194,7 +194,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "A group that fetches the state keeps its own list of returned slices.",
         "local_sgd",
         "samples_once",
-        2,
+        1,
         planted(actions=_keeping("note_healed", "returned")),
     ),
     SimulatedMutant(
@@ -210,7 +210,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "A group computes the first transaction of an epoch on the slice of its own older state.",
         "diloco",
         "samples_once",
-        10,
+        23,
         planted(actions={"start_first_txn": _next_slice}),
     ),
     SimulatedMutant(
@@ -218,7 +218,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "A skipped synchronization leaves the slices with their holders.",
         "local_sgd",
         "samples_once",
-        2,
+        3,
         planted(actions={"propose_commit": _skip_ends}),
     ),
     SimulatedMutant(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cluster import Node
 from jobs import Job
 
 from fft.messages.effects import Finish
@@ -31,7 +32,6 @@ from fft.messages.protocol import (
 )
 from fft.protocol.load import find_spec, load_spec
 from fft.protocol.state import committed, hello, missing_mates
-from fft.prove.cluster import Node
 
 ASYNC = load_spec("async")
 

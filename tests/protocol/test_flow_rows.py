@@ -4,6 +4,7 @@ participant."""
 from __future__ import annotations
 
 import pytest
+from cluster import Node
 from jobs import Job
 
 from fft.messages.effects import Finish
@@ -11,7 +12,6 @@ from fft.messages.protocol import ScopeRecord
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
-from fft.prove.cluster import Node
 
 SPEC = load_spec("pipeline_ahead")
 BOTH = ("0", "1")

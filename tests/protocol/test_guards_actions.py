@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+from cluster import Node
 from jobs import HSDP, Job
 
 from fft.messages.protocol import (
@@ -49,7 +50,6 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.table import Table
-from fft.prove.cluster import Node
 
 HELLO = Hello(Peer("1", 0, 1), 1, "1.0", "t", 1001, "sim", 0, "genesis", 0, 0)
 RECORD = Record(9, "commit", 1, 1, 1, "x", 1, 1, Peer("1", 0, 1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cluster import Node
 from jobs import Job
 
 from fft.messages.effects import ReadHead
@@ -26,7 +27,6 @@ from fft.protocol.effects import EFFECTS
 from fft.protocol.equality import odd_ones
 from fft.protocol.guards import GUARDS
 from fft.protocol.state import Local
-from fft.prove.cluster import Node
 
 STRANGER = Peer("9", 0, 1)
 

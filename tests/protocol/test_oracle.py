@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import test_rows
+from cluster import Node
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -44,7 +45,6 @@ from fft.messages.protocol import (
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Local
-from fft.prove.cluster import Node
 
 # --- the oracle -----------------------------------------------------------------------------------
 

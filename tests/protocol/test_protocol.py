@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cluster import Node
 from jobs import Job
 
 from fft.messages.effects import ClearTimers, Finish, SetTimer
@@ -28,7 +29,6 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.invariants import Finding
-from fft.prove.cluster import Node
 
 
 def clean(job: Job) -> list[Finding]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from cluster import Node
 from jobs import HSDP, Job, calm
 
 from fft.messages.protocol import (
@@ -35,7 +36,6 @@ from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.state import Config, Local
 from fft.protocol.table import EXIT_ROWS, Table
-from fft.prove.cluster import Node
 
 Place = tuple[str | int, ...]
 """Keys from the top of the file down to a row."""

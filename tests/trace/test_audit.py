@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import Node
 from forged import rewrite
 from traced import TracedJob, peak_of
 from typer.testing import CliRunner
@@ -17,7 +18,6 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Token
-from fft.prove.cluster import Node
 from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, AuditError, audit_dir, read_lines
 from fft.trace.barriers import Barriers

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import Node
 from forged import nth_note, rewrite
 from traced import TracedJob, peak_of
 
 from fft.messages.protocol import Applied, Event, Healed, Peer, Record
-from fft.prove.cluster import Node
 from fft.trace import resumed
 from fft.trace.audit import NO_END
 from fft.trace.report import went_on

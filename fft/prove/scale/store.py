@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fft.engine.core import SLOTS
 from fft.messages.effects import CastVote, Decide
 from fft.messages.protocol import (
     Ballot,
@@ -29,7 +30,6 @@ from fft.messages.protocol import (
 )
 from fft.prove.clock import Clock
 from fft.prove.scale.costs import ENTRY_BYTES, Design, Prices
-from fft.prove.simulator.bus import SLOTS
 
 if TYPE_CHECKING:
     from fft.prove.scale.job import Node

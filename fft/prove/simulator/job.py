@@ -1,42 +1,85 @@
 """``fft simulate``: a whole job in one process, under one seed and a virtual clock.
 
-The shipped core and table run in every participant; bus, register, processes, process groups,
-supervisor and faults are modelled around them. A run has four parts. Faults of the weather occur
-until enough steps are committed. Then it is **calm**, and within a bounded virtual time all
-processes must be in one epoch and commit again. Then all groups drain, and must end regularly.
-Finally the invariants judge the whole history. Equal seed, spec and weather give an equal run, to
-the byte of its traces: there is one random generator, no real clock, and no order by hash or
-address.
+Every participant runs the shipped engine and table; bus, processes, process groups, supervisor and
+faults are modelled around them. A run has four parts. Faults of the weather occur until enough
+steps are committed. Then it is **calm**, and within a bounded virtual time all processes must be in
+one epoch and commit again. Then all groups drain, and must end regularly. Finally the invariants
+judge the whole history. Equal seed, spec and weather give an equal run, to the byte of its traces:
+there is one random generator, no real clock, and no order by hash or address.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from fft.messages.effects import Effect, StartTxn
-from fft.messages.protocol import BusMessage, Drain, Event, Peer, Record, Timer, Token
+from fft.bus.base import HEAD, BusError
+from fft.engine.calls import (
+    GROUP,
+    SCOPE,
+    Call,
+    Cast,
+    CompareSet,
+    Delete,
+    Publish,
+    Read,
+    Send,
+    Write,
+    beside,
+)
+from fft.engine.core import Command, EngineCore, Heard, Posted, ScopeReader, Wiring
+from fft.messages.commands import Answer
+from fft.messages.commands import Command as OperatorCommand
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
+from fft.messages.progress import HeldReport
+from fft.messages.protocol import (
+    Applied,
+    ApplyFailed,
+    BusDown,
+    BusMessage,
+    Connected,
+    Death,
+    Drain,
+    Event,
+    Fault,
+    Healed,
+    HealFailed,
+    Manifest,
+    Peer,
+    Prepared,
+    Record,
+    Restored,
+    Start,
+    Stop,
+    Suspect,
+    Synchronise,
+    Timer,
+    Token,
+    Vote,
+)
+from fft.messages.wire import Packed, Register, inbox_name, list_name
+from fft.protocol.apart import is_brought, own_lease
 from fft.protocol.invariants import History, Move
-from fft.protocol.participant import Participant
-from fft.protocol.roles import AT_WORK
+from fft.protocol.main_thread import NO_FACTS, shipped_thread
+from fft.protocol.participant import Outcome, Participant
+from fft.protocol.roles import AT_WORK, Role
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import GENESIS, Config, committed
+from fft.protocol.state import GENESIS, Config, Local, committed
 from fft.protocol.table import Table
+from fft.protocol.vocabulary import COMMANDS
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
-from fft.prove.simulator.bus import SimBus
-from fft.prove.simulator.chaos import Chaos
-from fft.prove.simulator.data_notes import DataNotes
 from fft.prove.simulator.faults import Weather
-from fft.prove.simulator.groups import Group
 from fft.prove.simulator.latency import Latency
-from fft.prove.simulator.meetings import Meeting
-from fft.prove.simulator.process import Process
+from fft.trace.inputs import CONSUMED, ENTRY, LOOP, MADE_ANEW, TRANSACTIONS
 from fft.trace.writer import TraceWriter, header, trace_path
+from fft.util.errors import ProtocolError
 
 _WALL = 1_700_000_000.0
 """Wall clock of the traces at virtual second 0."""
@@ -57,7 +100,7 @@ _SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4
 class Violation:
     """A property that is violated. ``name`` is an invariant, or one of the simulator's own
     properties: ``liveness``, ``protocol_error`` (a refused event), ``crash`` (an exception in the
-    core)."""
+    engine)."""
 
     name: str
     text: str
@@ -210,7 +253,7 @@ class World:
             lineage = f"fresh:{peer}"
         local = participant.initial(lineage, now=self.clock.now)
         process = Process(self, participant, local, Bits(f"{lineage}/{rank}"), group, instance)
-        self.processes[peer] = process
+        self.processes[peer] = self.bus.inboxes[inbox_name(peer)] = process
         self.history.moves[peer] = []
         if self._trace_dir is not None:
             clocks = (lambda: _WALL + self.clock.now, lambda: self.clock.now)
@@ -250,14 +293,9 @@ class World:
 
     # --- what processes ask of the world ---
 
-    def handle(self, process: Process, event: Event) -> list[Effect]:
-        """Let the core handle an event, record the move, and return the effects to carry out."""
+    def handled(self, process: Process, before: Local, event: Event, out: Outcome) -> None:
+        """Record the outcome of an event that the engine of a process has handled."""
         seen, now = self.seen, self.clock.now
-        before = process.local
-        try:
-            process.local, out = process.participant.handle(before, event, now)
-        except Exception as error:  # noqa: BLE001 - whatever the core raises is a finding
-            self.violated("crash", f"{error!r} on {event} in {before.state}", str(process.peer))
         seen.events += 1
         moves = self.history.moves[process.peer]
         place = f"{process.peer}:{len(moves) + 1}"
@@ -269,15 +307,12 @@ class World:
         if out.verdict == "refused":
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
             self.violated("protocol_error", text, place)
-        return out.effects
 
-    def tell_beside(self) -> None:
-        """Send the new value of the register to the scopes that are bound to this one."""
-        for world in self.beside.values():
-            if any(e.scope == self.name for e in self.spec.bound_to(world.name)):
-                record = self.bus.scope_record()
-                assert record is not None, "it was written"
-                self.clock.after(self.latency.hop(), None, world.bus.publish, record)
+    def crashed(self, process: Process, error: Exception) -> None:
+        """Handle an exception in the engine of a process, which is a finding."""
+        if not isinstance(error, RunEnds):
+            text = f"{error!r} in {process.local.state} at {process.call or 'no operation'}"
+            self.violated("crash", text, str(process.peer))
 
     def count_held(self) -> None:
         """Count a report of a process that another scope holds it back."""
@@ -585,3 +620,1417 @@ def _holds(process: Process, head: Record) -> bool:
     config = process.participant.config
     ways = (committed(s, config).lineage, committed(s, config, skip=True).lineage)
     return s.vote is not None and head.lineage in ways
+
+
+# --- the bus ---
+
+
+_LONGEST_TROUBLE_S = 20.0
+"""Maximum duration of a trouble: less than the spec's ``bus_limit``, when participants end."""
+_LONGEST_GAP_S = 10.0
+"""Maximum time for which a listener misses messages."""
+_RECOVERY_S = 5.0
+"""After a link was up for this long, the next cut is a new trouble."""
+
+
+@dataclass(slots=True)
+class Link:
+    """The connection of one process to the bus."""
+
+    until: float = 0.0
+    """End of the present cut, in virtual seconds."""
+    since: float = 0.0
+    """Begin of the trouble that this cut belongs to."""
+    fails: bool = False
+    """Operations during the cut fail, and their outcome is unknown; otherwise they wait."""
+    lag: float = 0.0
+    """Maximum extra delay of a message, in seconds."""
+    last: float = 0.0
+    """Arrival time of the newest broadcast; no broadcast overtakes another."""
+    last_alone: float = 0.0
+    """Arrival time of the newest message to this process alone."""
+    held: deque[tuple[Posted, bool]] = field(default_factory=deque)
+    """Messages that wait for the link, and whether they are for this process alone."""
+    waiting: list[Call] = field(default_factory=list)
+    """The operation that waits for the link."""
+    deaf: bool = False
+    behind: bool = False
+    """The process misses broadcasts."""
+
+
+class SimBus:
+    """The bus of the whole job: broadcasts, inboxes, registers, ballots, and their failures.
+
+    It keeps the contract of the real bus for the calls of an engine: every listener receives all
+    messages in one order, each after its own delay; registers are linearizable; and a vote cast
+    twice is in its ballot twice. An operation arrives some time after it was begun and is answered
+    some time after that. In between, either side may fail. Other scopes receive the records of this
+    one.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._clock = world.clock
+        self.head: Record | None = None
+        """Value of the head register, with its members."""
+        self.history: list[Record] = []
+        """Every value that the head register ever had."""
+        self.registers: dict[str, Register] = {}
+        self.inboxes: dict[str, Process] = {}
+        """Processes by their inbox. A message to one process alone cannot be missed."""
+        self.ballots: dict[tuple[str, str], list[tuple[str, tuple[Vote, ...]]]] = {}
+        """(store of a group, or "", and slot) → the tag and the votes of each entry."""
+
+    @property
+    def _beside(self) -> dict[str, SimBus]:
+        return {beside(name): world.bus for name, world in self._world.beside.items()}
+
+    # --- operations, begun by a process ---
+
+    def begin(self, caller: Process, call: Call) -> None:
+        """Start an operation; ``caller`` gets its answer or failure if it is still alive."""
+        world = self._world
+        if call.at == GROUP:  # a store on the group's own host
+            self._clock.after(world.latency.handling * caller.slow, caller, self._ask_group, caller)
+            return
+        self._clock.after(world.latency.operation(caller.slow), None, self._arrive, caller, call)
+
+    def _ask_group(self, caller: Process) -> None:
+        assert caller.call is not None, "it is open"
+        if self._world.strikes("group_store"):
+            caller.failed(BusError("the group's store is out of reach"))
+        else:
+            caller.answered(self._carry_out(caller.call, caller.participant.config.store))
+
+    def _arrive(self, caller: Process, call: Call) -> None:
+        world, link = self._world, caller.link
+        if not caller.alive and world.rng.random() < 0.5:
+            return  # died before it was sent
+        if link.until > self._clock.now:
+            if not link.fails:
+                link.waiting.append(call)
+                return
+            if world.rng.random() < 0.3:  # the operation arrives, but its answer does not
+                self._carry_out(call, in_part=world.rng.random() < 0.5)
+            self._clock.after(world.latency.hop(), caller, self._fail, caller)
+            return
+        answer = self._carry_out(call)
+        delay = world.latency.hop() * caller.slow
+        self._clock.after(delay, caller, self._answer, caller, answer)
+
+    def _answer(self, caller: Process, answer: object) -> None:
+        link = caller.link
+        if link.until > self._clock.now and link.fails:
+            self._fail(caller)
+        elif link.until > self._clock.now:
+            delay = link.until - self._clock.now
+            self._clock.after(delay, caller, self._answer, caller, answer)
+        else:
+            caller.answered(answer)
+
+    def _fail(self, caller: Process) -> None:
+        self._world.count("operation_failed")
+        caller.failed(BusError("the bus is out of reach"))
+
+    def _carry_out(self, call: Call, store: str = "", in_part: bool = False) -> object:
+        """Carry out an operation and return its answer.
+
+        Args:
+            call: The operation.
+            store: Name of the group's store, if it is an operation there.
+            in_part: The caller fails before it announces what it has decided.
+        """
+        registers = self._beside[call.at].registers if call.at in self._beside else self.registers
+        match call:
+            case Read(key=key):
+                return registers.get(key)
+            case Write(key=key, value=value):
+                registers[key] = value
+            case CompareSet(desired=desired):
+                held = self._compare_set(call)
+                if call.announce and held == desired and not in_part:
+                    self.publish(desired)
+                return held
+            case Cast(slot=slot, tag=tag, votes=votes, voters=voters):
+                cast = self.ballots.setdefault((store, slot), [])
+                cast.append((tag, votes))
+                mine = [vote for t, some in cast if t == tag for vote in some]
+                return mine if len(mine) >= voters else None
+            case Delete(key=key):
+                self.ballots.pop((store, key), None)
+                registers.pop(key, None)
+            case Publish(message=message, at=at) if not isinstance(message, HeldReport):
+                self.publish(message)
+                for bus in self._beside.values() if at != SCOPE else ():
+                    bus.publish(message)
+            case Send(inbox=inbox, message=message) if not isinstance(message, Answer):
+                if inbox in self.inboxes and self.inboxes[inbox].alive:
+                    self._give(self.inboxes[inbox], message, alone=True)
+        return None
+
+    def _compare_set(self, call: CompareSet) -> Packed | None:
+        desired, held = call.desired, self.registers.get(HEAD)
+        if held != call.expected:
+            assert isinstance(held, Packed), "the register never loses its value"
+            return held
+        self.registers[HEAD] = desired
+        self.head = desired.record
+        if desired.members:
+            members = self.registers[list_name(desired)]
+            assert isinstance(members, tuple), "the list is written before it is proposed"
+            self.head = replace(desired.record, members=members)
+        self.history.append(self.head)
+        self._world.hopeless |= desired.record.diverged
+        return desired
+
+    # --- messages ---
+
+    def publish(self, message: BusMessage | Packed) -> None:
+        """Broadcast a message, in one order; every listener receives it eventually."""
+        world = self._world
+        for listener in world.live():
+            if not (listener.link.deaf or listener.link.behind):
+                self._give(listener, message)
+        if isinstance(message, Packed) and message.record.kind != "abort":
+            for other in world.beside.values():
+                if any(bound.scope == world.name for bound in world.spec.bound_to(other.name)):
+                    for listener in other.live():
+                        self._give(listener, Heard(world.name, message), alone=True)
+
+    def _give(self, listener: Process, message: Posted, alone: bool = False) -> None:
+        world = self._world
+        if world.strikes("lost"):
+            return
+        if not alone and world.strikes("deaf"):
+            self._deafen(listener)
+            return
+        if not alone and world.strikes("overrun"):
+            self._overrun(listener)
+            return
+        for _ in range(2 if world.strikes("repeated") else 1):
+            self._send(listener, listener.link, message, alone)
+
+    def _send(self, listener: Process, link: Link, message: Posted, alone: bool) -> None:
+        if link.until > self._clock.now or link.held:
+            link.held.append((message, alone))
+            return
+        world = self._world
+        due = self._clock.now + world.latency.hop() + link.lag * world.rng.random()
+        if alone:  # the two kinds of messages have no common order
+            link.last_alone = due = max(due, link.last_alone)
+        else:
+            link.last = due = max(due, link.last)
+        self._clock.after(due - self._clock.now, listener, self._deliver, listener, message)
+
+    def _deliver(self, listener: Process, message: Posted) -> None:
+        listener.post(message)
+
+    def _deafen(self, listener: Process) -> None:
+        listener.link.deaf = True
+        self._clock.after(
+            self._world.latency.hop(),
+            listener,
+            listener.post,
+            BusDown("listen", "the listener has ended"),
+        )
+
+    def _overrun(self, listener: Process) -> None:
+        """Let a listener miss all broadcasts for some seconds, then resume and be notified."""
+        listener.link.behind = True
+        seconds = _LONGEST_GAP_S * self._world.rng.random() ** 2
+        self._clock.after(seconds, listener, self._hears_again, listener)
+
+    def _hears_again(self, listener: Process) -> None:
+        listener.link.behind = False
+        listener.post(BusDown("overrun", "this listener fell 1024 messages behind"))
+
+    # --- links ---
+
+    def cut(self, process: Process, seconds: float, fails: bool) -> None:
+        """Disconnect the process from the bus for some time; messages to it wait.
+
+        Consecutive cuts form one trouble, which ends before any participant gives the bus up.
+        """
+        link, now = process.link, self._clock.now
+        if now - link.until > _RECOVERY_S:
+            link.since = now
+        until = min(now + seconds, link.since + _LONGEST_TROUBLE_S)
+        if until <= max(now, link.until):
+            return
+        if link.until <= now:
+            link.fails = fails
+        link.until = until
+        self._clock.after(until - now, None, self.mend, process)
+
+    def mend(self, process: Process) -> None:
+        """End the cut of the link if its time is over; waiting messages and operations resume."""
+        link = process.link
+        if link.until > self._clock.now:
+            return
+        held, link.held = link.held, deque()
+        for message, alone in held:
+            self._send(process, link, message, alone)
+        waiting, link.waiting = link.waiting, []
+        for call in waiting:
+            self._arrive(process, call)
+
+
+# --- one process ---
+
+
+_SILENT = logging.Logger("fft.prove.simulator", logging.CRITICAL + 1)
+"""Log of simulated engines, whose faults are not worth a line."""
+
+
+class Process:
+    """One process of the job: an engine in virtual time, and the main thread.
+
+    It drives the shipped ``EngineCore`` as ``fft.engine.loop`` does in production: each event and
+    each operation on a bus takes its time. It is the host, the slot and the trace of its engine. It
+    can be stopped, slowed or killed between any two of its actions, and so between any two
+    operations of one event.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        participant: Participant,
+        local: Local,
+        bits: Bits,
+        group: Group,
+        instance: int,
+    ) -> None:
+        self.world = world
+        self.participant = participant
+        self.group = group
+        self.instance = instance
+        """The start of the group that this process belongs to."""
+        config = participant.config
+        self.peer: Peer = config.me
+        self.link = Link()
+        self.alive = True
+        self.code: int | None = None
+        """Exit code, once it has ended."""
+        self.stopped = False
+        self.parked: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.slow = 1.0
+        self.doom: int | None = None
+        """Number of operations on a bus after which it is killed."""
+        self.call: Call | None = None
+        """The open operation on a bus."""
+        others = tuple(ScopeReader(bound.scope) for bound in config.flow)
+        wiring = Wiring("sim://", config.world > 1, others, _SILENT)
+        self.core = EngineCore(participant, local, self, self, self, wiring)
+        self.main = MainThread(self, bits)
+        self._busy = False
+        self._alarm: float | None = None
+        """Time of the earliest planned look at the timers."""
+
+    @property
+    def local(self) -> Local:
+        """State of the participant."""
+        return self.core.local
+
+    def start(self) -> None:
+        """Ask to join, after connecting to the bus."""
+        self.post(Start())
+
+    def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        """Plan an action of this process; a slow process acts later."""
+        self.world.clock.after(delay * self.slow, self, action, *args)
+
+    def resume(self) -> None:
+        """Resume, as by SIGCONT: actions that came up meanwhile run now, in order."""
+        self.stopped = False
+        parked, self.parked = self.parked, []
+        for action, args in parked:
+            self.world.clock.after(0.0, self, action, *args)
+
+    # --- the engine's thread ---
+
+    def post(self, event: Posted) -> None:
+        """Queue an event."""
+        self.core.post(event)
+        self._wake()
+
+    def answered(self, answer: object) -> None:
+        """Pass the answer of the open operation to the engine."""
+        self._advance(self.core.step, answer)
+
+    def failed(self, error: Exception) -> None:
+        """Pass the failure of the open operation to the engine."""
+        self._advance(self.core.fail, error)
+
+    def _wake(self) -> None:
+        if not self._busy:
+            self._busy = True
+            self.later(self.world.latency.handling, self._advance, self.core.step)
+
+    def _advance(self, go_on: Callable[..., Call | None], *given: object) -> None:
+        now = self.world.clock.now
+        try:
+            self.call = go_on(now, *given)
+        except Exception as error:
+            self.world.crashed(self, error)
+            raise
+        if self.call is None:
+            self._rest(now)
+            return
+        if self.doom is not None:
+            self.doom -= 1
+            if self.doom <= 0:
+                self.world.strike_down(self)
+                return
+        self.world.bus.begin(self, self.call)
+
+    def _rest(self, now: float) -> None:
+        """Wait for an event or a timer, unless the engine has work."""
+        self._busy = False
+        wait = self.core.patience(now)
+        if wait == 0.0:
+            self._wake()
+        elif wait is not None and (self._alarm is None or now + wait < self._alarm):
+            self._alarm = now + wait
+            self.world.clock.after(wait, self, self._ring, self._alarm)
+
+    def _ring(self, alarm: float) -> None:
+        if self._alarm == alarm:
+            self._alarm = None
+        self._wake()
+
+    # --- what its engine asks of it ---
+
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        """Record the outcome of an event."""
+        self.world.handled(self, before, event, out)
+
+    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
+        """Record a note of the engine: that another scope holds a txn back."""
+        self.world.count_held()
+
+    def put(self, command: Command) -> None:
+        """Hand a command to the main thread."""
+        self.main.command(command)
+
+    def nudge(self) -> None:
+        """Do nothing: a joiner's main thread is modelled without waits for its own state."""
+
+    def cancel_futures(self, cause: str) -> None:
+        """Do nothing: an aborted group has the same effect on the main thread."""
+
+    def abort_groups(self, cause: str) -> None:
+        """Abort the process groups, which unblocks the main thread."""
+        self.main.abort()
+
+    def members_lost(self) -> None:
+        """Do nothing: no abort is postponed here."""
+
+    def decided(self, record: Record) -> None:
+        """Do nothing: the main thread reads the decision in its command."""
+
+    def command(self, command: OperatorCommand) -> None:
+        """Do nothing: no operator sends commands."""
+
+    def interrupt(self, cause: str) -> None:
+        """Do nothing: a step function ends by itself, or by the abort of its groups."""
+
+
+# --- its main thread ---
+
+
+STATE_BYTES = 1000
+"""Size of one transfer of state, in bytes."""
+_SHUTDOWN = 5.0
+"""Seconds that a manager's shutdown waits for its engine."""
+
+
+@dataclass(frozen=True)
+class _Came:
+    """The result of a fetch. ``bits`` is None if it failed."""
+
+    cause: str
+    bits: Bits | None = None
+    source: str = ""
+    torn: bool = False
+
+
+class MainThread:
+    """The main thread of a process; ``bits`` models the real contents of its memory.
+
+    It does in virtual time what ``fft.train.worker`` does with a command, by the same table
+    (``fsm_specs/main_thread.yaml``).
+    """
+
+    def __init__(self, process: Process, bits: Bits) -> None:
+        self.bits = bits
+        self.serving: Record | None = None
+        """The epoch whose members can fetch this process's state."""
+        self._process = process
+        self._world = process.world
+        self._slot: Command | None = None
+        self._stands = Standing(process)
+        self._waits = True
+        """It waits for a command; otherwise it is working, or has ended."""
+        self._quits = False
+        """Its user's code gives up."""
+        self._plan: StartTxn | None = None
+        self._meeting: Meeting | None = None
+        self._serial = 0
+        """Number of the newest wait; results of older waits are ignored."""
+        self._era = -1
+        """Record number of the epoch of the process groups; ``_members`` has their members."""
+        self._members: tuple[Peer, ...] = ()
+        self._aborted = True
+        self._failing: str | None = None
+        """The fault that will occur in this step function."""
+        self._heal: Heal | None = None
+        self._held = 0, False
+        """Contents of the vote once the state has arrived: reductions, and whether to skip."""
+        self._interval = self._world.digest_interval()
+        self._learning: Heal | None = None
+        """For a learner: the heal that it is fetching its state for."""
+        self._came: _Came | None = None
+        """The result of that fetch."""
+        self._computed: tuple[int | None, int] | None = None
+        """In an asynchronous job: lease and base of the group's contribution, or None."""
+
+    # --- commands ---
+
+    def command(self, command: Command) -> None:
+        """Take a command that the engine has put into the slot; the newest one counts."""
+        self._slot = command
+        if self._quits and isinstance(command, Finish):
+            self._exit(1)
+        self._look()
+
+    def _look(self) -> None:
+        """Take the command, if this thread is waiting for one."""
+        command = self._slot
+        if command is None or not self._waits:
+            return
+        self._slot, self._waits = None, False
+        for effect in self._stands.hears(command):
+            self._carry_out(effect, command)
+
+    def _carry_out(self, effect: str, command: Command) -> None:
+        match effect, command:
+            case "restore", Restore():
+                self._process.later(self._world.latency.restore(), self._restored, command)
+            case "connect", Heal():
+                self._begin_heal(command)
+            case "begin_body", StartTxn():
+                self._enter(command)
+            case "apply", Apply():
+                base = self._computed[1] if self._computed is not None else None
+                self._world.consumed(self._process, self._plan, base)
+                self._computed = None
+                self._process.later(self._world.latency.apply(), self._applied, command.skip)
+            case "leave", Finish(error=error):
+                self._exit(int(error is not None))
+            case _:
+                raise TypeError(f"the simulator cannot {effect} for {command}")
+
+    def _exit(self, code: int) -> None:
+        self._process.later(self._world.latency.exit(), self._world.exited, self._process, code)
+
+    def _wait(self) -> None:
+        self._waits = True
+        self._look()
+
+    def _give_up(self) -> None:
+        """End the step function without a vote."""
+        self._stands.moves_on("unwound")
+        self._wait()
+
+    def _token(self) -> Token:
+        return self._process.local.token
+
+    def _restored(self, command: Restore) -> None:
+        self._plan, self._learning = None, None
+        self.bits = self.bits.restored()
+        self._stands.says(Restored(command.token))
+        self._wait()
+
+    def _applied(self, skip: bool) -> None:
+        who, token = self._process.peer, self._token()
+        if self._world.strikes("apply_failed"):
+            self.bits, self._computed = self.bits.torn(who), None
+            self._stands.says(ApplyFailed(token, "the optimizer step raised"))
+        else:
+            self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
+            self._stands.says(Applied(token, self.bits.told))
+            if self._world.spec.bound:
+                self._stand_apart()
+        self._wait()
+
+    def _stand_apart(self) -> None:
+        """Compute this group's contribution to a later synchronization, then ask to be in it."""
+        process = self._process
+        record = process.local.head
+        assert record is not None, "a txn was committed"
+        self._computed = own_lease(record.leases, process.participant.config), record.step
+        after = self._world.apart_for(process.peer)
+        process.later(after, process.post, Synchronise())
+
+    def _bring(self, plan: StartTxn) -> None:
+        """Keep the computed contribution, or recompute it in the txn from the epoch's state."""
+        if not self._world.spec.bound:
+            return
+        config, epoch = self._process.participant.config, self._process.local.epoch
+        if plan.lease is None:
+            self._computed = None
+        elif self._computed is None or not is_brought(epoch, config, self._computed, plan.lease):
+            self._computed = plan.lease, plan.step
+
+    # --- the process groups ---
+
+    def abort(self) -> None:
+        """Abort the groups for the engine, which unblocks every thread in them on all ranks."""
+        if self._aborted:
+            return
+        self._aborted = True
+        self._world.lost(self._process.peer, self._era)
+        if self._meeting is not None:
+            self._process.later(self._world.latency.hop(), self.missed, self._serial, "aborted")
+
+    def _meet(self, key: tuple[int, ...], limit: float) -> None:
+        self._serial += 1
+        self._meeting = self._world.meeting(key, self._members)
+        self._meeting.join(self._process, self._serial, limit)
+
+    def met(self, serial: int) -> None:
+        """Continue after all members came."""
+        if serial != self._serial or self._meeting is None:
+            return
+        self._meeting = None
+        if self._heal is None:
+            self._reduced()
+        elif self._aborted:
+            self._heal_failed("aborted")
+        else:
+            self._rebuilt(self._heal)
+
+    def missed(self, serial: int, cause: str) -> None:
+        """Continue after a member did not come or the groups were aborted."""
+        if serial != self._serial or self._meeting is None:
+            return
+        self._meeting = None
+        if self._heal is not None:
+            self._heal_failed(cause)
+        elif self._aborted:
+            self._unwind()
+        else:
+            self._fail(f"a reduction failed: {cause}")
+
+    # --- the step function ---
+
+    def _enter(self, plan: StartTxn) -> None:
+        world = self._world
+        if plan.token.txn > 1 or self.serving is None or not self.serving.learners:
+            self.serving = None
+        self._plan = plan
+        self._bring(plan)
+        self.bits = self.bits.begin(self._process.peer, plan.token)
+        if world.compares and self._learning is None and world.strikes("corrupted"):
+            self.bits = self.bits.corrupted(self._process.peer)
+        self._failing = world.body_fault()
+        compute = world.latency.compute()
+        if not world.data_notes.takes(self._process, plan):
+            self._process.later(compute, self._quit)  # as of a loader that has failed
+        elif self._failing in ("exception", "quit"):
+            self._process.later(compute * world.rng.random(), self._raise, self._failing)
+        else:
+            self._process.later(compute, self._reduce)
+
+    def _raise(self, kind: str) -> None:
+        self._world.count(kind)
+        if kind == "quit":
+            self._quit()
+            return
+        self._fault(f"injected: {kind}")
+        self._give_up()
+
+    def _quit(self) -> None:
+        self._world.lost(self._process.peer, self._era)
+        self._aborted = self._quits = True
+        self._process.post(Stop("the user's code gave up"))
+        self._process.later(_SHUTDOWN, self._world.exited, self._process, 1)
+
+    def _fault(self, cause: str) -> None:
+        assert self._plan is not None
+        if not self._aborted:
+            self._process.post(Fault(self._plan.token, cause))
+
+    def _reduce(self) -> None:
+        plan = self._plan
+        assert plan is not None
+        if self._aborted:
+            self._unwind()
+            return
+        if self._failing == "user_skips_early":
+            self._world.count(self._failing)
+            self._vote(0, skip=True)
+            return
+        if self._failing == "skipped" and self._world.skips_alone(plan.token, self._members):
+            self.bits = self.bits.spoil(self._process.peer)
+            self._vote(self._world.rng.choice([0, self._world.reductions - 1]))
+            return
+        self._meet((self._era, *plan.token), self._world.group_timeout)
+
+    def _reduced(self) -> None:
+        assert self._plan is not None
+        if self._aborted:
+            self._unwind()
+        elif self._failing in ("one_sided", "late_exception"):
+            self._world.count(self._failing)
+            if self._failing == "one_sided":
+                self._fail("injected: the last reduction failed on this side")
+            else:
+                self._raise_late()
+        else:
+            world, token = self._world, self._plan.token
+            left_out = world.skipped_by_all(token) == self._process.peer.rank
+            alone = self._failing == "user_skips"
+            if alone:
+                world.count("user_skips")
+            self._vote(world.reductions - left_out, skip=world.all_skip(token) or alone)
+
+    def _raise_late(self) -> None:
+        self._fault("injected: exception after the reductions")
+        self._give_up()
+
+    def _fail(self, cause: str) -> None:
+        """Handle a failed reduction: the gradients here differ from those of the peers."""
+        self.bits = self.bits.spoil(self._process.peer)
+        self._fault(cause)
+        if self._world.awaits_reductions:
+            self._vote(self._world.reductions, cause)
+        else:
+            self._give_up()
+
+    def _unwind(self) -> None:
+        """End the step function after an abort."""
+        if self._world.awaits_reductions:
+            self._vote(self._world.reductions, "the process group was aborted")
+        else:
+            self._give_up()
+
+    def _vote(self, count: int, cause: str = "", skip: bool = False) -> None:
+        """Post YES, or NO because of ``cause``, and wait for the decision."""
+        assert self._plan is not None
+        if self._learning is not None and not cause:
+            self._held = count, skip
+            self._waits = True
+            self._learn()
+            return
+        manifest = Manifest(count=count, bytes=4 * count, shapes="x")
+        # By the step, so that a replay compares again.
+        compares = self._world.compares and self._plan.step % self._interval == 0
+        digest = self.bits.digest if compares else None
+        self._stands.says(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
+        if self._failing == "after_vote" and not cause:
+            self._world.count("after_vote")
+            self._process.post(Fault(self._plan.token, "injected: fault after the vote"))
+        self._wait()
+
+    def _learn(self) -> None:
+        """Vote for a learner whose step function has ended, once its state has arrived."""
+        learning, came = self._learning, self._came
+        is_over = self._waits and self._stands.role == "computing"
+        if not is_over or learning is None or came is None:
+            return
+        self._learning = None
+        if came.bits is None:
+            self._failed_to_heal(learning, came.cause, came.torn)
+            return
+        self.bits = self.bits.learnt(came.bits)
+        self._stands.says(Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.told))
+        self._waits = False
+        count, skip = self._held
+        self._vote(count, skip=skip)
+
+    # --- healing ---
+
+    def _begin_heal(self, command: Heal) -> None:
+        self._heal, self._era, self._aborted = command, command.record.n, False
+        self._members = tuple(p for g in command.record.members for p in g.peers())
+        limit = self._process.participant.config.timeouts.get("ready_window", 60.0)
+        self._meet((command.record.n,), limit)
+
+    def _rebuilt(self, command: Heal) -> None:
+        world = self._world
+        if world.strikes("heal_failed"):
+            self._heal_failed("injected: connection reset")
+            return
+        if command.send_to:
+            self.serving = command.record
+        if command.fetch_from is None:
+            self._healed(0, "")
+            return
+        limit = self._process.participant.config.timeouts.get("vote_window", 60.0)
+        give_up = world.clock.now + limit
+        self._process.later(world.latency.transfer(), self._fetch, command, give_up)
+        if self._process.peer.group in command.record.learners:
+            self._heal, self._learning, self._came = None, command, None
+            self._stands.says(Connected(command.record.epoch))
+            self._wait()
+
+    def _fetch(self, command: Heal, give_up: float) -> None:
+        """Complete the transfer if its source is ready; otherwise wait for it."""
+        world, record = self._world, command.record
+        if command is not (self._heal or self._learning):
+            return  # a rollback has ended it
+        assert command.fetch_from is not None
+        entry = record.members[command.fetch_from]
+        source = world.processes[entry.peers()[self._process.peer.rank]]
+        served = source.main.serving
+        if not source.alive:
+            self._fetched(_Came(f"{source.peer} does not answer"))
+        elif served is None or source.stopped:
+            if world.clock.now >= give_up:
+                self._fetched(_Came(f"{source.peer} serves no state"))
+            else:
+                self._process.later(0.1, self._fetch, command, give_up)
+        elif served.step != record.step or served.lineage != record.lineage:
+            self._fetched(_Came(f"{source.peer} serves step {served.step}"))
+        elif world.strikes("heal_torn"):
+            self._fetched(_Came("injected: the state does not fit", torn=True))
+        else:
+            self._fetched(_Came("", source.main.bits, entry.group))
+
+    def _fetched(self, came: _Came) -> None:
+        if self._heal is None:
+            self._came = came
+            self._learn()
+        elif came.bits is None:
+            self._heal_failed(came.cause, came.torn)
+        else:
+            self.bits = self.bits.fetched(came.bits)
+            self._healed(STATE_BYTES, came.source)
+
+    def _healed(self, size: int, source: str) -> None:
+        assert self._heal is not None
+        epoch, self._heal = self._heal.record.epoch, None
+        self._stands.says(Healed(epoch, size, source, self.bits.told))
+        self._wait()
+
+    def _heal_failed(self, cause: str, torn: bool = False) -> None:
+        healing, self._heal = self._heal, None
+        assert healing is not None
+        self._failed_to_heal(healing, cause, torn)
+
+    def _failed_to_heal(self, command: Heal, cause: str, torn: bool) -> None:
+        if torn:
+            self.bits = self.bits.torn(self._process.peer)
+        self._stands.says(HealFailed(command.record.epoch, cause, torn))
+        if torn and self._world.rng.random() < 0.7:  # the manager raises: the process ends
+            self._waits = False
+            self._exit(1)
+            return
+        self._wait()
+
+
+# --- the main thread's table ---
+
+
+Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
+
+
+class Standing:
+    """The state of a main thread, by its table. An event without a row is a violation."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._table = shipped_thread()
+        self._state = self._table.spec.initial
+
+    @property
+    def role(self) -> Role:
+        """Role of the state."""
+        return self._table.role(self._state)
+
+    def hears(self, command: Command) -> tuple[str, ...]:
+        """Take a command. Returns the effects to carry out."""
+        facts: Set[str] = NO_FACTS
+        if isinstance(command, Heal) and command.fetch_from is not None:
+            late = self._process.peer.group in command.record.learners
+            facts = {"learns"} if late else {"fetches"}
+        return self.moves_on(COMMANDS[type(command)], facts)
+
+    def says(self, word: Word) -> None:
+        """Report the result of a command to the engine."""
+        no = isinstance(word, Prepared) and not word.yes
+        self.moves_on(word.type, {"says_no"} if no else NO_FACTS)
+        self._process.post(word)
+
+    def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """Apply an event. Returns the effects to carry out."""
+        try:
+            self._state, effects = self._table.react(self._state, event, facts)
+        except ProtocolError as error:
+            self._process.world.violated("protocol_error", f"{self._process.peer}: {error}")
+        return effects
+
+
+# --- process groups ---
+
+
+class Meeting:
+    """The reductions of one txn, or the rendezvous of one epoch, which all members must enter.
+
+    A collective cannot complete before every member has entered it. If a member dies or drops its
+    connections, the waiting members fail: some at once, because they were its neighbours, others
+    only when their own timeout expires, as with gloo.
+    """
+
+    def __init__(self, world: World, peers: tuple[Peer, ...]) -> None:
+        self.peers = peers
+        self._world = world
+        self._came: dict[Peer, tuple[Process, int]] = {}
+        self._missing = next((p for p in peers if not world.is_alive(p)), None)
+        """A member that will never come."""
+        self._complete = False
+
+    def join(self, process: Process, serial: int, limit: float) -> None:
+        """Let ``process`` wait for ``main.met`` or ``main.missed``, within ``limit`` seconds."""
+        world = self._world
+        self._came[process.peer] = (process, serial)
+        if self._missing is not None:
+            self._disappoint(process, serial, limit)
+        elif len(self._came) == len(self.peers):
+            self._complete = True
+            for member, waits in self._came.values():
+                member.later(world.latency.hop(), member.main.met, waits)
+        else:
+            world.clock.after(limit, process, process.main.missed, serial, "timed out")
+
+    def lose(self, peer: Peer) -> None:
+        """Handle that ``peer`` is gone, or has dropped its connections."""
+        if self._complete:
+            # The meeting was complete, but some waiting members may lack the last part of it.
+            for member, serial in self._came.values():
+                if self._world.rng.random() < 0.3:
+                    cause = f"connection closed by {peer}"
+                    self._world.clock.after(0.0, member, member.main.missed, serial, cause)
+            return
+        first, self._missing = self._missing is None, self._missing or peer
+        if first:
+            for member, serial in self._came.values():
+                if member.peer != peer:
+                    self._disappoint(member, serial, None)
+
+    def _disappoint(self, member: Process, serial: int, limit: float | None) -> None:
+        """Fail a member at once, or by its own timeout only (``None``: that is planned already)."""
+        world, cause = self._world, f"connection closed by {self._missing}"
+        if world.rng.random() < 0.6:
+            world.clock.after(world.latency.notice(), member, member.main.missed, serial, cause)
+        elif limit is not None:
+            world.clock.after(limit, member, member.main.missed, serial, cause)
+
+
+# --- replica groups ---
+
+
+_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before the restarts of a supervised group, the last one for all later ones."""
+
+
+class Group:
+    """One replica group and its launcher, which starts its processes and sees them end.
+
+    A supervised group is one under ``fft run``: a death is reported on the bus within milliseconds,
+    the rest of the group is ended with it, and the group restarts after a growing pause. Any other
+    group has a launcher that reports nothing: it notices late, or never. ``instance`` counts the
+    starts of the group.
+    """
+
+    def __init__(self, world: World, name: str, supervised: bool) -> None:
+        self.name = name
+        self.supervised = supervised
+        self.instance = 0
+        self.processes: list[Process] = []
+        """Processes of this instance that have started."""
+        self.coming = False
+        """A start is planned or in progress."""
+        self.away = False
+        """It has left regularly."""
+        self.leaving = False
+        """This instance was asked to leave."""
+        self._world = world
+        self._restarts = 0
+
+    @property
+    def live(self) -> list[Process]:
+        """Processes of this instance that have not ended."""
+        return [p for p in self.processes if p.alive]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank of this instance lives."""
+        return len(self.live) == self._world.ranks
+
+    # --- starting ---
+
+    def _may_reform(self) -> bool:
+        """Whether its live ranks wait for a process that replaces one that has ended."""
+        world = self._world
+        if world.name or not (self.live and len(self.processes) == world.ranks > 1):
+            return False
+        return not (self.leaving or world.is_ending) and world.strikes("reformed")
+
+    def _reform(self, lost: Process) -> None:
+        """Replace ``lost`` by one process, which was ready or has to start first."""
+        world = self._world
+        is_ready = world.rng.random() < 0.5
+        self._tell(lost, replaced=world.rng.random() < 0.8)
+        self.processes.remove(lost)
+        self.coming = True
+        delay = world.latency.handling if is_ready else world.latency.boot()
+        world.clock.after(delay, None, self._spawn, lost.peer.rank, self.instance, True)
+
+    def start_in(self, delay: float) -> None:
+        """Start a new instance after ``delay`` seconds, unless that is planned already."""
+        if not self.coming:
+            self.coming = True
+            self._world.clock.after(delay, None, self.start)
+
+    def start(self) -> None:
+        """Start a new instance now; its ranks come up one by one."""
+        world = self._world
+        self.instance += 1
+        self.processes, self.coming = [], True
+        self.away = self.leaving = False
+        for rank in range(world.ranks):
+            world.clock.after(world.latency.boot(), None, self._spawn, rank, self.instance)
+
+    def _spawn(self, rank: int, instance: int, replaces: bool = False) -> None:
+        world = self._world
+        if instance != self.instance:
+            return
+        if not world.data_notes.may_start(self.name):
+            if world.data_notes.has_left(self.name):
+                self.coming, self.away = False, True
+                return
+            delay = world.latency.boot()
+            world.clock.after(delay, None, self._spawn, rank, instance, replaces)
+            return
+        if world.outage_until > world.clock.now:  # it cannot get its incarnation from the bus
+            delay = world.outage_until - world.clock.now + world.latency.boot()
+            world.clock.after(delay, None, self._spawn, rank, instance, replaces)
+            return
+        self.processes.append(world.spawn(self, rank, instance, replaces))
+        self.coming = len(self.processes) < world.ranks
+
+    # --- ending ---
+
+    def ended(self, process: Process) -> None:
+        """Handle the end of a process, by itself or by a fault; ``process.code`` is set."""
+        world = self._world
+        if process.instance != self.instance:
+            self._old_one_ended(process)
+        elif process.code == 0:
+            self._left()
+        elif world.hopeless:
+            return
+        elif self.supervised or world.is_calm:
+            world.clock.after(world.latency.notice(), None, self._notice, process)
+        elif world.rng.random() < 0.75:
+            delay = world.rng.uniform(0.5, 5.0)
+            world.clock.after(delay, None, self.replace, self.instance)
+
+    def _old_one_ended(self, process: Process) -> None:
+        """Report the end of a process of an older instance, which is not restarted."""
+        if process.code and self.supervised:
+            self._world.clock.after(self._world.latency.notice(), None, self._tell, process)
+
+    def _left(self) -> None:
+        """Handle the regular end of a rank. If all ended so, the group is away; else it is
+        broken."""
+        if self.live or self.coming:
+            return
+        world = self._world
+        if all(p.code == 0 for p in self.processes):
+            self.away = True
+            if not world.is_ending and world.rng.random() < 0.7:
+                world.count("return")
+                self.start_in(world.rng.uniform(0.1, 2.0))
+        elif self.supervised:
+            self._restart()
+
+    def _notice(self, process: Process) -> None:
+        if process.instance != self.instance:
+            return
+        if self._may_reform():
+            self._reform(process)
+            return
+        self._tell(process)
+        for mate in self.live:
+            self._world.kill(mate)
+            self._tell(mate)
+        self._restart()
+
+    def _tell(self, process: Process, replaced: bool = False) -> None:
+        c = process.participant.config
+        cause = "SIGKILL" if (process.code or 0) < 0 else f"exit status {process.code}"
+        self._world.announce(
+            Death(
+                group=c.me.group,
+                rank=c.me.rank,
+                pid=c.pid,
+                host=c.host,
+                by="supervisor",
+                cause=cause,
+                replaced=replaced,
+            )
+        )
+
+    def _restart(self) -> None:
+        pause = _PAUSES[min(self._restarts, len(_PAUSES) - 1)]
+        self._restarts += 1
+        self._come_again(pause)
+
+    def replace(self, instance: int) -> None:
+        """Let a silent launcher end the rest of the instance and start the next one."""
+        if instance != self.instance:
+            return
+        for mate in self.live:
+            self._world.kill(mate)
+        self._come_again(0.0)
+
+    def _come_again(self, pause: float) -> None:
+        self.instance += 1  # ranks of the old instance that are still starting do not come up
+        self.coming = False
+        if not self._world.is_ending:
+            self.start_in(pause)
+            return
+        # the group does not restart, and it ends in all scopes
+        for stage in self._world.beside.values():
+            for mate in stage.groups[self.name].live:
+                stage.kill(mate)
+
+    def drain(self, by_signal: bool) -> None:
+        """Ask the group to leave after a commit."""
+        world, self.leaving = self._world, True
+        if not by_signal:
+            world.announce(Drain(groups=(self.name,), by="supervisor"))
+            return
+        for process in self.live:
+            asked = Drain(groups=(self.name,), by=str(process.peer), local=True)
+            world.clock.after(world.latency.notice(), process, process.post, asked)
+
+
+# --- faults at random times ---
+
+
+_BODY = (
+    *("exception", "late_exception", "one_sided", "skipped", "after_vote", "quit"),
+    *("user_skips", "user_skips_early"),
+)
+_BURST = 5.0
+"""Factor by which faults are more frequent in a burst."""
+_MOST_GROUPS = 5
+
+
+class Chaos:
+    """The generator of faults at random times, and of faults of step functions."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        rates = world.weather.rates
+        self._kinds = [kind for kind in rates if rates[kind] > 0]
+        self._weights = [rates[kind] for kind in self._kinds]
+        chances = world.weather.chances
+        self._fates = [(kind, chances[kind]) for kind in _BODY if chances.get(kind)]
+
+    def begin(self) -> None:
+        """Schedule the next fault at a random time."""
+        if not self._kinds:
+            return
+        world = self._world
+        often = _BURST if world.burst_until > world.clock.now else 1.0
+        delay = world.rng.expovariate(sum(self._weights) * often)
+        world.clock.after(delay, None, self._strike)
+
+    def _strike(self) -> None:
+        world = self._world
+        if world.is_calm:
+            return
+        kind = world.rng.choices(self._kinds, self._weights)[0]
+        if getattr(self, f"_{kind}")():
+            world.count(kind)
+        self.begin()
+
+    def end(self) -> None:
+        """Stop all faults and end their effects. (Killed processes stay dead.)"""
+        world = self._world
+        for process in world.live():
+            process.slow, process.doom = 1.0, None
+            process.link.lag = 0.0
+            process.link.until = min(process.link.until, world.clock.now)
+            if process.stopped:
+                process.resume()
+            world.bus.mend(process)
+        world.outage_until = 0.0
+
+    def body_fault(self) -> str | None:
+        """Return the fault for a step function that begins now, or None."""
+        world = self._world
+        if world.burst_until > world.clock.now and world.rng.random() < 0.5:
+            return world.rng.choice(["exception", "one_sided"])
+        dice = world.rng.random()
+        for kind, chance in self._fates:
+            if dice < chance:
+                return kind
+            dice -= chance
+        return None
+
+    # --- victims ---
+
+    def _some(self) -> Process | None:
+        live = self._world.live()
+        return self._world.rng.choice(live) if live else None
+
+    def _spared(self, group: Group) -> bool:
+        """Whether to spare the last group with the state; without it the job just ends."""
+        return not self._world.holds_state(without=group) and self._world.rng.random() < 0.95
+
+    def _live_group(self) -> Group | None:
+        groups = [g for g in self._world.groups.values() if g.live]
+        return self._world.rng.choice(groups) if groups else None
+
+    def _group_in_an_epoch(self) -> Group | None:
+        """Return a group that synchronizes now, which asynchronous groups do only briefly."""
+        inside = [
+            group
+            for group in self._world.groups.values()
+            if any(process.local.epoch is not None for process in group.live)
+        ]
+        return self._world.rng.choice(inside) if inside else None
+
+    # --- kinds, by name; each returns whether it found a victim ---
+
+    def _kill_rank(self) -> bool:
+        process = self._some()
+        if process is None or self._spared(process.group):
+            return False
+        if self._world.rng.random() < 0.5:
+            process.doom = self._world.rng.randint(1, 12)
+        else:
+            self._world.strike_down(process)
+        return True
+
+    def _kill_group(self) -> bool:
+        group = self._live_group()
+        if group is None or self._spared(group):
+            return False
+        for process in group.live:
+            self._world.clock.after(
+                self._world.rng.random() * 0.01, process, self._world.strike_down, process
+            )
+        return True
+
+    def _slow(self) -> bool:
+        process = self._some()
+        if process is None or process.slow != 1.0:
+            return False
+        process.slow = self._world.rng.choice([3.0, 10.0, 50.0])
+        self._world.clock.after(self._world.rng.expovariate(1.0), None, self._quicken, process)
+        return True
+
+    def _quicken(self, process: Process) -> None:
+        process.slow = 1.0
+
+    def _stop_short(self) -> bool:
+        return self._stop(0.05, 0.9)
+
+    def _stop_long(self) -> bool:
+        return self._stop(1.1, self._world.rng.choice([3.0, 8.0]))
+
+    def _stop(self, least: float, most: float) -> bool:
+        process = self._some()
+        if process is None or process.stopped:
+            return False
+        self._hold(process, self._world.rng.uniform(least, most))
+        return True
+
+    def _hold(self, process: Process, windows: float) -> None:
+        process.stopped = True
+        window = process.participant.config.timeouts.get("ack_window", 1.0)
+        self._world.clock.after(window * windows, None, self._continue, process)
+
+    def _hang(self) -> bool:
+        world, process = self._world, self._some()
+        if process is None or process.stopped:
+            return False
+        # the interpreter lock held, or SIGSTOP: its engine does not run
+        if world.rng.random() < 0.5:
+            self._hold(process, world.rng.uniform(0.1, 5.0))
+        config, me = process.participant.config, process.peer
+        said = Suspect(me.group, me.rank, config.pid, config.host, by="monitor", cause="simulated")
+        world.clock.after(world.rng.uniform(0.0, 0.3), None, world.announce, said)
+        return True
+
+    def _continue(self, process: Process) -> None:
+        if process.alive and process.stopped:
+            process.resume()
+
+    def _drain(self) -> bool:
+        group = self._live_group()
+        if self._world.spec.bound and self._world.rng.random() < 0.5:
+            group = self._group_in_an_epoch() or group
+        # A rank that is still starting would miss the request and be left behind alone.
+        if group is None or not group.whole:
+            return False
+        # A group of an asynchronous job stays until others no longer need its state.
+        if not self._world.spec.bound and self._spared(group):
+            return False
+        by_signal = self._world.rng.random() < 0.5
+        group.drain(by_signal)
+        for world in self._world.beside.values():  # it is the same group in all scopes
+            if (same := world.groups.get(group.name)) is not None and same.whole:
+                same.drain(by_signal)
+        return True
+
+    def _join(self) -> bool:
+        world = self._world
+        if len(world.groups) >= _MOST_GROUPS:
+            return False
+        name = str(len(world.groups))
+        supervised = world.rng.random() < 0.7
+        for each in (world, *world.beside.values()):  # it is the same group in all scopes
+            each.groups[name] = Group(each, name, supervised)
+            each.groups[name].start()
+        return True
+
+    def _duplicate(self) -> bool:
+        group = self._live_group()
+        if group is None or group.coming or self._spared(group):
+            return False
+        group.start()
+        return True
+
+    def _partition(self) -> bool:
+        live = self._world.live()
+        if not live:
+            return False
+        victims = self._world.rng.sample(live, self._world.rng.randint(1, max(1, len(live) // 2)))
+        self._cut(victims)
+        return True
+
+    def _outage(self) -> bool:
+        world = self._world
+        world.outage_until = world.clock.now + self._cut(world.live())
+        return True
+
+    def _cut(self, victims: list[Process]) -> float:
+        rng = self._world.rng
+        seconds, fails = rng.choice([0.1, 1.0, 5.0]) * (0.5 + rng.random()), rng.random() < 0.5
+        for process in victims:
+            self._world.bus.cut(process, seconds, fails)
+        return seconds
+
+    def _lag(self) -> bool:
+        process = self._some()
+        if process is None:
+            return False
+        process.link.lag = self._world.rng.choice([0.05, 0.5, 2.0])
+        self._world.clock.after(self._world.rng.uniform(0.2, 2.0), None, self._catch_up, process)
+        return True
+
+    def _catch_up(self, process: Process) -> None:
+        process.link.lag = 0.0
+
+    def _burst(self) -> bool:
+        world = self._world
+        world.burst_until = world.clock.now + world.rng.uniform(0.3, 1.5)
+        return True
+
+
+# --- notes on data ---
+
+
+class DataNotes:
+    """Notes of the processes of a world on the data of their steps, like those of a real job.
+
+    Only FFT's own loop with data drawn by FFT is simulated; for groups with local steps, each slice
+    is one inner step. Stages pass on entries by oracle: the next stage can have at once what a rank
+    has begun to compute. An entry that is lost with its group is recomputed by a rank of the group
+    that has the state.
+    """
+
+    def __init__(self, world: World, spec: FsmSpec) -> None:
+        self._world = world
+        self._takers = 1 if spec.samples == "per_group" else world.ranks
+        follows = [e.scope for e in spec.bound_to(world.name) if not e.ahead] if world.name else []
+        self._before = next(iter(follows), None)
+        self._entries: dict[tuple[str, int], int] = {}
+        """(group, slice) → the version with which its entry was computed here."""
+        self._told: set[Peer] = set()
+        """Participants that have noted the loop that they run."""
+
+    @property
+    def _source(self) -> DataNotes | None:
+        """The notes of the stage before, or None if this is the first stage."""
+        return None if self._before is None else self._world.beside[self._before].data_notes
+
+    def takes(self, process: Process, plan: StartTxn) -> bool:
+        """Whether a step function that begins has the entry that it computes on."""
+        group, number = process.peer.group, plan.slice
+        if number is None:
+            return True
+        self._entries[(group, number)] = plan.step
+        if self._source is None:
+            return True
+        version = self._source.entry(group, number)
+        if version is not None:
+            told = {"slice": number, "version": version, "token": list(plan.token)}
+            self._world.note(process, ENTRY, told)
+        return version is not None
+
+    def entry(self, group: str, number: int) -> int | None:
+        """Return the version of the entry for the next stage, or None if no rank can compute it."""
+        if (version := self._entries.get((group, number))) is not None:
+            return version
+        able = self._able(group)
+        if not able:
+            return None
+        version = self._entries[(group, number)] = able[-1].local.step
+        self._world.note(able[-1], MADE_ANEW, {"slice": number, "version": version})
+        return version
+
+    def _able(self, group: str) -> list[Process]:
+        """Return the group's processes that have the state, including regularly ended ones."""
+        mine = [p for p in self._world.processes.values() if p.peer.group == group]
+        return [p for p in mine if p.local.healed and (p.alive or p.code == 0)]
+
+    def may_start(self, group: str) -> bool:
+        """Whether a rank of the group can join: the stage before must have a source for it."""
+        return self._source is None or bool(self._source._able(group))
+
+    def has_left(self, group: str) -> bool:
+        """Whether the group has left the stage before regularly, so that it leaves all stages."""
+        return self._source is not None and self._source._world.groups[group].away
+
+    def consumed(self, process: Process, plan: StartTxn, number: int, base: int | None) -> None:
+        """Note the slice of a committed txn that the rank has computed.
+
+        Args:
+            process: The process.
+            plan: The txn.
+            number: The slice.
+            base: In an asynchronous job, the job's step that the contribution began from.
+        """
+        note, token, rank = self._world.note, list(plan.token), process.peer.rank
+        if process.peer not in self._told:
+            self._told.add(process.peer)
+            note(process, LOOP, {"runs": TRANSACTIONS, "from": token})
+        item = number * self._takers + (rank if self._takers > 1 else 0)
+        data: dict[str, Any] = {"slice": number, "step": plan.step, "token": token}
+        if not self._world.spec.is_periodic:
+            data["item"] = item
+        elif self._world.ranks == 1:  # scopes inside groups of several ranks are not simulated
+            note(process, "inner_commit", {"slice": number, "item": item, "inner_step": 0})
+            data["inner_steps"] = 1
+        if base is not None:
+            data["base"] = base
+        note(process, CONSUMED, data)
