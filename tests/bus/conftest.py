@@ -58,7 +58,7 @@ def url(request: pytest.FixtureRequest) -> str:
     return found
 
 
-@pytest.fixture(params=["plain", "sealed"])
+@pytest.fixture(params=[pytest.param("plain", marks=pytest.mark.long), "sealed"])
 def token(request: pytest.FixtureRequest) -> JobToken | None:
     return JobToken.fresh() if request.param == "sealed" else None
 

@@ -26,7 +26,7 @@ from fft.trace.report import fired, incidents, input_wait, save_plan
 from fft.trace.writer import TraceWriter, trace_path
 
 
-@pytest.fixture(autouse=True, params=[8, 1024])
+@pytest.fixture(autouse=True, params=[8, pytest.param(1024, marks=pytest.mark.long)])
 def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of records kept at once; with few, facts of these short runs are forgotten
     early."""
