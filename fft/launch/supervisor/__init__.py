@@ -1,6 +1,6 @@
-"""The local supervisor: starts a job's groups, notices deaths at once, restarts, drains.
+"""The local supervisor: starts a job's groups, detects deaths, restarts and drains groups.
 
-`Supervisor` is the one to use; nothing is started by importing this package.
+`Supervisor` is the entry point; importing this package starts nothing.
 """
 
 from __future__ import annotations

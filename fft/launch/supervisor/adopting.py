@@ -1,6 +1,7 @@
-"""Groups whose supervisor is gone with its host: one with enough spares takes such a group over.
+"""Adoption of groups whose supervisor was lost with its host, by a supervisor with enough spares.
 
-Reads the bus, and asks there; starts no process. Owns one thread, as an answer is waited for.
+Reads the bus and sends requests over it; starts no process. Owns one thread, because it waits for
+answers.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ from fft.messages.protocol import UnreadableMessage
 from fft.util.log_sampler import LogSampler
 
 LOOK_S = 1.0
-"""Between two looks at the epoch."""
+"""Interval between two reads of the epoch, in seconds."""
 _AGAIN_S = 15.0
-"""Until a group is asked for again whose supervisor has answered: it starts the group again."""
+"""Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
+restarts the group itself."""
 _END_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class Adopter:
-    """Of one supervisor. Set ``room`` whenever that changes; take what was claimed."""
+    """Claims lost groups for one supervisor, which keeps ``room`` current and takes `claimed`."""
 
     def __init__(self, config: RunConfig, links: Links, wake: Callable[[], None]) -> None:
-        """``wake`` is called on the thread when a group was claimed. Looks from ``start`` on."""
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            wake: Called on the thread after a group was claimed.
+        """
         self.room = 0
-        """How many groups the spares would do for."""
+        """Number of groups that the spares suffice for."""
         self._links, self._wake = links, wake
         own = range(config.first_group, config.first_group + config.groups)
         others = [str(n) for n in range(config.groups_in_all) if n not in own]
@@ -49,18 +55,18 @@ class Adopter:
         self._thread = threading.Thread(target=self._run, name="fft-adopting", daemon=True)
 
     def start(self) -> None:
-        """Look for such groups, if there can be any. Once `links` are open."""
+        """Start looking for lost groups, if there can be any; the links must be open."""
         if self._can:
             self._thread.start()
 
     def claimed(self) -> Iterator[str]:
-        """The groups that are this supervisor's since the last call: they are to be started."""
+        """Yield the groups claimed since the last call, which the supervisor is to start."""
         with suppress(queue.Empty):
             while True:
                 yield self._claimed.get_nowait()
 
     def close(self) -> None:
-        """Look no more. Idempotent; within 2 s, if the bus answers."""
+        """Stop looking. Idempotent; takes at most 2 s."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_END_S)
@@ -83,7 +89,7 @@ class Adopter:
         return self._is_full() or group not in self._absent.look(self._links.bus)
 
     def _look(self) -> None:
-        """Claim one group that was missing at the look before, too, and whose claim stands idle."""
+        """Claim one group that was missing in two looks in a row and whose holder is silent."""
         missing = self._absent.look(self._links.bus)
         again, self._missed = missing & self._missed, missing
         now = time.monotonic()

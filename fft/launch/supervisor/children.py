@@ -1,7 +1,7 @@
-"""One child process: starting it, learning of its death, ending it.
+"""One child process: starting it, detecting its death, ending it.
 
 Starts processes in sessions of their own and signals only those, by pidfd (Linux), so that a
-pid that was used again is never hit. Opens one log file per child.
+reused pid never receives a signal. Opens one log file per child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fft.util.error_places import Place
 
 logger = logging.getLogger(__name__)
 
-_REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
+_REAP_S = 10.0  # time that a child may take to end after SIGKILL before that is logged
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 _LONGEST_LINE = 300
@@ -37,10 +37,10 @@ _LONGEST_WORDS = 256 * 1024
 
 
 class Child:
-    """A running rank. `fd` becomes readable when it has died; then call `exit_code`, `reap`.
+    """A running rank. `fd` becomes readable when it has died; then call `exit_code` and `reap`.
 
-    Must be made by a thread that lives as long as the child shall: the kernel ends the child
-    when that thread ends.
+    The thread that constructs it must live as long as the child is to run, because the kernel
+    ends the child when that thread ends.
     """
 
     def __init__(
@@ -53,7 +53,14 @@ class Child:
         log: Path,
         inherits: Sequence[int] = (),
     ) -> None:
-        """``inherits``: descriptors that it and whoever it starts may use."""
+        """Start the process.
+
+        Args:
+            start: Number of the group's start.
+            env: The complete environment.
+            log: File to which output and errors are appended.
+            inherits: Descriptors that the child and its own children may use.
+        """
         self.group = group
         self.rank = rank
         self.start = start
@@ -62,17 +69,18 @@ class Child:
         self.code: int | None = None
         self.told_dead = False
         self.is_replaced = False
-        """Once its death is told: another process takes its place, while its mates live."""
+        """Another process takes its place while the other ranks live; set when its death is
+        reported."""
         self.was_asked = False
-        """It was sent SIGTERM."""
+        """The supervisor sent it SIGTERM."""
         self.was_killed = False
-        """It was sent SIGKILL from here."""
+        """The supervisor sent it SIGKILL."""
         self.left_early = False
         """It ended with exit status 0 in the middle of the job."""
         self.loaded_torch = False
-        """Once it is reaped: it ended well, and torch was loaded."""
+        """It ended without an error and had loaded torch; set by `reap`."""
         self.last_words: Place | None = None
-        """Once it is reaped: the error of its own by which it ended."""
+        """The error of its own that ended it; set by `reap`."""
         self._death_mutex = DeathMutex() if supported() else None
         if self._death_mutex is not None:
             inherits = (*inherits, self._death_mutex.fd)
@@ -90,9 +98,10 @@ class Child:
         self.fd = os.pidfd_open(self.pid)
 
     def watch(self, on_dying: Callable[[], None]) -> None:
-        """Call ``on_dying``, on another thread, when it is being killed: `fd` tells later.
+        """Call ``on_dying`` on another thread as soon as the process is being killed.
 
-        Only of one that trains with FFT; `exit_code` is not known yet then.
+        This precedes `fd`, and `exit_code` is not known yet. It only works for a process that
+        trains with FFT.
         """
         if self._death_mutex is not None:
             self._death_mutex.watch(on_dying)
@@ -103,17 +112,17 @@ class Child:
         return self.code is None
 
     def exit_code(self) -> int:
-        """The exit code of the dead child, negative for a signal; leaves it unreaped."""
+        """Return the exit code of the dead child, negative for a signal, without reaping it."""
         info = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOWAIT)
         assert info is not None  # without WNOHANG there is always an answer
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def dies_within(self, seconds: float) -> bool:
-        """Wait for its death, at most so long."""
+        """Wait at most ``seconds`` for its death; return whether it died."""
         return pidfd.ends_within(self.fd, seconds)
 
     def reap(self) -> int:
-        """Collect the dead child, ending what it had started and left running."""
+        """Collect the dead child and kill the processes that it has left running."""
         # before the wait, while the zombie still keeps the number of its process group taken
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -126,23 +135,23 @@ class Child:
         os.close(self.fd)
         if self._death_mutex is not None:
             self._death_mutex.close()
-            self._death_mutex = None  # its page goes with it, which has a descriptor of its own
+            self._death_mutex = None  # frees its page, which has a descriptor of its own
         return self.code
 
     @property
     def has_failed(self) -> bool:
-        """Once it is reaped: whether it was lost, and not at its own end."""
+        """Whether it ended by a failure or too early; valid after `reap`."""
         return self.code != 0 or self.left_early
 
     @property
     def failed_by_itself(self) -> bool:
-        """Once it is reaped: whether its script failed, and no machine or peer."""
+        """Whether its script failed, rather than a machine or a peer; valid after `reap`."""
         is_theirs = self.last_words is not None and self.last_words.may_pass
         return (self.code or 0) > 0 and not is_theirs
 
     @property
     def came_too_late(self) -> bool:
-        """Once it is reaped: whether all others had left; it had been left out, after a hang."""
+        """Whether it returned after all others had left, as after a hang; valid after `reap`."""
         return self.last_words is not None and self.last_words.type == "JobEnded"
 
     def signal(self, number: int) -> None:
@@ -153,13 +162,14 @@ class Child:
 
     @property
     def ended_as_asked(self) -> bool:
-        """Once it is reaped: whether it ended by our SIGTERM, which nothing in it took."""
+        """Whether the supervisor's SIGTERM ended it by default action; valid after `reap`."""
         return self.was_asked and self.code == -signal.SIGTERM
 
     def verdict(self, known: set[tuple[str, str]]) -> str:
-        """One line on how it ended, and the last lines of its log.
+        """Describe how it ended, in one line followed by the last lines of its log.
 
-        Not these if it ended by one of the errors that are ``known``, to which its own is added.
+        The log is left out if the error that ended it is in ``known``; otherwise the error is
+        added to ``known``.
         """
         where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
         line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"
@@ -167,17 +177,17 @@ class Child:
             if words.signature in known:
                 return f"{line}; by the same error, at {words.where}"
             known.add(words.signature)
-        return f"{line}\n{self._last_lines()}".rstrip()  # who was killed may have said nothing
+        return f"{line}\n{self._last_lines()}".rstrip()  # the log of a killed process may be empty
 
     def last_said(self) -> str:
-        """Its traceback; of a script that exits with a code the last lines of its log."""
+        """Return its traceback, or the last lines of its log if there is none or on SystemExit."""
         words = self.last_words
         if words is None or words.type == "SystemExit":
             return self._last_lines()
         return words.text.rstrip()
 
     def decisive_line(self) -> str:
-        """The line of its log that most likely tells why it died; empty if there is none."""
+        """Return the line of its log that most likely gives the cause of death, or ''."""
         lines = [line.strip() for line in _tail(self.log) if line.strip()]
         telling = [line for line in lines if _TELLING.search(line)]
         return (telling or lines or [""])[-1][:_LONGEST_LINE]
@@ -187,7 +197,7 @@ class Child:
 
 
 def reap_all(children: Sequence[Child]) -> None:
-    """Collect those that were sent SIGKILL; says which do not end in time."""
+    """Collect children that were sent SIGKILL; log those that do not end in time."""
     deadline = time.monotonic() + _REAP_S
     for child in children:
         if child.dies_within(deadline - time.monotonic()):
@@ -214,12 +224,12 @@ def _started(
 def _read(paper: int) -> Place | None:
     try:
         return Place.from_json(os.pread(paper, _LONGEST_WORDS, 0))
-    except ValueError:  # none were left, or it was killed as it wrote them
+    except ValueError:  # it recorded no error, or was killed while writing it
         return None
 
 
 def cause_of(code: int | None) -> str:
-    """An exit code in words: ``exit code 3`` or ``SIGKILL``."""
+    """Return an exit code in words: ``exit code 3`` or ``SIGKILL``."""
     if code is None or code >= 0:
         return f"exit code {code}"
     try:

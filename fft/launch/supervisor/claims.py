@@ -1,10 +1,11 @@
-"""Of two supervisors that want one group, one has it: claims of groups, on the job's bus.
+"""Claims on the job's bus that give one supervisor exclusive ownership of a replica group.
 
-The register ``supervisor/GROUP`` names who has claimed the group, and the inbox at which that one
-is asked whether it lives. So a job's start waits for nobody, unless the group was claimed before.
+The register ``supervisor/GROUP`` names the holder of the group and the inbox at which other
+supervisors ask whether the holder lives. So a job's start waits only for groups that were claimed
+before.
 
-Owns one listener. Reads the clock, and whether a process of this host is there. What is to happen
-to a group that was taken over is the supervisor's: it takes `losses`, and says `yielded`.
+Owns one listener. Reads the clock and checks whether a process of this host exists. The supervisor
+handles groups that were taken over: it takes `losses` and calls `yielded`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from fft.operate.client import Ear
 from fft.util.pidfd import is_there
 
 GRACE_S = 10.0
-"""For the processes of a group that is taken over to leave after a commit, before SIGKILL."""
+"""Time for the processes of a group that is taken over to leave after a commit, before SIGKILL, in
+seconds."""
 _SILENCE_S = 10.0
-"""Who does not answer for so long is dead, or stopped; a bus may have changed its leader."""
+"""Silence, in seconds, after which a holder counts as dead or stopped. It is longer than a change
+of the bus's leader."""
 _GONE_S = 1.0
-"""The same, where its process was on this host and is not there any more."""
+"""The same limit for a holder on this host whose process no longer exists, in seconds."""
 _AGAIN_S = 0.5
-"""Between two looks at the registers while somebody is waited for."""
+"""Interval between two reads of the registers while waiting for a holder, in seconds."""
 _YIELD_S = GRACE_S + 15.0
-"""For who has said that it yields: the grace, and the end of its processes."""
+"""Time limit for a holder that has agreed to yield, in seconds: the grace and the end of its
+processes."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,10 @@ _CONFIG = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, config=_CONFIG)
 class Holder:
-    """Who has claimed a group. ``id`` names its inbox; ``free``: it has let go of the group."""
+    """The supervisor that claimed a group.
+
+    ``id`` names its inbox; ``free`` means that it has released the group.
+    """
 
     id: Id
     host: str
@@ -62,20 +69,23 @@ class Holder:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Claim:
-    """To the inbox of a holder: somebody else wants these groups; say that you live, or yield."""
+    """A request for groups, sent to the inbox of their holder, which answers or yields them."""
 
     id: Id
     groups: tuple[Name, ...]
     by: Text
     take_over: bool = False
     probes: bool = False
-    """A host with spares asks, in case you are gone: that you answer is all that it wants."""
+    """The request of a host with spares, which only checks whether the holder answers."""
     v: Literal[1] = 1
 
 
 class Loss(NamedTuple):
-    """A group that another supervisor has now. ``claim``: to answer when its processes have
-    ended; None: it was taken from one who did not answer, so its new processes run already."""
+    """A group that another supervisor now holds.
+
+    ``claim`` is the request to answer when the group's processes here have ended. It is None if
+    the group was taken over because this supervisor did not answer; its new processes run already.
+    """
 
     group: str
     by: str
@@ -93,20 +103,24 @@ def _claims() -> TypeAdapter[Claim]:
 
 
 def register(group: str) -> str:
-    """Where it stands who has claimed the group."""
+    """Return the name of the register that holds the group's `Holder`."""
     return f"supervisor/{group}"
 
 
 class Claims:
-    """The claims of one supervisor, from its making until ``close``. Raises ``BusError``."""
+    """The claims of one supervisor, from construction until ``close``. Raises ``BusError``."""
 
     def __init__(self, bus: ErrorBus, wake: Callable[[], None], serves: bool = False) -> None:
-        """``wake`` is called, from any thread, when there is a loss. ``serves``: the bus ends with
-        this process, so it keeps one group at least."""
+        """Listen for requests.
+
+        Args:
+            wake: Called, from any thread, when a group may have been lost.
+            serves: The bus ends with this process, so it keeps at least one group.
+        """
         self._bus, self._wake, self._serves = bus, wake, serves
         self._me = Holder(fresh_id(), socket.gethostname(), os.getpid())
         self._mine: dict[str, bytes] = {}
-        """The groups claimed, and what their registers hold then."""
+        """The groups claimed, with the values of their registers while this process holds them."""
         self._losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         self._inbox = f"supervisor/{self._me.id}"
         self._listener = bus.listen(self._inbox, self._hear, self._on_lost)
@@ -114,10 +128,16 @@ class Claims:
     def take(
         self, groups: Iterable[str], take_over: bool, is_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        """Claim the groups. A holder that lives yields if ``take_over``; one that is gone anyway.
+        """Claim the groups, taking them over from holders that are gone.
 
-        ``is_asked``: whether to end the wait for others, with whatever was claimed. Raises
-        SupervisorError: somebody else has one of them. Blocks for 35 s at most, then.
+        Blocks for at most 35 s if another supervisor holds one of them.
+
+        Args:
+            take_over: Ask living holders to yield as well.
+            is_asked: Returns whether to end the wait early, with the groups claimed so far.
+
+        Raises:
+            SupervisorError: Another supervisor keeps one of the groups.
         """
         others = self._claimed_by_others(groups)
         if not others:
@@ -137,10 +157,17 @@ class Claims:
             self._bus.delete(answer_inbox(claim.id))
 
     def adopt(self, group: str, is_unwanted: Callable[[], bool] = lambda: False) -> bool:
-        """Claim a group if who has claimed it does not answer; whether it is ours now.
+        """Claim a group if its holder does not answer; return whether that succeeded.
 
-        Not if it was let go of: that was meant so. ``is_unwanted`` is asked meanwhile. Blocks for
-        10 s at most. Raises BusError, SupervisorError.
+        A group that its holder released is not claimed, because the release was intended. Blocks
+        for at most 10 s.
+
+        Args:
+            is_unwanted: Returns whether to give up; called during the wait.
+
+        Raises:
+            BusError: The bus cannot be reached.
+            SupervisorError: The register cannot be read.
         """
         held = self._bus.read(register(group))
         if held is None or (holder := self._holder(group, held)).free or group in self._mine:
@@ -158,9 +185,13 @@ class Claims:
         return group in self._mine
 
     def keeps(self, group: str) -> bool:
-        """Whether the group is still ours, before processes of it are started; else it is a loss.
+        """Check, before processes of the group are started, that this supervisor still holds it.
 
-        Who was cut off from the bus may not have heard that it was taken over. Raises BusError.
+        Otherwise the group becomes a loss. A supervisor that was cut off from the bus may have
+        missed that its group was taken over.
+
+        Raises:
+            BusError: The bus cannot be reached.
         """
         if (mine := self._mine.get(group)) is None:
             return False
@@ -172,13 +203,13 @@ class Claims:
         return False
 
     def losses(self) -> Iterator[Loss]:
-        """What was lost since the last call; each group once."""
+        """Yield the groups lost since the last call, each once."""
         with suppress(queue.Empty):
             while True:
                 yield self._losses.get_nowait()
 
     def yielded(self, loss: Loss) -> None:
-        """All processes of the group have ended: whoever takes it over may start its own."""
+        """Release a lost group whose processes have all ended, so that its new holder starts it."""
         if loss.claim is None:
             return
         try:
@@ -189,19 +220,19 @@ class Claims:
             logger.error("could not hand group %s over: %s", loss.group, error)
 
     def close(self) -> None:
-        """Let go of all groups, and stop listening. Idempotent."""
+        """Release all groups and stop listening. Idempotent."""
         self._listener.close()
         try:
             for group in list(self._mine):
                 self._release(group)
             self._bus.delete(self._inbox)
-        except BusError as error:  # who comes next finds that this process is gone
+        except BusError as error:  # the next claimant finds that this process is gone
             logger.warning("the claims of this job's groups stay on the bus: %s", error)
 
-    # --- who claims --------------------------------------------------------------------
+    # --- claiming ----------------------------------------------------------------------
 
     def _claimed_by_others(self, groups: Iterable[str]) -> dict[str, tuple[bytes, Holder]]:
-        """Claim those that nobody has; the others, and what their registers hold."""
+        """Claim the free groups; return the others with the values of their registers."""
         others = {}
         for group in groups:
             if group in self._mine:
@@ -216,7 +247,7 @@ class Claims:
         return others
 
     def _set(self, group: str, expected: bytes | None) -> bytes | None:
-        """Put us in the place of ``expected``; what is held afterwards."""
+        """Replace ``expected`` by this supervisor; return the register's value afterwards."""
         desired = _holders().dump_json(self._me)
         held = self._bus.compare_set(register(group), expected, desired)
         if held == desired:
@@ -268,15 +299,16 @@ class Claims:
         for group, (held, holder) in others.items():
             logger.warning("group %s is taken over: %s does not answer", group, holder)
             self._set(group, held)
-            # if it was only stopped, it hears of it when it goes on
+            # a holder that was only stopped receives this when it continues
             self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
             if _is_gone(holder):
                 self._bus.delete(f"supervisor/{holder.id}")
 
-    # --- who holds ---------------------------------------------------------------------
+    # --- holding -----------------------------------------------------------------------
 
     def _hear(self, payload: bytes) -> None:
-        """Thread of the listener: the supervisor may be busy starting processes for long."""
+        """Answer a request on the listener's thread, since starting processes may keep the
+        supervisor busy for long."""
         try:
             claim = _claims().validate_json(payload)
         except ValidationError as error:

@@ -1,6 +1,6 @@
-"""What operators ask of the supervisor over the bus: heard on the bus's thread, taken by the loop.
+"""Commands of operators to the supervisor, received on the bus's thread and taken by the loop.
 
-Owns one subscription; sends answers. Never acts by itself.
+Owns one subscription and sends answers. Never acts by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CommandEar:
-    """Hears commands from now on; ``wake`` is called, from any thread, when there is one."""
+    """Receives commands from construction on; calls ``wake``, from any thread, for each."""
 
     def __init__(self, bus: ErrorBus, wake: Callable[[], None]) -> None:
         self._bus = bus
@@ -40,13 +40,13 @@ class CommandEar:
         self._subscription = ResubscribingListener(bus, "commands", self._hear, "the supervisor")
 
     def take(self) -> Iterator[Command]:
-        """What was heard since the last call."""
+        """Yield the commands received since the last call."""
         with suppress(queue.Empty):
             while True:
                 yield self._heard.get_nowait()
 
     def answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
-        """Tell who asked. Nobody waits for it for ever, so a lost bus is no stop."""
+        """Answer the requester. Its wait is bounded, so a lost bus is only logged."""
         word = encode_answer(Answer(command.id, "the supervisor", verdict, text))
         try:
             self._bus.send(answer_inbox(command.id), word)
@@ -61,7 +61,7 @@ class CommandEar:
         with suppress(UnreadableMessage):  # the participants trace it
             if not isinstance(
                 command := decode_command(payload), RollCall
-            ):  # that is for the ranks
+            ):  # only ranks answer a roll call
                 self._heard.put(command)
                 self._wake()
 
@@ -69,9 +69,11 @@ class CommandEar:
 def is_anothers(
     command: Evict | Inject, groups: Mapping[str, Group], serves: bool, alone: bool
 ) -> bool:
-    """Whether it may be meant for the supervisor of another host, who answers then.
+    """Return whether the supervisor of another host may have to answer the command.
 
-    ``serves``: this one serves the bus. ``alone``: no other host has been found.
+    Args:
+        serves: This supervisor serves the bus.
+        alone: No other host has been found.
     """
     if isinstance(command, Inject):
         return not serves and isinstance(command.fault, ServiceFault)
@@ -81,7 +83,7 @@ def is_anothers(
 def why_refused(
     command: Evict | Inject, groups: Mapping[str, Group], may_inject: bool, is_ending: bool
 ) -> str | None:
-    """Why the supervisor of ``groups`` does not obey; None: it does, or it is not for it."""
+    """Return why the supervisor of ``groups`` refuses the command, or None if it does not."""
     if isinstance(command, Inject):
         is_refused = isinstance(command.fault, ServiceFault) and not may_inject
         return "it runs without --injectable" if is_refused else None

@@ -1,4 +1,4 @@
-"""What a supervisor is to run, and whether it can be run. Reads no more than the file system."""
+"""The configuration of a supervisor, and its checks. Accesses only the file system."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fft.util.errors import FftError
 
 
 class SupervisorError(FftError):
-    """A job that cannot be started as asked: names what to change."""
+    """The job cannot be started as asked; the message names the fix."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What to run. Times in seconds; ``min_groups`` are needed for the job to go on."""
+    """The job to run. Times are in seconds; the job needs ``min_groups`` groups to continue."""
 
     script: Sequence[str]
     groups: int
@@ -35,36 +35,40 @@ class RunConfig:
     timeout: float | None = None
     drain_timeout: float = 60.0
     evict_stragglers: float | None = None
-    """Start the group of a rank that is so many times as slow as the median rank again, once."""
+    """Restart the group of a rank, once, if the rank is this many times as slow as the median."""
     diagnose_after: int = AFTER
     host_limit: float = HOST_LIMIT_S
-    """The silence of this host after which others go on without it, at most."""
+    """Maximum silence of this host after which the other hosts continue without it."""
     first_group: int = 0
-    """Its groups are numbered from here; others have other hosts."""
+    """Number of the first group on this host; other hosts have other numbers."""
     all_groups: int | None = None
-    """Of the whole job, on all hosts; None: these."""
+    """Number of groups on all hosts; by default ``first_group + groups``."""
     checkpoint: Checkpointing | None = None
-    """Durable checkpoints; None: what the script says."""
+    """Settings of durable checkpoints; None leaves them to the script."""
     auto_resume: bool = True
-    """Go on from the newest of them when the job has lost its state."""
+    """Resume from the newest checkpoint when the job has lost its state."""
     resume_step: int | None = None
-    """The checkpoint that the job begins with; None: with none."""
+    """Step of the checkpoint that the job begins with, or None to begin without one."""
     reform: bool = True
     """A group that loses one rank keeps the others, where its script allows it."""
     spares: int = 0
-    """Processes that wait for a role with the script's imports loaded."""
+    """Number of processes that wait for a role with the script's imports loaded."""
     reform_window: float | None = None
-    """How long the others wait for the successor of a lost rank; None: if there is a spare, and
-    then as the spec says."""
+    """How long the others wait for the successor of a lost rank; None: the window of the spec if
+    a spare is ready, else no wait."""
     compiled: Path | None = None
-    """Where processes keep what inductor compiles; None: as their environment says."""
+    """Folder for code that inductor compiles; None leaves it to the environment."""
     bus_url: str | None = None
-    """The bus of the start that this process joins; None: it serves the bus itself."""
+    """The bus of the start that this process joins; None if it serves the bus itself."""
     take_over: bool = False
-    """Have another supervisor of these groups hand them over; else it is left alone."""
+    """Ask another supervisor of these groups to hand them over, instead of giving up."""
 
     def make_place(self) -> None:
-        """Make the folder of traces and logs. Raises SupervisorError: it cannot be written."""
+        """Create the folder for traces and logs.
+
+        Raises:
+            SupervisorError: The folder cannot be written.
+        """
         try:
             (self.trace_dir / "logs").mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.trace_dir):
@@ -79,7 +83,7 @@ class RunConfig:
         """Raise SupervisorError unless the job can be started.
 
         Args:
-            joins: The bus is served elsewhere.
+            joins: Another process serves the bus.
         """
         if not self.script or not Path(self.script[0]).is_file():
             named = self.script[0] if self.script else ""
@@ -135,13 +139,13 @@ class RunConfig:
 
     @property
     def groups_in_all(self) -> int:
-        """How many groups the job has on all hosts."""
+        """Number of groups of the job on all hosts."""
         return self.first_group + self.groups if self.all_groups is None else self.all_groups
 
     def settings(self) -> dict[str, str]:
-        """What of it every process of the job finds in its environment."""
+        """Return the environment variables that pass settings to the job's processes."""
         found = {"FFT_TRACE_DIR": str(self.trace_dir.resolve())}
-        if 0 < self.drain_timeout < math.inf:  # SIGTERM comes from us, and then SIGKILL
+        if 0 < self.drain_timeout < math.inf:  # the supervisor follows SIGTERM with SIGKILL
             found["FFT_DRAIN_WITHIN"] = str(self.drain_timeout)
         if self.faults is not None:
             found["FFT_FAULTS"] = str(self.faults.resolve())
@@ -157,11 +161,11 @@ class RunConfig:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a job that has lost its state is to go on from a checkpoint; on one host."""
+        """Whether a job that has lost its state resumes from a checkpoint; only on one host."""
         is_whole = self.groups_in_all == self.groups
         return self.checkpoint is not None and self.auto_resume and is_whole
 
     @property
     def may_inject(self) -> bool:
-        """Whether faults may be injected: it was said, or there is a plan of them."""
+        """Whether faults may be injected: by option, or because there is a fault plan."""
         return self.injectable or self.faults is not None

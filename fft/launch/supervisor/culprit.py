@@ -1,7 +1,7 @@
-"""When rollbacks repeat at one step: a diagnosis beside the supervisor's loop, once for each step.
+"""Diagnosis of rollbacks that repeat at one step, beside the supervisor's loop, once per step.
 
-Owns one thread and its bus, while a diagnosis runs. Writes ``diagnosis-STEP.json``. It evicts by
-the same command as an operator, which the loop then obeys.
+Owns one thread and its bus while a diagnosis runs. Writes ``diagnosis-STEP.json``. It evicts by the
+same command as an operator, which the loop then carries out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from fft.util.errors import FftError
 logger = logging.getLogger(__name__)
 
 AFTER = 4
-"""Rollbacks in a row. With these the pauses between attempts begin; and a rank whose own body fails
-by errors that differ gives up, by default, at its fifth."""
+"""Rollbacks in a row after which a diagnosis starts. From this number on attempts are separated by
+pauses. By default a rank whose step function fails with differing errors gives up at the fifth."""
 _END_S = 10.0
 _LAST_ANSWER_S = 2.0
 
 
 class Diagnoser:
-    """Looks at the rollbacks, and has a thread find out whose fault they are."""
+    """Watches the rollbacks, and searches for their culprit on a thread."""
 
     def __init__(self, bus_url: str, token: JobToken | None, directory: Path, after: int) -> None:
-        """``after``: so many rollbacks in a row without a commit; 0: never."""
+        """Store the settings.
+
+        Args:
+            directory: Folder for the reports.
+            after: Number of rollbacks in a row, without a commit, that start a diagnosis; 0
+                disables it.
+        """
         self._url = bus_url
         self._token = token
         self._directory = directory
@@ -43,7 +49,12 @@ class Diagnoser:
         self._desk: JobClient | None = None
 
     def look(self, run: Sequence[Rollback], spare: int) -> None:
-        """Begin a diagnosis if one is due. ``spare``: how many groups the job can do without."""
+        """Begin a diagnosis if one is due.
+
+        Args:
+            run: The newest rollbacks without a commit in between.
+            spare: Number of groups that the job can do without.
+        """
         if not self._after or len(run) < self._after or run[-1].step in self._done:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -54,15 +65,15 @@ class Diagnoser:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # out of memory, or of processes
+        except RuntimeError as error:  # memory or process limit reached
             logger.error("there is no diagnosis: %s", error)
             return
         self._thread = thread
 
     def close(self) -> None:
-        """End a diagnosis that is under way: it has nobody left to ask.
+        """End a running diagnosis, because no rank is left to answer it.
 
-        An eviction may just have been the end of the job; its answer is still taken in.
+        If its eviction was what ended the job, 2 s are left to receive the answer.
         """
         if self._thread is not None:
             self._thread.join(_LAST_ANSWER_S)
@@ -79,7 +90,7 @@ class Diagnoser:
         try:
             with JobClient(self._url, token=self._token, me="the supervisor") as self._desk:
                 report = diagnose(self._desk, run)
-                self._write(step, report)  # whatever becomes of what follows from it
+                self._write(step, report)  # in case the eviction fails or ends the job
                 try:
                     act(self._desk, report, spare)
                 except FftError as error:
@@ -100,10 +111,10 @@ class Diagnoser:
 
 
 def act(desk: JobClient, report: Report, spare: int) -> None:
-    """Evict the group of the gravest culprit, if the evidence is strong and the job can go on.
+    """Evict the group of the gravest culprit, if the evidence is strong and the job can continue.
 
-    Strong: a check that failed, or one rank that all rollbacks name. Who is slow, or silent, is
-    named and left alone.
+    A failed check and a rank that all rollbacks name are strong evidence. A slow or silent rank is
+    only reported.
     """
     strong = [c for c in report.verdict.culprits if c.how in ("failed", "rollbacks")]
     if not strong:

@@ -1,6 +1,6 @@
-"""Reports how ranks die, at once and with the step; finds ranks that end too early or never begin.
+"""Immediate reports of rank deaths, and detection of ranks that end too early or never begin.
 
-Reads the view of the traces, and the memory maps of children. Writes to the log.
+Reads the view of the traces and the memory maps of children. Writes to the log.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from fft.trace.inputs import TRANSACTIONS
 from fft.trace.tail import JobView, RankView
 
 _IDLE_S = 60.0
-"""From the import of torch until a missing first transaction is reported: data takes its time."""
+"""Time from the import of torch until a missing first transaction is reported, in seconds. It
+leaves time to prepare data."""
 _LOOK_S = 5.0
-"""Between two looks whether torch is loaded."""
+"""Interval between two checks whether torch is loaded, in seconds."""
 _TORCH = "libtorch"
 
 logger = logging.getLogger(__name__)
 
 
 _ROUNDS = 3
-"""Rounds of deaths at one step, without a commit in between, that end the job.
+"""Number of rounds of deaths at one step, without a commit in between, that end the job.
 
-A new round begins with the death of a process that was started after the round before. Processes
+A new round begins with the death of a process that was started after the previous round. Processes
 that die together, as with their host, are one round.
 """
 
@@ -47,8 +48,9 @@ class UnexplainedDeath(NamedTuple):
     """The decisive line of its log."""
     log: Path
     began: float
-    """When the process was started, and when it died, on the monotonic clock."""
+    """Start of the process on the monotonic clock, in seconds."""
     died: float
+    """Its death on the monotonic clock, in seconds."""
 
     def __str__(self) -> str:
         return f"group {self.group} rank {self.rank} by {self.cause}"
@@ -59,19 +61,18 @@ class Deaths:
 
     def __init__(self) -> None:
         self.suspected: dict[int, str] = {}
-        """Processes that were reported to hang, by pid, and why."""
+        """Causes of reported hangs by pid."""
         self._at: dict[int, list[UnexplainedDeath]] = {}
-        """Deaths that nothing explains, by the step of the job."""
+        """Unexplained deaths by the step of the job."""
         self._told: set[tuple[str, int, str]] = set()
         self._look_at: float | None = time.monotonic()
         self._loaded_at: float | None = None
 
     def is_early(self, child: Child, groups: Mapping[str, Group], view: JobView) -> bool:
-        """Whether a child that ended with exit status 0 was in the middle of the job.
+        """Return whether a child that ended with exit status 0 was in the middle of the job.
 
-        It was if it took part and did not leave: neither with a commit, nor by `shutdown()`.
-        Whether one that called `shutdown()` was at its end shows only when others go on; see
-        `has_been_left`.
+        It was if it took part and left neither with a commit nor by `shutdown()`. Whether a child
+        that called `shutdown()` left early shows only when others continue; see `has_been_left`.
         """
         group = groups.get(child.group)
         if group is None or not group.is_to_go_on:
@@ -80,7 +81,7 @@ class Deaths:
         return seen is not None and seen.role != "joining" and not _has_left(seen)
 
     def has_been_left(self, child: Child, group: Group, view: JobView) -> bool:
-        """Whether a child left FFT's own loop by `shutdown()`, and others have committed since."""
+        """Return whether a child left FFT's loop by `shutdown()` and others committed since."""
         if child.code != 0 or child.left_early or child not in group.children:
             return False
         seen = _seen(child, group, view)
@@ -89,7 +90,7 @@ class Deaths:
         return view.reached(child.rank) > seen.step
 
     def tell(self, child: Child, group: Group, view: JobView) -> None:
-        """Log how a rank was lost; the same rank and cause once."""
+        """Log how a rank was lost, once per rank and cause."""
         self._note(child, group, view)
         cause = self._cause(child, group, view)
         key = (child.group, child.rank, cause.partition(";")[0])
@@ -119,11 +120,11 @@ class Deaths:
         self._at.setdefault(view.step, []).append(death)
 
     def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
-        """Step and cause of the deaths at the last step, to compare with the next start's."""
+        """Return step and cause of the deaths at the last step, to compare with the next start."""
         return frozenset((f"step {view.step}", d.cause) for d in self._at.get(view.step, ()))
 
     def about(self, view: JobView) -> str | None:
-        """Describe the deaths at the step that the job has come to; None: there were none."""
+        """Describe the deaths at the step that the job has reached, or return None."""
         deaths = self._at.get(view.step)
         if not deaths:
             return None
@@ -141,11 +142,11 @@ class Deaths:
         return text
 
     def verdict(self, view: JobView) -> str | None:
-        """Return why further restarts are in vain; None: they may help."""
+        """Return why further restarts would not help, or None if they may."""
         deaths = self._at.get(view.step, [])
         mismatched = {d.group for d in deaths if MISMATCH.search(d.line)}
         rounds, until = 0, 0.0
-        for death in deaths:  # those that die together, as with their host, are one round
+        for death in deaths:  # processes that die together, as with their host, are one round
             if death.began > until:
                 rounds, until = rounds + 1, death.died
         if rounds < _ROUNDS and len(mismatched) < 2:
@@ -168,7 +169,7 @@ class Deaths:
         return f"{text}, possibly out of memory (see `dmesg`)"
 
     def warn_of_idle(self, groups: Iterable[Group], view: JobView) -> None:
-        """Log once if no rank begins a transaction though torch has been loaded for a while."""
+        """Log once if no rank has begun a transaction although torch was loaded long ago."""
         now = time.monotonic()
         if self._look_at is None or now < self._look_at:
             return
@@ -189,7 +190,7 @@ class Deaths:
 
 
 def _seen(child: Child, group: Group, view: JobView) -> RankView | None:
-    """Return what the traces tell of this process; None: it has not joined, or they have gaps."""
+    """Return the view of this process, or None if it has not joined or its trace has a gap."""
     seen = view.since(group.name, group.incs_before).get(child.rank)
     has_gap = seen is not None and view.gaps.get((group.name, child.rank)) == seen.inc
     return None if has_gap else seen
@@ -202,5 +203,5 @@ def _has_left(seen: RankView) -> bool:
 def _has_torch(child: Child) -> bool:
     try:
         return _TORCH in Path(f"/proc/{child.pid}/maps").read_text()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return False
