@@ -1,5 +1,7 @@
-"""Whether the job is over, who is not in it, and who is where, if traces do not tell. Reads the
-bus, and nothing else."""
+"""Whether the job is over, which groups are missing, and the members where traces have gaps.
+
+Reads only the bus.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,18 @@ from fft.trace.tail import JobView
 
 
 def last_on(host: str, buses: Iterable[ErrorBus]) -> set[int] | None:
-    """Processes of ``host`` that were in a job whose scopes are all over, given their buses; None:
-    one of them may go on. Raises BusError, UnreadableMessage."""
+    """Return the pids on ``host`` of a job whose scopes are all over.
+
+    Args:
+        buses: The buses of all scopes of the job.
+
+    Returns:
+        The processes of the last epochs, or None if a scope may continue.
+
+    Raises:
+        BusError: A bus cannot be reached.
+        UnreadableMessage: A register cannot be decoded.
+    """
     found = set[int]()
     for bus in buses:
         if (epoch := last_epoch(bus)) is None:
@@ -23,9 +35,9 @@ def last_on(host: str, buses: Iterable[ErrorBus]) -> set[int] | None:
 
 
 def last_epoch(bus: ErrorBus) -> Record | None:
-    """The epoch whose groups have all left, with the newest commit, or as a stage does that has
-    found nothing to do; None: somebody may go on.
+    """Return the newest epoch if all its groups have left, or None if a group may continue.
 
+    A group leaves with the newest commit, or without one if it is a stage with nothing to do.
     Raises BusError, UnreadableMessage.
     """
     if (found := _newest(bus)) is None:
@@ -36,35 +48,38 @@ def last_epoch(bus: ErrorBus) -> Record | None:
 
 
 def _newest(bus: ErrorBus) -> tuple[Record, Record] | None:
-    """The newest record, and its epoch with all members; None: there is none, or it is being
-    written down. Raises BusError, UnreadableMessage."""
+    """Return the newest record and the record of its epoch with all members.
+
+    None if there is no record yet, or if the epoch is still being written. Raises BusError,
+    UnreadableMessage.
+    """
     if (head := head_of(bus)) is None:
         return None
-    listed = bus.read(EPOCH)  # it may be late by a moment
+    listed = bus.read(EPOCH)  # written shortly after the head
     epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
     return None if epoch is None or epoch.epoch != head.epoch else (head, epoch)
 
 
 def _has_left(entry: GroupEntry, bus: ErrorBus) -> bool:
-    """Whether all its ranks have said so, without a record. Raises BusError."""
+    """Return whether all ranks of the group left without a record. Raises BusError."""
     return all(bus.read(left_name(entry.group, r.rank)) == b"%d" % r.inc for r in entry.ranks)
 
 
 def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
-    """Have ``view`` know who is in the job, and how far that is, where traces have gaps.
+    """Add the members and the step of the job to ``view``, where traces have gaps.
 
-    Given the buses of its scopes. Raises BusError, UnreadableMessage.
+    ``buses`` are those of the job's scopes. Raises BusError, UnreadableMessage.
     """
     for bus in buses:
         if (found := _newest(bus)) is None:
-            continue  # the next look will find them
+            continue  # the next call will find them
         head, epoch = found
         for peer in epoch.peers:
             view.see_member(peer, head.step, has_committed=head.kind == "commit")
 
 
 class Absent:
-    """Who does not take part. Keeps the newest epoch, whose members may be many."""
+    """Finds groups that take no part. Caches the newest epoch, whose member list may be long."""
 
     def __init__(self, groups: Collection[str]) -> None:
         self._groups = frozenset(groups)
@@ -74,10 +89,10 @@ class Absent:
         self._members: frozenset[str] = frozenset()
 
     def look(self, bus: ErrorBus) -> frozenset[str]:
-        """Which of the groups are not in the newest epoch of the job, if that goes on.
+        """Return the groups that are not in the newest epoch, or none if the job is over.
 
-        All, while nothing follows an ABORT since the last look: perhaps there are too few for the
-        next epoch. Raises BusError, UnreadableMessage.
+        Returns all groups if the head has been the same ABORT since the last call, because there
+        may be too few groups for the next epoch. Raises BusError, UnreadableMessage.
         """
         head, listed = head_of(bus), bus.read(EPOCH)
         if head is None or head.last or listed is None:
@@ -95,6 +110,6 @@ class Absent:
 
 
 def head_of(bus: ErrorBus) -> Record | None:
-    """The newest record, without its members. Raises BusError, UnreadableMessage."""
+    """Return the newest record without its members. Raises BusError, UnreadableMessage."""
     held = bus.read(HEAD)
     return None if held is None else decode_packed(held).record

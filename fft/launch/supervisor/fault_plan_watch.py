@@ -1,4 +1,4 @@
-"""Decides from the view of a job when its fault plan is through. Pure: it does no I/O."""
+"""Decide from the view of a job when its fault plan is finished. Pure: it does no I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEAVES_EPOCH = frozenset({"kill", "drain"})
 
 
 class PlanWatch:
-    """Says once when every fault has fired and been recovered from, and enough steps followed."""
+    """Detects that every fault has fired and was recovered from, and that enough steps followed."""
 
     def __init__(
         self, plan: FaultPlan, groups: list[str], further_steps: int, min_steps: int
@@ -23,11 +23,11 @@ class PlanWatch:
         self._done = False
 
     def unfired(self, view: JobView) -> list[str]:
-        """The names of the plan's faults that have not fired."""
+        """Return the names of the plan's faults that have not fired."""
         return [fault.name for fault in self._plan.faults if fault.name not in view.injected]
 
     def due(self, view: JobView) -> bool:
-        """True in the one call in which the plan is found to be through."""
+        """Return True in the first call that finds the plan finished, else False."""
         if self._done or not self._settled(view):
             return False
         if self._settled_at is None:
@@ -36,7 +36,7 @@ class PlanWatch:
         return self._done
 
     def unfinished(self, view: JobView) -> str | None:
-        """Why the plan was not through when the job ended, or None if it was."""
+        """Return why the plan was not finished when the job ended, or None if it was."""
         if self._done:
             return None
         if self.unfired(view):
@@ -47,7 +47,7 @@ class PlanWatch:
         return f"the job ended at step {view.step}, before step {goal}"
 
     def _settled(self, view: JobView) -> bool:
-        """All faults fired, all groups that are to come back at work in one epoch since."""
+        """Return whether all faults fired and all expected groups were in one epoch since."""
         if self.unfired(view):
             return False
         gone = {
@@ -59,11 +59,11 @@ class PlanWatch:
         ranks = [rank for group in expected for rank in view.of(group)]
         epochs: dict[int, set[int]] = {}
         for (group, number), rank in view.ranks.items():
-            if group in expected:  # ranks of one number are in one scope
+            if group in expected:  # ranks with the same number are in the same scope
                 epochs.setdefault(number, set()).add(rank.epoch)
         if not epochs or any(not view.of(group) for group in expected):
             return False
-        if any(rank.role == "apart" for rank in ranks):  # each is in an epoch now and then
+        if any(rank.role == "apart" for rank in ranks):  # a local group is often in no epoch
             together = all(rank.role not in ("leaving", "terminal") for rank in ranks)
         else:
             together = all(len(of_one) == 1 for of_one in epochs.values()) and all(
@@ -79,14 +79,20 @@ class PlanWatch:
 
 
 def _recovered(injected: Injected, step: int, epoch: int) -> bool:
-    """A step was committed since; and a group that left did so and came back."""
+    """Return whether a step was committed since, and a group that left has returned."""
     is_back = epoch > injected.epoch or injected.kind not in _LEAVES_EPOCH
     return step > injected.step and is_back
 
 
 def return_step(plan: FaultPlan, group: str, view: JobView, seen: set[str]) -> int | None:
-    """At which step of the job a group that a planned drain took away is to come back; None: a
-    drain did not, or it stays away. ``seen``: drains that were answered; it is added to."""
+    """Return the step of the job at which a drained group is to return.
+
+    Args:
+        seen: Names of the planned drains that were handled; this call adds to them.
+
+    Returns:
+        The step, or None if no new planned drain took the group away, or if it stays away.
+    """
     step = None
     for fault in plan.faults:
         if not isinstance(fault, DrainFault) or fault.group != group:

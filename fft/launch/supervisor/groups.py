@@ -1,4 +1,4 @@
-"""One replica group under supervision: its ranks' processes, its starts and its pauses.
+"""One supervised replica group: the processes of its ranks, its starts and its pauses.
 
 Starts processes and the group's rendezvous store (one fresh TCPStore per start).
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 _ADDRESS_OF_RANK_0 = "manager_addr"
-"""torchft's key for it (``torchft.manager.MANAGER_ADDR_KEY``), in the store of a group."""
+"""torchft's key (``torchft.manager.MANAGER_ADDR_KEY``) in the store of a group."""
 
 _SUPERVISORS = frozenset(
     {
@@ -35,59 +35,59 @@ _SUPERVISORS = frozenset(
         *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD"),
     }
 )
-"""Settings that are never inherited."""
+"""Environment variables that only the supervisor sets; children never inherit them."""
 
 
 class Pauses:
-    """The growing pauses before restarts, in seconds: none at first, at most half a minute."""
+    """The growing pauses before restarts: 0 s at first, at most 30 s."""
 
     def __init__(self) -> None:
         self.restarts = 0
 
     def next(self) -> float:
-        """The pause before the next restart, which is thereby counted."""
+        """Count a restart and return the pause before it, in seconds."""
         self.restarts += 1
         return _PAUSES[min(self.restarts, len(_PAUSES)) - 1]
 
     def progressed(self) -> None:
-        """The group has committed a step: what comes is a new trouble, not the old one."""
+        """Reset the pauses, because the group has committed a step."""
         self.restarts = 0
 
 
 class Group:
-    """A replica group. Exactly one of these holds: it runs, a restart is due, it has ended."""
+    """A replica group, which is either running, due for a restart, or ended."""
 
     def __init__(self, name: str, ranks: int, is_adopted: bool = False) -> None:
         self.name = name
         self.is_adopted = is_adopted
-        """Another supervisor has started it, and was lost."""
+        """Taken over from a supervisor that was lost."""
         self.ranks = ranks
         self.starts = 0
         self.children: list[Child] = []
         self.lost: list[Child] = []
-        """Those that were replaced since it was started."""
+        """Processes that were replaced in this start."""
         self.pauses = Pauses()
         self.restart_at: float | None = None
-        """When to start again, on the monotonic clock in seconds."""
+        """Time of the next start on the monotonic clock, in seconds."""
         self.return_at_step: int | None = None
-        """Drained; to start again when the job has committed this many steps."""
+        """Step of the job at which to start the drained group again."""
         self.given_up = False
         self.eviction: Evict | None = None
-        """Being carried out: its processes have been asked to end."""
+        """The eviction in progress: the processes have been asked to end."""
         self.kill_at: float | None = None
-        """When to end those that have not, on the monotonic clock in seconds."""
+        """Time of SIGKILL for processes that are still alive, on the monotonic clock in seconds."""
         self.evicted = False
-        """Ended on an operator's word, and not to be started by anybody else's."""
+        """An operator's command ended the group; it is not restarted for another reason."""
         self.loss: Loss | None = None
-        """Another supervisor has it now, or will when its processes here have ended."""
+        """Another supervisor holds it now, or will when its processes here have ended."""
         self.replaced: dict[int, int] = {}
-        """Ranks that were replaced in this start, and their incarnations on record then."""
+        """Ranks that were replaced in this start, with the incarnations recorded until then."""
         self.known_incs: dict[int, int] = {}
-        """The ranks' newest incarnations that were on record when it was started last."""
+        """The ranks' newest incarnations that were recorded before the latest start."""
         self.started_at = 0.0
-        """On the monotonic clock in seconds."""
+        """Time of the latest start on the monotonic clock, in seconds."""
         self.took: float | None = None
-        """Seconds from the present start until all its ranks have begun their first txn."""
+        """Seconds from the latest start until all ranks had begun their first txn."""
         self._store: Any = None
         self._place: dict[str, str] = {}
 
@@ -98,34 +98,37 @@ class Group:
 
     @property
     def incs_before(self) -> dict[int, int]:
-        """The ranks' newest incarnations on record before the processes that it has now."""
+        """The ranks' newest incarnations recorded before the present processes started."""
         return {**self.known_incs, **self.replaced}
 
     @property
     def is_to_go_on(self) -> bool:
-        """Whether nobody has asked its processes to end, nor is it another supervisor's."""
+        """Whether its processes have not been asked to end and it was not taken over."""
         return self.eviction is None and self.kill_at is None and self.loss is None
 
     @property
     def finished(self) -> bool:
-        """Whether all ranks of the last start ended by their own word."""
+        """Whether all ranks of the last start ended on their own and without failure."""
         return bool(self.children) and not any(child.has_failed for child in self.children)
 
     @property
     def last_words(self) -> Place | None:
-        """The error of its own by which a rank ended, and its mates with it."""
+        """The error that ended one of its ranks, and with it the group."""
         said = (child.last_words for child in self.children)
         return next((words for words in said if words is not None), None)
 
     def waiting(self, inside: Collection[int], view: JobView) -> list[Child]:
-        """Its living processes, but for those that leave the job by themselves: with its end, as
-        those of the pids ``inside``, or before, and still write a checkpoint."""
+        """Return the living processes that will not leave the job by themselves.
+
+        Processes with a pid in ``inside`` leave with the job's end. Others have left already, and
+        may still be writing a checkpoint.
+        """
         ranks = view.since(self.name, self.incs_before)
         left = {rank for rank, seen in ranks.items() if seen.role == "terminal"}
         return [c for c in self.living if c.pid not in inside and c.rank not in left]
 
     def start_later(self) -> None:
-        """After a pause. Says by which error it has ended, if it was by one."""
+        """Schedule a restart after a pause, and log the error that ended the group, if any."""
         self.restart_at = time.monotonic() + self.pauses.next()
         for child in self.children:
             if (words := child.last_words) is not None:
@@ -135,12 +138,12 @@ class Group:
 
     @property
     def came_too_late(self) -> bool:
-        """Once it has ended: whether the job, or a stage of it, was over when a rank came."""
+        """Whether the job, or a stage, was over when a rank came; valid after the group ended."""
         return any(child.came_too_late for child in self.children)
 
     @property
     def why_not_back(self) -> str:
-        """In words, where the job goes on all the same."""
+        """Message for a group that came too late while the job continues."""
         return (
             f"group {self.name} came back when a later stage had ended, whose state nobody gives "
             "any more: it is not started again, and the others go on without it; give all stages "
@@ -148,7 +151,7 @@ class Group:
         )
 
     def doing(self) -> str:
-        """The state of its processes, for the screen."""
+        """Describe the state of its processes for the screen."""
         if self.loss is not None:
             return "being handed over" if self.living else "taken over"
         if self.evicted and not self.living:
@@ -168,9 +171,19 @@ class Group:
     def start(
         self, make: Callable[[int, Path], Child], logs: Path, groups: int, address: str
     ) -> list[Child]:
-        """``make`` all ranks, given their logs; their own store listens at ``address``.
+        """Start all ranks and their store.
 
-        ``groups``: of the job. Raises OSError, BusError: one cannot be started; then none is left.
+        If one of them cannot be started, the others are ended.
+
+        Args:
+            make: Starts the process of a rank with the given log.
+            logs: Folder for the logs.
+            groups: Number of groups of the job.
+            address: Address that the store listens on.
+
+        Raises:
+            OSError: A process or the store cannot be started.
+            BusError: The store cannot be started.
         """
         from fft.bus.tcpserver import (
             host_store,  # here, so that a bad plan is refused without torch
@@ -189,10 +202,10 @@ class Group:
             "TORCHELASTIC_RUN_ID": f"fft-{self.name}",
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # whose store is served here: init_process_group() shall not serve another there
+            # the supervisor serves the store, so init_process_group() must not serve another
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "REPLICA_GROUP_ID": self.name,
-            "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
+            "FFT_GROUP": self.name,  # the name in messages between supervisor and participants
             "NUM_REPLICA_GROUPS": str(groups),
             "FFT_START": str(self.starts),
         }
@@ -205,13 +218,20 @@ class Group:
         return self.children
 
     def place(self, rank: int) -> dict[str, str]:
-        """What tells a process that it is this rank of the present start."""
+        """Return the environment variables of a rank of the present start."""
         return {**self._place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
     def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
-        """``start`` a process, given its log, for the rank that was ``lost``, as ``inc``.
+        """Start a process in the place of a lost rank.
 
-        Raises OSError.
+        Args:
+            lost: The process to replace.
+            inc: The rank's newest incarnation recorded until now.
+            logs: Folder for the log.
+            start: Starts the process with the given log.
+
+        Raises:
+            OSError: The process cannot be started.
         """
         log = claimed(logs / f"g{self.name}r{lost.rank}-{self.starts}.log")
         child = self._own(start(log), lost.rank, log)
@@ -221,12 +241,12 @@ class Group:
         return child
 
     def _own(self, child: Child, rank: int, log: Path) -> Child:
-        """It may have been a spare until now."""
+        """Assign the rank to the process, which may have been a spare until now."""
         child.group, child.rank, child.start, child.log = self.name, rank, self.starts, log
         return child
 
     def forget_address_of(self, rank: int) -> None:
-        """Who asks torchft's store where rank 0 is shall wait for its successor."""
+        """Delete rank 0's address from the store, so that its readers wait for its successor."""
         if rank == 0 and self._store is not None:
             self._store.delete_key(_ADDRESS_OF_RANK_0)
 
@@ -238,21 +258,31 @@ class Group:
         self.close()
 
     def ask_to_leave(self, grace: float, whom: Sequence[Child] | None = None) -> None:
-        """SIGTERM to ``whom`` (None: all), and SIGKILL to all that are left after so long, in s."""
+        """Send SIGTERM, and schedule SIGKILL for processes that still live afterwards.
+
+        Args:
+            grace: Time before SIGKILL, in seconds.
+            whom: Processes to send SIGTERM to; by default all living ones.
+        """
         self.kill_at = time.monotonic() + grace
         for child in self.living if whom is None else whom:
-            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
+            child.signal(signal.SIGCONT)  # a stopped process cannot handle SIGTERM
             child.signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """Let go of the store; its server ends with it."""
+        """Release the store; its server ends with it."""
         self._store = None
 
 
 def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What every child gets: the outer environment, the services, and calm defaults.
+    """Return the environment of every child: the outer one, the services, and defaults.
 
-    A fault plan, the permission to inject faults, and a job token come from the supervisor only.
+    Variables that only the supervisor may set, such as a fault plan or a job token, are not
+    inherited.
+
+    Args:
+        services: Variables of the services, which take precedence.
+        outer: The environment to inherit.
     """
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in outer.items() if name not in _SUPERVISORS}
@@ -260,7 +290,7 @@ def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ)
 
 
 def why_not_started(group: Group, error: Exception) -> str:
-    """What to say of a group whose processes or store could not be started."""
+    """Return the message for a group whose processes or store could not be started."""
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (

@@ -1,4 +1,4 @@
-"""What monitors of children report to the supervisor, over a pair of sockets that it owns."""
+"""Hang reports from the monitors of children to the supervisor, over its own pair of sockets."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import suppress
 from fft.launch.supervisor.children import Child
 from fft.messages.protocol import MAX_MESSAGE, Suspect, UnreadableMessage, decode
 
-_REPORTS_A_TURN = 16  # the deaths of children come first, however much others have to say
+_REPORTS_A_TURN = 16  # bounded, so that many reports cannot delay the handling of deaths
 
 logger = logging.getLogger(__name__)
 
 
 class HangReports:
-    """Hangs of our children. Any process that a child starts can write here, too."""
+    """Receives hang reports about our children. Any process started by a child can write here."""
 
     def __init__(self) -> None:
-        # Datagrams, which keep apart however many write.
+        # Datagrams keep the messages of several writers separate.
         self.socket, self._children = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.setblocking(False)
 
     @property
     def fd(self) -> int:
-        """The descriptor for children to write to."""
+        """The descriptor that children write to."""
         return self._children.fileno()
 
     def take(self, living: Sequence[Child]) -> Iterator[Suspect]:
-        """What has come that is about one of the ``living``; a bounded number a call."""
+        """Yield the reports about one of the ``living``; reads at most 16 messages per call."""
         known = {(child.group, child.rank, child.pid) for child in living}
         with suppress(BlockingIOError):
             for _ in range(_REPORTS_A_TURN):
@@ -44,7 +44,10 @@ class HangReports:
 
 
 def _about(known: set[tuple[str, int, int]], report: bytes) -> Suspect | None:
-    """The hang that is reported, if of a child of ours: who speaks need not be a monitor."""
+    """Return the reported hang if it concerns a known child, else log the message.
+
+    The sender need not be a monitor.
+    """
     try:
         message = decode(report)
     except UnreadableMessage as error:

@@ -1,6 +1,6 @@
-"""The services of a job that are served elsewhere, for a supervisor on one of several hosts.
+"""Services of a job that another process serves, for a supervisor on one of several hosts.
 
-Reads the environment that it is given; opens the bus only to find the start of the job.
+Reads the given environment; opens the bus only to find the start of the job.
 """
 
 from __future__ import annotations
@@ -17,33 +17,41 @@ from fft.operate.entering import enter
 
 @dataclass(frozen=True)
 class Joined:
-    """Bus and lighthouse that `fft serve`, or another `fft run`, has announced."""
+    """Bus and lighthouse that `fft serve` or another `fft run` has announced."""
 
     bus_url: str
     lighthouse_url: str | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """What was announced. Raises ServiceError if there is no bus among it."""
+        """Read the announced addresses from the environment.
+
+        Raises:
+            ServiceError: The environment names no bus.
+        """
         if not (bus := environ.get("FFT_BUS")):
             raise ServiceError("--join needs FFT_BUS in the environment; `fft serve` prints it")
         return cls(bus, environ.get("TORCHFT_LIGHTHOUSE") or None)
 
     def entered(self, token: JobToken | None) -> Self:
-        """The same at the start of the job that who comes now belongs to. Raises BusError."""
+        """Return the services with the bus URL of the start that a new process belongs to.
+
+        Raises:
+            BusError: The bus cannot be reached.
+        """
         return replace(self, bus_url=enter(self.bus_url, token).url)
 
     def settings(self) -> dict[str, str]:
-        """What a process of the job finds them by in its environment."""
+        """Return the environment variables by which a process of the job finds the services."""
         return settings_of(self.bus_url, self.lighthouse_url)
 
     def restart_bus(self) -> None:
-        """Raises ServiceError: it is somebody else's."""
+        """Raise ServiceError, because another process serves the bus."""
         raise ServiceError("the bus is served elsewhere; it cannot be restarted from here")
 
     def restart_lighthouse(self) -> None:
-        """Raises ServiceError: it is somebody else's."""
+        """Raise ServiceError, because another process serves the lighthouse."""
         raise ServiceError("the lighthouse is served elsewhere; it cannot be restarted from here")
 
     def close(self) -> None:
-        """Nothing here is ours to end."""
+        """Do nothing: the services belong to another process."""

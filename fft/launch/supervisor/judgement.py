@@ -1,4 +1,4 @@
-"""How a job ended: well or not, and what there is to say of it. Reads the logs of processes."""
+"""The verdict on how a job ended, with its reasons. Reads the logs of processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JobOutcome:
     deaths: frozenset[tuple[str, str]] = frozenset()
     """Step and cause of the deaths that lost the state."""
     status: ExitStatus | None = None
-    """None: COMPLETE or FAILED, as ``ok`` says."""
+    """The exit status, or None to derive COMPLETE or FAILED from ``ok``."""
 
     @property
     def exit_status(self) -> ExitStatus:
@@ -55,7 +55,7 @@ class JobOutcome:
 
 @dataclass
 class Judgement:
-    """Collects what the supervisor finds, and derives the outcome at the end."""
+    """Collects the supervisor's findings, and derives the outcome at the end."""
 
     groups: Collection[Group]
     plan: FaultPlan
@@ -78,11 +78,14 @@ class Judgement:
 
     @property
     def what_ended(self) -> str:
-        """Name what ends when all processes here end; the job may have others on other hosts."""
+        """Name for what ends with the processes here; other hosts may have more of the job."""
         return "the job" if self.has_services else "this part of the job"
 
     def shown_mistake(self, group: Group, mistake: Mistake) -> str:
-        """What to say of a mistake by which ``group`` ended. Its traceback is said once."""
+        """Describe the mistake that ended ``group``, with its traceback.
+
+        Later verdicts leave out the log of a process that ended with the same error.
+        """
         place = mistake.place
         child = next(child for child in group.children if child.last_words is place)
         self.shown.add(place.signature)
@@ -91,15 +94,18 @@ class Judgement:
         return f"{text}{child.last_said()}\n  its log: {child.log}; "
 
     def note_forgotten(self) -> None:
-        """The bus has lost its memory."""
+        """Record that the bus has lost its memory."""
         self.problems.append(
             "the bus was restarted, and has forgotten the job: its processes stop, and none is "
             "started again; begin a new job from a checkpoint"
         )
 
     def note_interrupt(self, view: JobView) -> None:
-        """It is to end. Who leaves now leaves in good order, though it may be without what the job
-        had committed."""
+        """Record that the job was asked to end.
+
+        It is a problem if no group has the state that the job had committed: the groups then leave
+        in good order, but without that state.
+        """
         self.asked_to_end = True
         going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
         if view.committed and not any(g.finished for g in self.groups) and not any(going):
@@ -109,8 +115,11 @@ class Judgement:
             )
 
     def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
-        """Whether all who had the state have ended well, as after a loop of torchft's, which has
-        no last commit; who is being started again would find nobody."""
+        """Return whether all groups that had the state have ended well.
+
+        A loop of torchft ends like this, because it has no last commit. A group that is being
+        restarted would then find no peer.
+        """
         done = [group for group in self.groups if group.finished and not group.evicted]
         rest = [group for group in self.groups if not group.finished]
         return (
@@ -124,7 +133,9 @@ class Judgement:
     def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
         """Judge the job, all of whose processes have ended.
 
-        ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
+        Args:
+            is_over: All groups have left with one commit.
+            unfinished: The reason why the fault plan is not finished, or None.
         """
         lines, excused, remarks = self._ends(view, is_over)
         words = [child.last_words for group in self.groups for child in group.children]
@@ -174,7 +185,7 @@ class Judgement:
         return None
 
     def _no_transactions(self, view: JobView) -> str | None:
-        """Describe a job whose ranks have trained without FFT; None: it is no such job."""
+        """Describe a job whose ranks have trained without FFT; None for any other job."""
         names = {group.name for group in self.groups}
         joined = any(name in names for name, _ in view.ranks)
         trained = any(c.loaded_torch for group in self.groups for c in group.children)
@@ -183,12 +194,12 @@ class Judgement:
         return f"no rank began a transaction, so {NO_TRANSACTIONS}"
 
     def _took_part(self, group: Group, view: JobView) -> bool:
-        """Whether the group, or another one here, has seen the job; else it was never let in."""
+        """Return whether the group has committed, or another group here has finished."""
         committed = any(rank.commits for rank in view.of(group.name))
         return committed or any(other.finished for other in self.groups)
 
     def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], set[str], list[str]]:
-        """Collect problems and remarks, with those that are in how the processes ended.
+        """Collect problems and remarks, including those that follow from how processes ended.
 
         Returns:
             The problems; those of them that concern only groups that were given up; the remarks.
@@ -196,10 +207,10 @@ class Judgement:
         lines, remarks = list(self.problems), list[str]()
         excused = set(self.given_up)
         for group in self.groups:
-            if group.evicted or self.hopeless:  # as asked; or it is said already
+            if group.evicted or self.hopeless:  # ended on request, or reported already
                 continue
             failed = [child for child in group.children if child.has_failed]
-            # who died by itself says more than who was ended with it
+            # a process that died by itself explains more than one that was killed with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
                 # a scheduler may have sent SIGTERM to all processes of the SLURM job step
@@ -209,7 +220,7 @@ class Judgement:
                 if was_asked and not _has_joined(group, child.rank, view):
                     self.remarks.append(f"group {group.name} was asked to end while it started")
                 elif child.came_too_late and group.why_not_back in self.remarks:
-                    continue  # it is said already
+                    continue  # reported already
                 elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif not is_over or child.failed_by_itself:
@@ -222,14 +233,17 @@ class Judgement:
         return lines, excused, [*self.remarks, *remarks]
 
     def _is_ours(self, fault: AnyFault) -> bool:
-        """Whether it happens on this host, so that its traces tell."""
+        """Return whether the fault happens on this host, whose traces then contain it."""
         if isinstance(fault, Fault):
             return fault.group in {group.name for group in self.groups}
         return self.has_services
 
 
 def _has_joined(group: Group, rank: int, view: JobView) -> bool:
-    """Whether the group has been in the job since its start; of a successor, whether it has."""
+    """Return whether the group has joined the job since its start.
+
+    For a rank that was replaced, return whether the successor has joined.
+    """
     if rank not in group.replaced:
         return view.joined_since(group.name, group.known_incs)
     now = view.since(group.name, group.incs_before).get(rank)
@@ -237,16 +251,20 @@ def _has_joined(group: Group, rank: int, view: JobView) -> bool:
 
 
 def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
-    """That ranks of the group ended well in the middle of the job, which nobody had asked for.
+    """Describe ranks of the group that ended without error or request in the middle of the job.
 
-    ``was_needed``: others have ended since there were too few groups.
+    Args:
+        was_needed: Other ranks have ended because there were too few groups.
+
+    Returns:
+        The description, or None if there are no such ranks or traces have gaps.
     """
     seen = view.since(group.name, group.known_incs)
     steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
     ended = [c for c in group.children if c.code == 0 and c.rank in steps]
     early = [c for c in ended if was_needed or steps[c.rank] < view.reached(c.rank)]
     gaps = (view.gaps.get((group.name, rank)) == seen[rank].inc for rank in seen)
-    if group.evicted or not early or any(gaps):  # whether it leaves is not seen
+    if group.evicted or not early or any(gaps):  # a trace with a gap may lack the leave
         return None
     ranks = ", ".join(str(child.rank) for child in early)
     logs = ", ".join(str(child.log) for child in early)
@@ -261,12 +279,12 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
 
 
 def _was_asked(group: Group, view: JobView) -> bool:
-    """Whether the group left because it was drained: by an operator, a signal or a notice."""
+    """Return whether the group was drained: by an operator, a signal or a notice."""
     return any(rank.asked for rank in view.of(group.name))
 
 
 def _is_at_end(group: Group, view: JobView) -> bool:
-    """Whether the group left with its last step.
+    """Return whether the group left with its last step.
 
     One rank is enough: the ranks of later stages follow the first stage to its end.
     """
@@ -274,7 +292,7 @@ def _is_at_end(group: Group, view: JobView) -> bool:
 
 
 def _is_evicted(group: Group) -> bool:
-    """Whether the group was evicted for good, and not taken over by another supervisor."""
+    """Return whether the group was evicted for good, rather than taken over."""
     return group.evicted and group.loss is None
 
 

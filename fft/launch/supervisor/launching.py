@@ -1,4 +1,4 @@
-"""How processes of a job are started: with the environment that they all have in common."""
+"""Start the processes of a job with the environment that they all share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fft.launch.supervisor.groups import Group, base_env
 from fft.launch.supervisor.joined import Joined
 
 TakeSpare = Callable[[Mapping[str, str], Path], Child | None]
-"""A process that waited for a role, and runs the script now as whom the environment says."""
+"""Gives a spare the role that the environment describes; returns it, or None if there is none."""
 
 
 class Launcher:
-    """Starts processes of one job. ``hangs_fd``: where they say that they hang."""
+    """Starts processes of one job; their monitors report hangs to descriptor ``hangs_fd``."""
 
     def __init__(
         self, config: RunConfig, services: Services | Joined, token: JobToken | None, hangs_fd: int
@@ -39,10 +39,15 @@ class Launcher:
         return base_env(settings)
 
     def start_group(self, group: Group, address: str, spare: TakeSpare) -> list[Child]:
-        """Start all ranks of a group, whose store listens at ``address``.
+        """Start all ranks of a group; if one of them cannot be started, the others are ended.
 
-        ``spare``: may give a process for a rank. Raises OSError, BusError: one cannot be started;
-        then none is left.
+        Args:
+            address: Address that the group's store listens on.
+            spare: Returns a spare for a rank, or None to start a new process.
+
+        Raises:
+            OSError: A process or the store cannot be started.
+            BusError: The store cannot be started.
         """
 
         def make(rank: int, log: Path) -> Child:
@@ -60,6 +65,6 @@ class Launcher:
         log: Path,
         inherits: tuple[int, ...] = (),
     ) -> Child:
-        """Start one process, ``env`` being what it has besides. Raises OSError."""
+        """Start one process; ``env`` is added to the common environment. Raises OSError."""
         own, inherits = {**self._env(), **env}, (self._hangs_fd, *inherits)
         return Child(group, rank, start, self._config.script, own, log, inherits)

@@ -1,6 +1,6 @@
-"""What the supervisor holds at the job's bus: the connection, who listens on it, its host's beats.
+"""The supervisor's connection to the job's bus, its listeners, and the heartbeats of its host.
 
-Owns them from `open` to `close`; may be opened again, when the bus was restarted.
+They live from `open` to `close` and may be opened again after the bus was restarted.
 """
 
 from __future__ import annotations
@@ -27,31 +27,37 @@ logger = logging.getLogger(__name__)
 
 
 class Links:
-    """Of one supervisor. The attributes are there from the first `open` on."""
+    """The bus connections of one supervisor. The first `open` sets the attributes."""
 
     bus: ErrorBus
     claims: Claims
     commands: CommandEar
     progress: ProgressEar
     address: str
-    """Where processes on other hosts find the stores of our groups."""
+    """Address at which processes on other hosts reach the stores of our groups."""
 
     def __init__(
         self, token: JobToken | None, host_limit: float, wake: Callable[[], None], serves: bool
     ) -> None:
-        """``wake`` is called, from any thread, when there is a command or a claim.
-        ``host_limit``: seconds. ``serves``: the bus is this process's own, and ends with it."""
+        """Store the settings; `open` connects.
+
+        Args:
+            token: Token of the job.
+            host_limit: Silence after which a host counts as lost, in seconds.
+            wake: Called, from any thread, when there is a command or a claim.
+            serves: This process serves the bus, which ends with it.
+        """
         self._serves = serves
         self._token = token
         self._host_limit = host_limit
         self._wake = wake
         self._hosts: HostWatch | None = None
         self._stages: list[ErrorBus] = []
-        """Of the scopes of further stages that were found."""
+        """Buses of the scopes of further stages."""
         self._undo = ExitStack()
 
     def open(self, url: str) -> None:
-        """Connect, and listen from now on. Raises BusError; `close` is needed then, too."""
+        """Connect and start to listen. Raises BusError, after which `close` is needed as well."""
         self.bus = open_job_bus(url, self._token, bus_operation(url))
         self._undo.callback(self.bus.close)
         self.claims = Claims(self.bus, self._wake, self._serves)
@@ -75,8 +81,11 @@ class Links:
         return bool(self._stages)
 
     def scopes(self) -> list[ErrorBus]:
-        """The buses of all scopes of the job: its own, and those of further stages. Raises
-        BusError."""
+        """Return the buses of all scopes: the job's own and those of further stages.
+
+        Raises:
+            BusError: The bus cannot be reached.
+        """
         held = None if self._stages else self.bus.read(SCOPES)
         with ExitStack() as opened:
             found = list[ErrorBus]()
@@ -89,8 +98,10 @@ class Links:
         return [self.bus, *self._stages]
 
     def take_in(self, view: JobView, is_sure: bool) -> None:
-        """Have ``view`` know what ranks have said, and the log name what troubles them; if traces
-        have gaps, or ``is_sure``, what the registers tell, too."""
+        """Add the reports of ranks to ``view``, and log the problems that they report.
+
+        If traces have gaps, or with ``is_sure``, the contents of the registers are added as well.
+        """
         self.progress.tell_troubles(view)
         if not (view.gaps or is_sure):
             return
@@ -103,7 +114,7 @@ class Links:
             logger.debug("what traces with gaps lack cannot be seen: %s", error)
 
     def beat_for(self, processes: tuple[Process, ...]) -> None:
-        """Say of these, from now on, that their host is alive."""
+        """Send heartbeats for these processes from now on, which show that their host is alive."""
         if self._hosts is not None:
             self._hosts.processes = processes
 
@@ -113,7 +124,7 @@ class Links:
         self._stages = []
 
     def broadcast(self, message: Death | Drain | Suspect) -> None:
-        """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
+        """Broadcast a message. A lost bus is only logged, since peers also detect faults alone."""
         try:
             self.bus.broadcast(encode(message))
         except BusError as error:
