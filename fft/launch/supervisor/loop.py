@@ -1,10 +1,10 @@
 """The supervisor's loop: one thread that owns all children of a job.
 
-It starts and ends processes, says on the bus who died, reads the traces for the progress of
-the job, and writes to the given display. It takes no signal handlers: `Supervisor.interrupt`
-is there for whoever does. Its only waits are one `select` and bounded. It obeys the commands of
-operators on the bus that concern processes or services (`fft evict`, `fft inject`), and carries out
-the faults of a plan that concern its services.
+It starts and ends processes, broadcasts deaths on the bus, reads the traces for the progress of the
+job, and writes to the given display. It installs no signal handlers; a handler may call
+`Supervisor.interrupt`. It waits only in one `select` with a bound. It carries out commands of
+operators that concern processes or services (`fft evict`, `fft inject`), and the faults of a plan
+that concern its services.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ from fft.trace.display import Display
 from fft.trace.report import save_plan
 from fft.trace.tail import JobView, TraceTail
 
-_POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
-_OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
-_LEAVE_S = 5.0  # for leaving in good order a job that is over, or cannot go on
+_POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
+_OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
+_LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Runs one job to its end. `run` must be called once, on a thread that lives as long."""
+    """Runs one job to its end. Call `run` once, on a thread that lives as long as the job."""
 
     def __init__(
         self,
@@ -85,7 +85,18 @@ class Supervisor:
         display: Display | None = None,
         token: JobToken | None = None,
     ) -> None:
-        """``token``: of the job; its children get it in their environment."""
+        """Check the configuration and prepare the job.
+
+        Args:
+            config: The job to run.
+            plan: The fault plan, which may be empty.
+            services: The bus and lighthouse.
+            display: Shows the progress of the job.
+            token: Token of the job, which children receive in their environment.
+
+        Raises:
+            SupervisorError: The job cannot be started as asked.
+        """
         config.check(joins=isinstance(services, Joined))
         self._config = config
         self._plan = plan
@@ -98,13 +109,13 @@ class Supervisor:
         self._drains_seen: set[str] = set()
         self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
         self._told: set[str] = set()
-        """Commands that are our own."""
+        """Ids of commands that this supervisor sent itself."""
         self._forgot = False
-        """The bus has lost the job's state, and no process can go on with it."""
+        """The bus has lost the job's registers, so no process can continue with it."""
         self._lost: str | None = None
-        """No process has the state of the job, and why; a checkpoint may have it."""
+        """The reason why no process has the state of the job; a checkpoint may have it."""
         self._in_vain: str | None = None
-        """Why the job is being ended, though its work is not done."""
+        """The reason why the job is being ended before its work is done."""
         more, least = config.stop_after_plan, config.min_steps
         self._watch = None if more is None else PlanWatch(plan, names, more, least)
         serves = not isinstance(services, Joined)
@@ -114,10 +125,10 @@ class Supervisor:
         self._orphans = Orphans()
         self._judgement = Judgement(self._groups.values(), plan, serves)
         self._over = False
-        """All who had the state have left, or ended, well: nobody is started again."""
+        """All groups that had the state have left or ended well, so none is restarted."""
         self._look_over_at = 0.0
         self._too_slow: set[str] = set()
-        """Ranks whose groups were started again for it; not twice, for it has not helped."""
+        """Slow ranks whose groups were restarted; a second restart would not help either."""
         self._diagnoser = Diagnoser(
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
@@ -138,12 +149,17 @@ class Supervisor:
     # --- from outside ------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Drain the whole job; called a second time, kill it. From any thread or handler."""
+        """Drain the job; a second call kills it. Safe on any thread and in signal handlers."""
         self._interrupted = True
         self._wake(b"!")
 
     def run(self) -> JobOutcome:
-        """Start all groups, look after them until the job has ended, and judge it."""
+        """Start all groups, supervise them until the job has ended, and judge it.
+
+        Raises:
+            SupervisorError: The job cannot be started as asked.
+            BusError: The bus cannot be reached at the start.
+        """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._plan)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
@@ -209,13 +225,13 @@ class Supervisor:
         self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
 
     def _poll(self, is_sure: bool = False) -> JobView:
-        """The job by its traces; ``is_sure``, or where these have gaps, by its registers, too."""
+        """Return the job's view by its traces; with gaps or ``is_sure`` also by its registers."""
         view = self._tail.poll()
         self._links.take_in(view, is_sure)
         return view
 
     def _look(self) -> None:
-        """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
+        """Act on the traces: progress, drained groups that return, the end of the plan."""
         view = self._poll()
         for fault in [fault for fault in self._pending if view.step >= fault.step]:
             self._pending.remove(fault)
@@ -254,11 +270,11 @@ class Supervisor:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether nothing is to be started any more."""
+        """Whether no process may be started any more."""
         return self._drain_until is not None or self._forgot or self._over
 
     def _has_committed(self, group: Group) -> bool:
-        """Whether it has committed a step since its last start."""
+        """Return whether the group has committed a step since its last start."""
         return self._tail.view.committed_since(group.name, group.known_incs)
 
     def _living(self) -> list[Child]:
@@ -268,9 +284,9 @@ class Supervisor:
 
     def _look_after(self, child: Child) -> None:
         if (known := self._selector.get_map().get(child.fd)) is not None:
-            if known.data is child:  # since it was a spare
+            if known.data is child:  # registered when it was a spare
                 return
-            self._selector.unregister(child.fd)  # of a spare that was reaped, its number used again
+            self._selector.unregister(child.fd)  # a reaped spare had the same descriptor number
         self._selector.register(child.fd, selectors.EVENT_READ, child)
         child.watch(partial(self._is_dying, child))
 
@@ -280,7 +296,7 @@ class Supervisor:
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
             if not self._links.claims.keeps(group.name):
-                self._obey()  # hand it over
+                self._obey()  # hands the group over
                 return
             children = self._launcher.start_group(group, self._links.address, spare)
         except (OSError, BusError, SupervisorError) as error:
@@ -290,20 +306,22 @@ class Supervisor:
             self._look_after(child)
 
     def _adopt(self) -> None:
-        """Groups that others have lost with their host are ours, and start from the spares."""
+        """Start the groups that were adopted from lost hosts, using spares."""
         ready = 0 if self._is_ending else self._reforming.spares.ready
         self._adopter.room = ready // self._config.ranks
         for name in self._adopter.claimed():
             if self._is_ending or (name in self._groups and self._groups[name].living):
-                continue  # it is let go of in the end
+                continue  # the claim is released at the end
             group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
             self._start(group)
 
     def _on_no_start(self, group: Group, text: str) -> None:
-        """Nothing of the group runs. At the beginning that ends the job; later it is tried again.
+        """Handle a group that could not be started: retry it, unless this was its first start.
 
-        Raises SupervisorError."""
+        Raises:
+            SupervisorError: This was the group's first start, which ends the job.
+        """
         if group.starts <= 1 and not group.is_adopted:
             raise SupervisorError(text)
         logger.error("%s", text)
@@ -312,7 +330,7 @@ class Supervisor:
     # --- deaths ------------------------------------------------------------------------
 
     def _is_dying(self, child: Child) -> None:
-        """Thread of a death mutex: the child is being killed, though its process is still there."""
+        """Queue a child that is being killed but still exists; runs on the death mutex's thread."""
         self._dying.append(child)
         self._wake(b".")
 
@@ -323,7 +341,7 @@ class Supervisor:
                 self._tell_dead(child, "it was killed, or ended without leaving", by_itself=True)
 
     def _on_death(self, child: Child) -> None:
-        """A child has died: say so first, then end the rest of its group with it."""
+        """Report the death of a child first, then replace it or end the rest of its group."""
         if not child.alive:
             return
         code = child.exit_code()
@@ -353,16 +371,16 @@ class Supervisor:
             self._on_group_down(group)
 
     def _end_mates(self, lost: Child, group: Group) -> None:
-        """End the rest of the group of a rank that was lost, and is not replaced."""
+        """End the rest of the group of a rank that was lost and is not replaced."""
         for mate in group.living:
-            # it may have died of its own just now, and then it is that which peers shall hear
+            # it may just have died by itself; then report that cause to its peers
             died = mate.dies_within(0)
             ended = f"SIGKILL by the supervisor, because rank {lost.rank} died"
             self._tell_dead(mate, cause_of(mate.exit_code()) if died else ended)
             mate.signal(signal.SIGKILL)
 
     def _look_for_early_ends(self, view: JobView) -> None:
-        """Start groups again of which a rank has left the loop while the others go on."""
+        """Restart groups with a rank that left the loop while other groups continue."""
         for group in self._groups.values():
             early = [
                 child for child in group.children if self._deaths.has_been_left(child, group, view)
@@ -378,7 +396,7 @@ class Supervisor:
                 self._on_group_down(group)
 
     def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
-        """``by_itself``: nobody here has ended it."""
+        """Broadcast a death once; ``by_itself`` means that this supervisor did not end it."""
         if child.told_dead or child.group not in self._groups:
             return
         child.told_dead = True
@@ -391,15 +409,15 @@ class Supervisor:
         self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
 
     def _replace(self, group: Group, lost: Child) -> bool:
-        """Have another take the place of ``lost``. Whether one does."""
-        ends = self._drain_until is not None  # since its death was told
+        """Start a successor of ``lost``; return whether there is one."""
+        ends = self._drain_until is not None  # a drain may have begun since the report
         child = None if ends else self._reforming.replace(group, lost, self._tail.view)
         if child is not None:
             self._look_after(child)
         return child is not None
 
     def _on_group_down(self, group: Group) -> None:
-        """All ranks of the group are gone: let it be, or have it started again."""
+        """Decide whether a group that has no rank left is restarted."""
         group.close()
         view = self._poll(is_sure=True)
         self._forget_mistakes()
@@ -433,26 +451,26 @@ class Supervisor:
             self._start_later(group, f"group {group.name} was given up after its last restart")
 
     def _start_later(self, group: Group, problem: str) -> None:
-        """After a pause, unless it was the last time; then the group is given up."""
+        """Restart the group after a pause, or give it up if it has no restart left."""
         if group.pauses.restarts < self._config.max_restarts:
             group.start_later()
         else:
             self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
-        """After ``group`` ended: end the others if none has the state, nor can get it."""
+        """End the job if, after the end of ``group``, no process has or can get the state."""
         loss = loss_of(group, self._groups.values(), self._config, self._tail.view)
         if loss is None:
             self._say_what_nobody_holds(group)
             return
-        if loss == ALL_DIED:  # perhaps with the last step
+        if loss == ALL_DIED:  # they may have died after the last step
             self._look_whether_over(at_once=True)
         if not self._over:
             self._lost = loss
             self._end_in_vain(loss, in_order=not self._config.can_resume)
 
     def _say_what_nobody_holds(self, group: Group) -> None:
-        """Log that ``group`` is started again though no process can give it the state."""
+        """Log that ``group`` is restarted although no process can give it the state."""
         view, groups = self._tail.view, self._groups.values()
         is_whole = self._config.groups_in_all == len(groups)
         if not is_whole or not view.committed or any(each.finished for each in groups):
@@ -466,8 +484,11 @@ class Supervisor:
             )
 
     def _end_in_vain(self, reason: str, in_order: bool) -> None:
-        """Nobody can go on: end all, those who do not leave in time by force. ``in_order``: there
-        may be somebody who has something to leave."""
+        """End the job, which cannot continue; kill processes that do not leave in time.
+
+        Args:
+            in_order: Give processes time to leave after a commit.
+        """
         self._in_vain = reason
         self._drain(reason, forward=in_order, within=_LEAVE_S if in_order else 0.0)
 
@@ -494,7 +515,7 @@ class Supervisor:
                 self._mistakes.progressed(group.name)
 
     def _on_mistake(self, group: Group, mistake: Mistake) -> None:
-        """The script is wrong; to start it again would not mend it."""
+        """End the group or the job, because a restart would not correct the script's mistake."""
         text = self._judgement.shown_mistake(group, mistake)
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
@@ -507,7 +528,11 @@ class Supervisor:
     # --- ending ------------------------------------------------------------------------
 
     def _look_whether_over(self, at_once: bool = False) -> None:
-        """If all have left with one commit, let nobody wait for them: they do not come back."""
+        """End waiting processes if the job is over, because its groups will not return.
+
+        Args:
+            at_once: Look even if no group waits or the last look was recent.
+        """
         now = time.monotonic()
         waiting = any(
             group.living and not self._has_committed(group) for group in self._groups.values()
@@ -529,7 +554,7 @@ class Supervisor:
             self._end_who_waits(set())
 
     def _end_who_waits(self, inside: set[int]) -> None:
-        """The job is over. ``inside``: processes that are leaving it by themselves."""
+        """End waiting processes of a job that is over, except the pids ``inside``, which leave."""
         self._over = True
         logger.info("the job is over since step %d", self._tail.view.step)
         for group in self._groups.values():
@@ -546,7 +571,13 @@ class Supervisor:
                 self._kill_all("interrupted a second time")
 
     def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
-        """Ask all groups to leave together after a commit; nothing is started any more."""
+        """Ask all groups to leave together after a commit, and start no process any more.
+
+        Args:
+            reason: Text for the log.
+            forward: Send SIGTERM to the processes as well.
+            within: Time before they are killed, in seconds; at most ``drain_timeout``.
+        """
         logger.info("draining the job: %s", reason)
         self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
         ours = (group.name for group in self._groups.values() if group.loss is None)
@@ -575,10 +606,10 @@ class Supervisor:
         for loss in self._links.claims.losses():
             if loss.group in self._groups:
                 self._hand_over(self._groups[loss.group], loss)
-            else:  # taken over from a lost host, and not started
+            else:  # adopted from a lost host, and never started
                 self._links.claims.yielded(loss)
         for command in self._links.commands.take():
-            if command.id in self._told or isinstance(command, Check):  # that is for the ranks
+            if command.id in self._told or isinstance(command, Check):  # ranks answer a check
                 continue
             serves = self._judgement.has_services
             if is_anothers(command, self._groups, serves, self._links.alone):
@@ -597,20 +628,20 @@ class Supervisor:
         return why_refused(command, self._groups, self._config.may_inject, is_ending)
 
     def _hand_over(self, group: Group, loss: Loss) -> None:
-        """Another supervisor has the group from now on, or when its processes here have ended."""
+        """Hand the group over to another supervisor once its processes here have ended."""
         text = f"group {group.name} was taken over by {loss.by}"
         logger.warning("%s", text)
         self._judgement.remarks.append(text)
         group.loss, group.evicted, group.restart_at, group.return_at_step = loss, True, None, None
         if not group.living:
             self._links.claims.yielded(loss)
-        elif loss.claim is None:  # its new processes run: a word to leave would reach these
+        elif loss.claim is None:  # its new processes run, and would receive a request to leave
             self._kill(group.living, text)
         else:
             group.ask_to_leave(GRACE_S)
 
     def _evict(self, command: Evict) -> None:
-        """Ask the processes to end; `_check_deadlines` ends them, `_on_group_down` goes on."""
+        """Ask the processes to end; `_check_deadlines` and `_on_group_down` do the rest."""
         group = self._groups[command.group]
         logger.info("group %s is evicted by %s", group.name, command.by)
         group.restart_at = group.return_at_step = None
@@ -633,14 +664,14 @@ class Supervisor:
         self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 
     def _answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
-        """Tell who asked, unless we did."""
+        """Answer the requester, unless the command is our own."""
         if command.id not in self._told:
             self._links.commands.answer(command, verdict, text)
 
     # --- stragglers --------------------------------------------------------------------
 
     def _restart_straggler(self, rank: str) -> None:
-        """Start the group of ``rank`` again, if the job can go on without it meanwhile."""
+        """Restart the group of ``rank`` if the job can continue without it meanwhile."""
         command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
         others = [g for g in self._groups.values() if g.living and g.name != command.group]
         if self._refusal(command) is not None or len(others) < self._config.min_groups:
@@ -677,14 +708,14 @@ class Supervisor:
         self._links.close()
         self._services.restart_bus()
         self._links.open(self._services.bus_url)
-        if self._config.can_resume:  # else its processes find out, and say so
+        if self._config.can_resume:  # otherwise the processes detect and report it
             self._lost = "the bus has forgotten the job"
             self._end_in_vain(self._lost, in_order=False)
 
     # --- the end -----------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Leave nothing behind: no child, no store, no descriptor."""
+        """Release everything: children, stores, descriptors."""
         self._adopter.close()
         self._reforming.spares.end()
         left = [*self._living(), *self._reforming.spares]
@@ -704,5 +735,5 @@ class Supervisor:
             self._display.close()
 
     def _wake(self, word: bytes) -> None:
-        with suppress(OSError):  # full of words already, or the job has ended
+        with suppress(OSError):  # the socket is full, so the loop wakes anyway, or closed
             self._wake_in.send(word)

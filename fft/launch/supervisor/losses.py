@@ -1,4 +1,4 @@
-"""Whether a job has lost its state: no process has it, and none can get it. Pure."""
+"""Detect that a job has lost its state: no process has it or can get it. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ NOBODY_HAS_IT = "no process has the state any more"
 def loss_of(
     ended: Group, groups: Collection[Group], config: RunConfig, view: JobView
 ) -> str | None:
-    """Why the state is lost, after group ``ended``; None: somebody has it, or may have.
+    """Return why the state is lost after the end of a group, or None if a process may have it.
 
-    Without a checkpoint to go on from, only `NoState` tells, which looks longer, and on all hosts.
+    Without a checkpoint to resume from, only `NoState` counts. A participant raises it after a
+    longer search on all hosts.
+
+    Args:
+        ended: The group that ended.
+        groups: All groups of this host.
     """
     if config.groups_in_all != len(groups):
         return None
@@ -41,9 +46,9 @@ def loss_of(
 
 
 def lost_shard(groups: Collection[Group], view: JobView) -> int | None:
-    """Return a rank whose part of the state no living process holds; None: there is none.
+    """Return a rank whose part of the state no living process holds, or None.
 
-    ``groups``: all groups of the job.
+    ``groups`` are all groups of the job.
     """
     for rank in range(max((group.ranks for group in groups), default=0)):
         if not any(holds(group, rank, view) for group in groups):
@@ -52,7 +57,7 @@ def lost_shard(groups: Collection[Group], view: JobView) -> int | None:
 
 
 def holds(group: Group, rank: int, view: JobView) -> bool:
-    """Whether a living process of ``group`` has been in the job as ``rank``."""
+    """Return whether a living process of ``group`` has joined the job as ``rank``."""
     seen = view.since(group.name, group.incs_before).get(rank)
     lives = any(child.rank == rank and not child.told_dead for child in group.living)
     return lives and seen is not None and seen.role != "joining"

@@ -1,7 +1,8 @@
-"""Tells a mistake in the script from a fault of a machine, by last words of its processes. Pure.
+"""Distinguish mistakes in the script from faults of a machine by the errors of processes. Pure.
 
-A mistake comes again wherever the script is run; so one group alone proves nothing once others have
-committed steps with the same script. What may pass (a connection, a device) is left to restarts.
+A mistake recurs wherever the script runs. So the failure of one group proves nothing once others
+have committed steps with the same script. Transient errors (a connection, a device) are left to
+restarts.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ _UNLIKE = {
     "OtherSettings": "all groups must be set up alike",
 }
 _UNEQUAL_DATA = "UnequalData"
-"""The class of the error of ranks that have drawn different data."""
+"""Class of the error that ranks raise after they have drawn different data."""
 _UNFIT = frozenset({"UnfitCheckpoint", "StateMismatch"})
-"""What comes again in every group that is to begin with this checkpoint."""
+"""Classes of errors that recur in every group that begins with this checkpoint."""
 _NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is to end: the whole ``job``, or the one ``group``; and why."""
+    """A mistake in the script: whether it ends the job or one group, the reason and the place."""
 
     ends: Literal["job", "group"]
     reason: str
     place: Place
 
     def is_for_good(self, config: RunConfig) -> bool:
-        """Whether the job is to end also where it could go on from a checkpoint. One group alone
-        may try that: nobody else has shown that the error comes again."""
+        """Return whether the job must end even if it could resume from a checkpoint.
+
+        A job of one group may resume, because no other group has shown that the error recurs.
+        """
         alone = config.can_resume and config.groups_in_all == 1
         return self.ends == "job" and is_the_scripts(self.place) and not alone
 
 
 def is_the_scripts(error: Place | None) -> bool:
-    """Whether it is none of FFT's own, nor one of machine and network.
+    """Return whether the error comes from the script, rather than from FFT, machine or network.
 
-    An item that could not be loaded again and again, and unequal data, come from the script's data.
+    An item that repeatedly failed to load and unequal data come from the script's data.
     """
     if error is None:
         return False
@@ -53,22 +56,27 @@ def is_the_scripts(error: Place | None) -> bool:
 
 
 class Mistakes:
-    """Hears how groups end. Holds the last error of each that has not committed a step since."""
+    """Judges the ends of groups. Keeps each group's last error until it commits a step."""
 
     def __init__(self, groups: Sequence[str], groups_in_all: int) -> None:
-        """``groups``: those whose ends are heard here, of so many in the whole job."""
+        """Store the names of this host's groups and the number of groups of the whole job."""
         self._groups = groups
         self._all = groups_in_all
         self._errors: dict[str, Place] = {}
 
     def progressed(self, group: str) -> None:
-        """It has committed a step: what failed it before has passed."""
+        """Forget the group's last error, because it has committed a step."""
         self._errors.pop(group, None)
 
     def ended(self, group: str, error: Place | None, job_committed: bool) -> Mistake | None:
-        """All ranks of ``group`` are gone, by ``error``; None: not by an error of its own.
+        """Judge the end of ``group``.
 
-        ``job_committed``: whether any step was committed, by whomever.
+        Args:
+            error: The error that ended it, or None if it raised none.
+            job_committed: Any group has committed a step.
+
+        Returns:
+            The mistake, or None if a restart may help.
         """
         before = self._errors.pop(group, None)
         if error is not None and error.type == _UNEQUAL_DATA:
@@ -98,9 +106,9 @@ class Mistakes:
         return None
 
     def _unreadable(self, group: str, error: Place, before: Place | None) -> Mistake | None:
-        """The verdict on an item that a rank could not load in several attempts.
+        """Judge an item that a rank could not load in several attempts.
 
-        The item is due until it is consumed. An error of a machine gets one restart, since another
+        The item is due until it is consumed. A transient error gets one restart, because another
         process or connection may help.
         """
         if error.may_pass and not (before is not None and before.item == error.item):

@@ -1,4 +1,4 @@
-"""Reaps orphans: `fft run` is the parent of all of them where it is PID 1, as in a container.
+"""Reap orphans, whose parent is `fft run` if it is PID 1, as in a container.
 
 Reads ``/proc``.
 """
@@ -12,22 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOOK_S = 1.0
-"""Between two looks."""
+"""Interval between two scans, in seconds."""
 _OWN_S = 5.0
-"""How long a process of our own may stay a zombie until the code that started it collects it."""
+"""Time that a zombie is left to the code that may have started it, in seconds."""
 
 
 class Orphans:
-    """The zombies that nobody else collects. Does nothing unless this process is PID 1."""
+    """Reaps zombies that no other code collects. Does nothing unless this process is PID 1."""
 
     def __init__(self) -> None:
         self._is_init = os.getpid() == 1
         self._look_at = 0.0
         self._since: dict[int, float] = {}
-        """Zombies, and when they were seen first."""
+        """Zombies by pid, with the time of the first sight in seconds."""
 
     def reap(self, own: Iterable[int]) -> None:
-        """Collect orphans that have ended. ``own``: children that their owner collects."""
+        """Collect orphans that have ended, except ``own``, which their owner collects."""
         now = time.monotonic()
         if not self._is_init or now < self._look_at:
             return
@@ -42,12 +42,12 @@ class Orphans:
 
 
 def _zombies() -> set[int]:
-    """Our children that have ended and were not collected."""
+    """Return our children that have ended and were not collected."""
     found, me = set[int](), str(os.getpid()).encode()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_bytes().rpartition(b") ")[2].split()[:2]
-        except (OSError, ValueError):  # it was collected meanwhile
+        except (OSError, ValueError):  # collected meanwhile
             continue
         if state == b"Z" and parent == me:
             found.add(int(stat.parent.name))

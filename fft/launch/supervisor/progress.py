@@ -1,4 +1,4 @@
-"""Hears what ranks report for the supervisor, and names the slow ones.
+"""Receive the reports of ranks to the supervisor, and find the slow ranks.
 
 Owns one subscription. Never acts by itself.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressEar:
-    """Hears words of progress from now on; what they say is asked for by one thread."""
+    """Receives progress reports from construction on; one thread asks for the results."""
 
     def __init__(self, bus: ErrorBus) -> None:
         self.stragglers = Stragglers()
@@ -43,7 +43,7 @@ class ProgressEar:
         self._subscription = ResubscribingListener(bus, "progress", self._hear, "the supervisor")
 
     def news(self) -> list[Change]:
-        """Who has become slow since the last call, and who is slow no more."""
+        """Return the ranks that became slow, or are no longer slow, since the last call."""
         changes: list[Change] = []
         with suppress(queue.Empty):
             while True:
@@ -53,7 +53,11 @@ class ProgressEar:
         return changes
 
     def too_slow(self, limit: float | None) -> set[str]:
-        """Name who has become slow, or is slow no more, in the log; who is so by ``limit``."""
+        """Log the ranks that became slow or are no longer slow.
+
+        Returns:
+            The ranks that are slower than the median by the factor ``limit``.
+        """
         for change in self.news():
             what = "straggler" if change.slow else "no longer a straggler"
             logger.warning("%s: %s", what, change.evidence)
@@ -61,8 +65,10 @@ class ProgressEar:
         return {rank for rank, factor in slow if limit is not None and factor >= limit}
 
     def tell_troubles(self, view: JobView) -> None:
-        """Have the log say whose trace has a gap, and which checkpoints were not taken: by what was
-        heard, which ``view`` takes in, and by what that has from the traces."""
+        """Log gaps in traces and checkpoints that were not taken.
+
+        They come from the reports, which are added to ``view``, and from the traces in ``view``.
+        """
         with suppress(queue.Empty):
             while True:
                 word = self._others.get_nowait()
@@ -71,7 +77,7 @@ class ProgressEar:
                 elif isinstance(word, TraceReport):
                     rank = word.group, word.rank
                     known, view.gaps[rank] = view.gaps.get(rank), word.inc
-                    if known == word.inc:  # it was said
+                    if known == word.inc:  # logged already
                         continue
                     logger.warning(
                         "the trace of rank %s/%d cannot be written: %s; training continues, and "
@@ -84,7 +90,7 @@ class ProgressEar:
             logger.warning("%s; training continues", troubles.pop(0))
 
     def catch_up(self) -> None:
-        """Wait until all is heard that was said before; 2 s at most."""
+        """Wait until all earlier reports have arrived, for at most 2 s."""
         try:
             self._bus.broadcast(encode_report(self._mark), "progress")
         except BusError as error:
@@ -97,7 +103,7 @@ class ProgressEar:
         self._subscription.close()
 
     def _hear(self, payload: bytes) -> None:
-        with suppress(UnreadableMessage):  # nothing depends on it
+        with suppress(UnreadableMessage):  # reports are only informative
             word = decode_report(payload)
             if isinstance(word, SpeedReport):
                 self._speeds.put(word)

@@ -1,6 +1,6 @@
-"""Groups that lost one rank and keep the others: when that may be, and how its successor starts.
+"""Replacement of one lost rank in a group that keeps the others.
 
-Starts processes, by `Spares` or anew. All on the supervisor's thread.
+Starts processes or takes them from `Spares`. Runs on the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from fft.trace.tail import JobView
 from fft.util.new_file import claimed
 
 _MOST_IN_A_ROW = 3
-"""Successors of one rank that may be lost in a row before they take part."""
+"""Number of successors of one rank that may be lost in a row before they take part."""
 SUCCESSOR = "FFT_SUCCESSOR"
-"""Set in the environment of a process that comes for a lost one, whose group lives."""
+"""Environment variable of a process that replaces a lost one in a living group."""
 
 _HANGS_S = 60.0
 _TIMES = 3.0
-"""A successor hangs that has not begun its first txn for so long, and for so many times as long as
-its group took. A spare likewise, before it has loaded everything."""
+"""A successor counts as hanging if its first txn has not begun after ``_HANGS_S`` seconds and after
+``_TIMES`` times the time that its group took. The same limit holds for a spare until it has loaded
+everything."""
 
 logger = logging.getLogger(__name__)
 
 
 class Reforming:
-    """Of one job. Owns the spares."""
+    """Replaces the lost ranks of one job. Owns the spares."""
 
     def __init__(self, config: RunConfig, launcher: Launcher) -> None:
         self._config = config
         self._coming: dict[Child, float] = {}
-        """Successors that have not begun their first txn, and since when they run."""
+        """Successors that have not begun their first txn, with their start times in seconds."""
         self._in_a_row: dict[tuple[str, int, int], int] = {}
-        """Successors since one took part, by group, start of the group, and rank."""
+        """Number of successors since one took part, by group, start of the group, and rank."""
         self._launcher = launcher
         self.spares = Spares(config.spares, self._start_spare)
 
@@ -51,7 +52,7 @@ class Reforming:
         return self._launcher.start_one(GROUP, number, 1, env, log, (role_fd,))
 
     def is_waited_for(self, lost: Child) -> bool:
-        """Whether the others wait for another process in the place of ``lost``."""
+        """Return whether the other groups wait for a successor of ``lost``."""
         window = self._config.reform_window
         may_wait = self.spares.ready > 0 if window is None else window > 0
         return lost.is_replaced and may_wait
@@ -59,10 +60,14 @@ class Reforming:
     def may_replace(
         self, group: Group, lost: Child, view: JobView, groups: Collection[Group]
     ) -> bool:
-        """Whether a process may come for ``lost`` while others of its group live.
+        """Return whether ``lost`` may be replaced while other ranks of its group live.
 
-        Not if it ended before it had committed, because its successor would do the same; nor if no
-        other rank of its group, or no other group, can give the state. ``groups``: those here.
+        It may not if it ended before it had committed, because its successor would do the same. It
+        may not either if no other rank of its group has committed, or if no other group holds its
+        state.
+
+        Args:
+            groups: All groups of this host.
         """
         others = [other for other in groups if other is not group]
         is_whole = self._config.groups_in_all == len(groups)
@@ -80,12 +85,12 @@ class Reforming:
         return (lost.rank in settled or is_next) and bool(mates & settled)
 
     def _may_call_next(self, group: Group, lost: Child) -> bool:
-        """Whether another spare may take the place of a successor, which took no part yet."""
+        """Return whether another spare may replace a successor that has taken no part yet."""
         count = self._in_a_row.get((group.name, group.starts, lost.rank), 0)
         return lost in self._coming and self.spares.ready > 0 and count < _MOST_IN_A_ROW
 
     def late(self, groups: Mapping[str, Group], view: JobView) -> Iterator[tuple[Child, str]]:
-        """Spares and successors that hang, each once, and what to say of it."""
+        """Yield each spare and successor that hangs, once, with a description."""
         hang = *self._late_spares(groups, view), *self._late_successors(groups, view)
         for child, limit in hang:
             text = f"it was to take the place of a lost rank, and was not ready after {limit:.0f} s"
@@ -123,8 +128,11 @@ class Reforming:
                 yield child, limit
 
     def replace(self, group: Group, lost: Child, view: JobView) -> Child | None:
-        """Have a spare, or else a new process, take the place of ``lost``; None: none can, or
-        nobody of its group goes on."""
+        """Replace ``lost`` by a spare or a new process.
+
+        Returns:
+            The successor, or None if none can be started or no other rank of the group lives.
+        """
         mates = [child for child in group.living if not child.dies_within(0)]
         if not mates:
             return None
@@ -137,7 +145,7 @@ class Reforming:
         try:
             group.forget_address_of(lost.rank)
             child = group.replace(lost, inc, self._launcher.logs, start)
-        except (OSError, RuntimeError) as error:  # the latter: torch's, of the group's store
+        except (OSError, RuntimeError) as error:  # torch's store raises RuntimeError
             logger.error("%s", why_not_started(group, error))
             return None
         self._coming.pop(lost, None)

@@ -1,4 +1,4 @@
-"""What the screen shows of a job: its groups, and the faults of its plan."""
+"""The contents of the screen for a job: its groups, and the faults of its plan."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from fft.trace.tail import JobView
 
 
 def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPlan) -> Snapshot:
-    """The job at this moment; ``began``: when it did, on the monotonic clock in seconds."""
+    """Return the present state of the job.
+
+    ``began`` is its start on the monotonic clock, in seconds.
+    """
     rows = [_row(group, view) for group in groups]
     names = {fault.name for fault in plan.faults}
     return Snapshot(time.monotonic() - began, rows, len(names & view.injected.keys()), len(names))
 
 
 def _row(group: Group, view: JobView) -> Row:
-    """What the group's dead incarnations did last is not shown as news."""
+    """Return the group's row, which leaves out the last acts of dead incarnations."""
     is_old = group.living and view.incs(group.name) == group.known_incs
     return Row(group.name, group.doing()) if is_old else row_of(view, group.name, group.doing())

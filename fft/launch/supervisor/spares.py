@@ -1,7 +1,7 @@
-"""Warm spares: processes that have loaded what the script imports, and wait for a role.
+"""Warm spares: processes that have loaded what the script imports and wait for a role.
 
-Starts processes, and talks to each over a pair of sockets (`fft.launch.script_runner` has the other
-end). All on the supervisor's thread.
+Starts processes and communicates with each over a pair of sockets; the other end is in
+`fft.launch.script_runner`. Runs on the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fft.launch.supervisor.children import Child
 logger = logging.getLogger(__name__)
 
 GROUP = "spare"
-"""What a process without a role has for the name of its group."""
+"""Group name of a process without a role."""
 _REFILL_S = 5.0
-"""From the loss of a spare, or its getting a role, until the next one starts: the job has the
-processor for itself meanwhile."""
+"""Time from the loss or use of a spare until the next one starts, in seconds; the job has the
+processor to itself meanwhile."""
 _MOST_IN_VAIN = 3
-"""Spares that ended before they had a role, after which none is started any more."""
+"""Number of spares that may end without a role before no more are started."""
 
 Start = Callable[[int, int], Child]
-"""Starts spare number ``n``, which finds its end of the sockets at a descriptor."""
+"""Starts a spare, given its number and the descriptor of its end of the sockets."""
 
 
 class Spare:
@@ -55,7 +55,7 @@ class Spare:
         return self._is_ready
 
     def take_role(self, env: Mapping[str, str], log: Path) -> bool:
-        """Have it run the script as whom ``env`` says. Whether it was told so."""
+        """Send the role that ``env`` describes; return whether it was sent."""
         if self.child.dies_within(0):
             self._socket.close()
             return False
@@ -70,15 +70,15 @@ class Spare:
         return True
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Close our end of the sockets."""
         self._socket.close()
 
 
 class Spares:
-    """So many of them, started one by one."""
+    """A pool of spares, refilled after each loss or use."""
 
     def __init__(self, wanted: int, start: Start) -> None:
-        """``start`` raises OSError."""
+        """Prepare a pool of ``wanted`` spares; ``start`` may raise OSError."""
         self._wanted = wanted
         self._start = start
         self._spares: list[Spare] = []
@@ -91,11 +91,11 @@ class Spares:
 
     @property
     def ready(self) -> int:
-        """How many can take a role at once."""
+        """Number of spares that can take a role at once."""
         return sum(spare.is_ready for spare in self._spares)
 
     def started(self) -> list[Child]:
-        """Start what is lacking, if it is time; those that were started."""
+        """Start the missing spares if the pause is over; return the new processes."""
         if self._refill_at is not None and time.monotonic() < self._refill_at:
             return []
         self._refill_at = None
@@ -112,7 +112,7 @@ class Spares:
         return new
 
     def take(self, env: Mapping[str, str], log: Path) -> Child | None:
-        """The spare that runs the script now as whom ``env`` says; None: there is none."""
+        """Give a spare the role that ``env`` describes; return it, or None if there is none."""
         for spare in sorted(self._spares, key=lambda s: not s.is_ready):
             self._spares.remove(spare)
             self._refill_at = time.monotonic() + _REFILL_S
@@ -123,12 +123,12 @@ class Spares:
         return None
 
     def late(self, limit_s: float) -> list[Child]:
-        """Those that have not loaded everything for so long: they hang."""
+        """Return the spares that have not loaded everything within ``limit_s`` seconds."""
         now = time.monotonic()
         return [s.child for s in self._spares if not s.is_ready and now > s.began + limit_s]
 
     def ended(self, child: Child) -> None:
-        """A spare has ended without a role."""
+        """Remove a spare that has ended without a role."""
         for spare in [spare for spare in self._spares if spare.child is child]:
             self._spares.remove(spare)
             spare.close()
@@ -138,7 +138,7 @@ class Spares:
         logger.warning("%s%s", child.verdict(set()), more)
 
     def end(self) -> None:
-        """Start no more; those that wait end."""
+        """End all spares and start no more."""
         self._wanted = 0
         for spare in self._spares:
             spare.close()
