@@ -1,30 +1,30 @@
-"""Unwinds the body of a txn that is being rolled back, wherever in Python the main thread is.
+"""Interrupts the step function of a transaction that is rolled back, wherever its Python code is.
 
-Touches one signal of the process (``SIGUSR2`` unless said otherwise) while an ``Interrupter``
-lives; whoever handled it before still gets what is not ours. A blocked system call, a lock, a sleep
-and a loop are all left at once. What is blocked in C++ is freed by the abort of the process groups,
-and then unwinds by their error or by this one.
+An ``Interrupter`` uses one signal of the process, ``SIGUSR2`` by default. A signal that another
+sender raised still reaches the handler that was installed before. The main thread leaves a blocked
+system call, a lock, a sleep or a loop at once. A call that is blocked in C++ is released by the
+abort of the process groups, and ends with their error or with this one.
 
-One condition variable joins the thread that asks and the main thread:
+One condition variable joins the requesting thread and the main thread:
 
-- A body is *open* from the end of ``enter`` to the begin of ``leave``. Only an open body is
-  unwound. Who asks too early is told so, and has to have left a sign that the main thread looks for
-  then.
-- ``request`` asks for it; a thread of ours sends the signal, and sends it again if the exception
-  was lost on its way (raised inside a ``__del__``, say, where Python drops it). While it is alive
-  and being handled, in a ``finally`` of the body's, say, it is on its way, and is not raised again.
-- Inside ``atomic`` the request waits, and is carried out at its end.
+- The step function, called *body* here, is *open* from the end of ``enter`` to the start of
+  ``leave``. Only an open body is interrupted. A request that comes too early returns False; its
+  sender must have left a mark that the main thread checks when it opens a body.
+- ``request`` asks for the interruption, and the sender thread sends the signal. It sends the signal
+  again if the exception was lost, for example inside a ``__del__``, where Python drops it. While
+  the exception is alive and is being handled, as in a ``finally`` of the body, it is not raised
+  again.
+- Inside ``atomic`` a request waits until the section ends.
 
-The handler of a signal runs between two bytecodes, whichever, or in a call that waits. Where an
-exception would leave something half done (`fft.train.unsafe_places`) it raises nothing. Such a
-place is short, or it is none for as long as it takes (an import, a compilation):
+Python runs a signal handler between two bytecodes, or inside a call that waits. At a place where an
+exception would leave something half done (`fft.train.unsafe_places`) the handler does not raise.
+There are two kinds of such places:
 
-- *short*: the handler sends itself the signal again, so that it runs at the next bytecode at which
-  it can, and raises at the first that is safe. If it then finds the main thread where it was, at a
-  signal of the sender's, no bytecode has run in between: this is a call that waits, and the
-  exception comes out of that call. (A call that ends in the few microseconds before that very
-  signal looks the same.)
-- *long*: the sender's next signal asks again.
+- *short*: the handler sends itself the signal again, so it runs at the next possible bytecode and
+  raises at the first safe one. If a signal of the sender finds the main thread at the same bytecode
+  as the signal before, the main thread is in a call that waits, and the exception leaves that call.
+  (A call that ends in the few microseconds before that signal looks the same.)
+- *long*, an import or a compilation: the next signal of the sender checks again.
 """
 
 from __future__ import annotations
@@ -46,37 +46,41 @@ from fft.util.errors import FftError
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02
-"""How long an exception may take to be raised, or be found lost, before the signal is repeated."""
+"""Time in which an exception is raised or found lost, before the signal is repeated."""
 
 _FIRST_S = 0.002
-"""The same after the first signal, which may have found the main thread in a call that waits; three
-times as long after each further one."""
+"""The same after the first signal, which may have found the main thread in a call that waits. Each
+further wait is three times as long."""
 
 _UNSEEN = 25
-"""Signals in a row at which a living exception was not being handled, before it counts as lost.
-(On its way through C++ it is not, and a destructor may run Python code then.)"""
+"""Number of signals in a row that find the exception alive but not handled, before it counts as
+lost. (While it passes through C++ it is not handled, and a destructor may run Python code.)"""
 
 _STAYS = 2
-"""How often in a row a signal must find the main thread where the one before it did, with no
-bytecode between, until it counts as waiting in a call. Once may be chance: threads take turns."""
+"""Number of signals in a row that find the main thread at the same bytecode before it counts as
+waiting in a call. One may be chance, because threads take turns."""
 
 _LOOKS = 500
-"""Bytecodes at which the handler looks again by itself, for each signal of the sender's: a few
-milliseconds of a long ``__enter__``."""
+"""Number of times that the handler checks again by itself after a signal of the sender. It covers a
+few milliseconds of a long ``__enter__``."""
 
 
 class Interrupted(BaseException):
-    """The txn is being rolled back; unwinds its body. Not an ``Exception``: bodies catch those."""
+    """The transaction is rolled back. Not an ``Exception``, because step functions catch those."""
 
 
 class Interrupter:
-    """For one main thread; made there. Everything but ``request`` and ``close`` belongs there.
+    """The interrupter of one main thread, which creates it and calls everything but ``request``.
 
-    A body on another thread cannot be unwound, and is never open.
+    A step function that runs on another thread cannot be interrupted and is never open.
     """
 
     def __init__(self, number: signal.Signals = DEFAULT_SIGNAL) -> None:
-        """Take the signal. Raises ``FftError`` off the main thread, where no handler could run."""
+        """Install the handler.
+
+        Raises:
+            FftError: The caller is not the main thread, and handlers run only there.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise FftError("an Interrupter works on the main thread only")
         self._number = number
@@ -86,23 +90,23 @@ class Interrupter:
         self._open = False
         self._atomic = 0
         self._cause: str | None = None
-        """Of the request that is to unwind the open body; None: there is none."""
+        """Cause of the pending request, or None."""
         self._raised: weakref.ref[Interrupted] | None = None
         self._closed = False
         self._unseen = 0
         self._in_flight = False
         """A signal was sent, and its handler has not run yet."""
         self._body: FrameType | None = None
-        """Whose the open body is."""
+        """Frame of the function that opened the body."""
         self._looks = 0
-        """That the handler may still take by itself before the sender's next signal."""
+        """Checks that the handler may still make by itself before the next signal of the sender."""
         self._sent = False
-        """The sender's signal has come, or comes, since the handler ran last."""
+        """The sender has sent a signal since the handler last ran."""
         self._seen: tuple[int, int] | None = None
-        """Frame (its id) and bytecode at which the sender's last signal found the main thread, in a
-        place that is short."""
+        """Frame id and bytecode at which the last signal found the main thread in a short unsafe
+        place."""
         self._stays = 0
-        """How often in a row it was found there, and not seen to run between."""
+        """Number of signals in a row that found it there."""
         self.repeated = 0
         """Exceptions that were lost on their way and raised again."""
         never_compiled(Interrupter._handle)
@@ -113,7 +117,7 @@ class Interrupter:
     # --- any thread ---
 
     def request(self, cause: str) -> bool:
-        """Unwind the body that is open now. Whether there was one. Returns at once."""
+        """Interrupt the open body and return at once; whether a body was open."""
         with self._changed:
             if not self._open or self._cause is not None:
                 return self._open
@@ -125,17 +129,17 @@ class Interrupter:
 
     @property
     def signal_name(self) -> str:
-        """Name of the signal that unwinds a body."""
+        """Name of the signal in use."""
         return self._number.name
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another handler has taken the signal, so that nothing is unwound any more."""
+        """Whether another handler replaced this one, so that nothing is interrupted any more."""
         return not self._closed and signal.getsignal(self._number) != self._handle
 
     @guarded
     def enter(self) -> None:
-        """A body begins."""
+        """Open a body."""
         with self._changed:
             self._cause, self._raised = None, None
             self._open = threading.get_ident() == self._main
@@ -143,7 +147,7 @@ class Interrupter:
 
     @guarded
     def leave(self) -> bool:
-        """The body has ended, however. Whether it was asked to unwind."""
+        """Close the body after it ended in any way; whether its interruption was requested."""
         with self._changed:
             self._open = False
             asked, self._cause, self._raised = self._cause is not None, None, None
@@ -153,7 +157,7 @@ class Interrupter:
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """A section that is not interrupted; a request waits for its end. May be nested."""
+        """Delay requests until the end of the ``with`` block. Blocks may be nested."""
         self._atomic += 1
         try:
             yield
@@ -168,10 +172,10 @@ class Interrupter:
 
     @guarded
     def close(self) -> None:
-        """End the thread and give the signal back. Idempotent.
+        """End the sender thread and restore the previous handler. Idempotent.
 
-        Python lets only the main thread give it back: called on another, the handler stays until
-        it is called there, and only passes on what comes.
+        Python restores handlers only on the main thread. After a call on another thread this
+        handler stays and passes signals on, until the main thread calls ``close``.
         """
         with self._changed:
             self._closed, self._open, self._cause = True, False, None
@@ -183,7 +187,7 @@ class Interrupter:
 
     @guarded
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked worker: no body is ever unwound there
+        if os.getpid() != self._pid:  # a forked worker never has an open body
             signal.signal(number, self._previous)
             signal.raise_signal(number)
             return
@@ -206,8 +210,8 @@ class Interrupter:
             [_] = again
 
     def _waits(self, frame: FrameType, sent: bool) -> bool:
-        """Whether this is a call that waits: where the last look was, and no bytecode ran since."""
-        if not sent:  # a look that the handler asked for: the interpreter has run since
+        """Whether the main thread is in a call that waits, as no bytecode ran since the last check."""
+        if not sent:  # the handler asked for this check, so the interpreter has run since
             self._stays = 0
             return False
         before, self._seen = self._seen, (id(frame), frame.f_lasti)
@@ -217,7 +221,7 @@ class Interrupter:
     def _may_look_again(self, sent: bool) -> bool:
         self._looks = _LOOKS if sent else self._looks - 1
         if self._looks <= 0:
-            self._seen = None  # who is found here again may have been elsewhere
+            self._seen = None  # the thread may have been elsewhere in between
             self._stays = 0
         return self._looks > 0
 
@@ -236,7 +240,7 @@ class Interrupter:
         return self._raised is not None and self._raised() is not None
 
     def _seems_lost(self) -> bool:
-        """Somebody keeps the exception, and nobody has handled it for long."""
+        """Whether the exception is referenced but has not been handled for many signals."""
         assert self._raised is not None
         ours, error = self._raised(), sys.exc_info()[1]
         while error is not None and error is not ours:

@@ -1,21 +1,22 @@
-"""Where in Python an exception out of nowhere would leave something half done. Pure: only looks.
+"""The places in Python code where an asynchronous exception would leave something half done.
 
-`look` judges a stack at a moment at which a signal handler runs. There are three answers:
+`look` classifies the stack at the moment when a signal handler runs:
 
-- ``SAFE``: an exception here is one that the code must expect, or harms only the body.
-- ``SOON``: not between these two bytecodes; a little later it will be safe. Such places are short:
-  what takes a lock, enters or leaves a context, keeps the books of a queue. Out of a *call that
-  waits* the exception may come here too, for that call could have failed by itself.
-- ``LATER``: not here, whatever it waits for: imports and compilations leave modules and caches
-  half made, which no later attempt mends; a thread that is being started would be nobody's.
+- ``SAFE``: the code must expect an exception here, or the exception harms only the step function.
+- ``SOON``: an exception is unsafe between these two bytecodes and safe a little later. Such places
+  are short: code that takes a lock, enters or leaves a context, or updates a queue. The exception
+  may still leave a *call that waits* here, because such a call can fail by itself.
+- ``LATER``: an exception is unsafe even in a call that waits. Imports and compilations would leave
+  modules and caches half made, which no later attempt repairs; a starting thread would lose its
+  owner.
 
-The table below says which code is what, by the file it is from and the function's name; a stack is
-judged from its newest frame back to the body's own. Besides the table there is one rule about
-bytecode, `_leads_into_try`: what a call has just taken, the ``try`` or ``with`` that follows gives
-back, so between the two is no place for an exception, in anybody's code.
+The table below classifies code by file and function name. `look` goes through the stack from the
+newest frame back to the frame of the step function. In addition, `_leads_into_try` holds for all
+code: the ``try`` or ``with`` after a call releases what the call took, so the place between the
+two is unsafe.
 
-What cannot be seen: a callback of a weak reference, or a handler of another signal, looks like any
-other function. (Python drops what is raised in a callback; it is raised again.)
+Limit: a callback of a weak reference, or the handler of another signal, looks like any other
+function. (Python drops an exception that is raised in a callback; it is then raised again.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 
 class Safety(enum.IntEnum):
-    """Of a place: may an exception be raised there? The greater, the less."""
+    """Whether an exception may be raised at a place; a greater value is less safe."""
 
     SAFE = 0
     SOON = 1
@@ -39,16 +40,16 @@ class Safety(enum.IntEnum):
 
 
 class Reach(enum.Enum):
-    """What a rule covers."""
+    """The code that a rule covers."""
 
     FRAME = 0
-    """The bytecodes of the function itself; what it calls is judged by itself."""
+    """The bytecodes of the function itself; its callees have rules of their own."""
     CALLS = 1
-    """All that the function calls, too."""
+    """The function and everything that it calls."""
 
 
 class Rule(NamedTuple):
-    """What holds for a function."""
+    """The safety of a function."""
 
     safety: Safety
     reach: Reach
@@ -62,40 +63,40 @@ _STDLIB: Final = os.path.dirname(contextlib.__file__) + os.sep
 _FFT: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _NAMES: Final[dict[str, Rule]] = {
-    # What they have taken is given back by an ``__exit__`` that would not be called. The generator
-    # of a ``@contextmanager`` runs inside of these two, before and after its ``yield``.
+    # Only ``__exit__`` releases what they took, and it would not be called. The generator of a
+    # ``@contextmanager`` runs inside of these two, before and after its ``yield``.
     "__enter__": _SOON,
     "__exit__": _SOON,
-    # The same without ``with``: the caller's ``try`` begins after it, and ends before it.
+    # The same without ``with``: the caller's ``try`` begins after the one and ends before the other.
     "acquire": _SOON,
     "release": _SOON,
-    # Python drops what is raised here, and the rest of the destructor with it.
+    # Python drops an exception that is raised here, and skips the rest of the destructor.
     "__del__": _SOON,
 }
-"""By the name of a function, whosever it is."""
+"""Rules by function name, for all files."""
 
 _FILES: Final[tuple[tuple[str, str | None, Rule], ...]] = (
     # --- Python ---
-    # A module that is cut stays in sys.modules of its parents, and its lock is held.
+    # An interrupted module stays in sys.modules of its parents, and its lock stays held.
     ("<frozen importlib._bootstrap>", None, _LATER),
     ("<frozen importlib._bootstrap_external>", None, _LATER),
-    # ``enter_context`` and its like between entering and noting that; but not the decorator.
+    # ``enter_context`` and the like between entering and recording it, but not the decorator.
     (_STDLIB + "contextlib.py", "inner", _OWN_SOON),
     (_STDLIB + "contextlib.py", None, _SOON),
-    # A thread or process that starts, and whoever starts it waits for that: nobody would own it.
+    # The caller waits for a starting thread or process, which would lose its owner.
     (_STDLIB + "threading.py", "start", _LATER),
     (_STDLIB + "multiprocessing" + os.sep, "start", _LATER),
     (_STDLIB + "subprocess.py", "__init__", _LATER),
-    # After a wait the lock is taken again; who leaves without it releases that of somebody else.
+    # After a wait the lock is taken again; a caller without it would release another's lock.
     (_STDLIB + "threading.py", "_acquire_restore", _LATER),
-    # Locks, lists of waiters, items taken and not handed over.
+    # Locks, lists of waiters, items that were taken and not handed over.
     (_STDLIB + "threading.py", None, _SOON),
     (_STDLIB + "queue.py", None, _SOON),
     (_STDLIB + "logging" + os.sep, None, _SOON),
     (_STDLIB + "concurrent" + os.sep + "futures" + os.sep, None, _SOON),
     (_STDLIB + "weakref.py", None, _SOON),
     (_STDLIB + "_weakrefset.py", None, _SOON),
-    # Semaphores and processes of the system, pipes, files: nobody else removes them.
+    # Semaphores and processes of the system, pipes, files: no other code removes them.
     (_STDLIB + "multiprocessing" + os.sep, None, _SOON),
     (_STDLIB + "subprocess.py", None, _SOON),
     (_STDLIB + "tempfile.py", None, _SOON),
@@ -111,35 +112,35 @@ _FILES: Final[tuple[tuple[str, str | None, Rule], ...]] = (
     ("/torch/_functorch/_aot_autograd/runtime_wrappers.py", "get_or_compile", _LATER),
     ("/torch/_inductor/compile_fx.py", None, _LATER),
     ("/torch/_inductor/async_compile.py", None, _LATER),
-    # CUDA graphs are recorded at run time, and a stream in capture is of no use to anybody.
+    # CUDA graphs are recorded at run time, and a stream that stays in capture is unusable.
     ("/torch/_inductor/cudagraph_trees.py", None, _LATER),
-    # While a trace is taken, modules and operators are patched, for everyone.
+    # While a trace is taken, modules and operators are patched for the whole process.
     ("/torch/fx/_symbolic_trace.py", None, _LATER),
     ("/torch/fx/experimental/proxy_tensor.py", None, _LATER),
     ("/torch/export/_trace.py", None, _LATER),
     ("/torch/jit/", None, _LATER),
     ("/torch/utils/cpp_extension.py", None, _LATER),
     ("/triton/compiler/", None, _LATER),
-    # --- torch: what runs around the user's code, with a setting of the thread's to put back ---
+    # --- torch: code around the user's code that must restore a setting of the thread ---
     ("/torch/_dynamo/eval_frame.py", None, _OWN_SOON),
     ("/torch/_functorch/_aot_autograd/", None, _OWN_SOON),
-    # ``set_grad_enabled(False)`` does so before it is entered.
+    # ``set_grad_enabled(False)`` changes it before it is entered.
     ("/torch/autograd/grad_mode.py", None, _OWN_SOON),
     ("/torch/utils/_contextlib.py", None, _OWN_SOON),
     # Workers of a loader that are half started or half ended.
     ("/torch/utils/data/dataloader.py", "__init__", _SOON),
     ("/torch/utils/data/dataloader.py", "_shutdown_workers", _SOON),
 )
-"""(file or folder, name of a function or None for all, rule); the first that fits counts.
+"""(file or folder, function name or None for all, rule); the first match counts.
 
-What begins with ``/torch/`` or ``/triton/`` is the end of a path, or a folder somewhere in it.
+An entry that begins with ``/torch/`` or ``/triton/`` is the end of a path, or a folder in it.
 """
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Known(NamedTuple):
-    """What is known of a code object, which is kept so that its number stays its own."""
+    """Facts about a code object. The reference to it keeps its ``id`` unique."""
 
     code: CodeType
     rule: Rule | None
@@ -148,12 +149,12 @@ class _Known(NamedTuple):
 
 _MANY: Final = 10_000
 _known: dict[int, _Known] = {}
-"""By ``id``: a code object's own hash looks at all that is in it, each time."""
+"""Facts by ``id`` of the code object; its own hash would visit all of its contents each time."""
 _guarded: dict[int, CodeType] = {}
 
 
 def guarded(function: _F) -> _F:
-    """Decorator: nothing is raised while this function, or what it calls, is at work."""
+    """Decorate a function so that nothing is raised in it or in its callees."""
     code = function.__code__
     _guarded[id(code)] = code
     _known.pop(id(code), None)
@@ -161,10 +162,12 @@ def guarded(function: _F) -> _F:
 
 
 def look(frame: FrameType | None, body: FrameType | None) -> Safety:
-    """Whether an exception may be raised in ``frame`` now.
+    """Return whether an exception may be raised in ``frame`` now.
 
-    ``body``: whose frame the body is; what it and its callers are does not count. If it is not on
-    the stack, the whole stack does.
+    Args:
+        frame: The newest frame.
+        body: The frame of the step function. It and its callers do not count; if it is not on the
+            stack, all frames count.
     """
     if frame is None:
         return Safety.SAFE
@@ -184,10 +187,10 @@ def look(frame: FrameType | None, body: FrameType | None) -> Safety:
 
 
 def owner(frame: FrameType | None) -> FrameType | None:
-    """Whose body it is that is being entered in ``frame``.
+    """Return the frame of the step function that is being entered in ``frame``.
 
-    That is the newest frame that no rule is for; but not a generator that somebody's ``__enter__``
-    drives, which enters for that one's caller.
+    It is the newest frame without a rule. A generator that an ``__enter__`` drives does not count,
+    because it enters for the caller of that ``__enter__``.
     """
     while frame is not None:
         back = frame.f_back
@@ -201,7 +204,7 @@ def owner(frame: FrameType | None) -> FrameType | None:
 def _of(code: CodeType) -> _Known:
     known = _known.get(id(code))
     if known is None:
-        if len(_known) >= _MANY:  # of programs that make functions as they run
+        if len(_known) >= _MANY:  # in programs that create functions at run time
             _known.clear()
         known = _known[id(code)] = _Known(code, _rule(code), {})
     return known
@@ -212,7 +215,7 @@ def _rule(code: CodeType) -> Rule | None:
         return _LATER
     found = _NAMES.get(code.co_name)
     if any(getattr(callback, "__code__", None) is code for callback in gc.callbacks):
-        found = _SOON  # Python drops what is raised in a callback of its garbage collector
+        found = _SOON  # Python drops exceptions of callbacks of its garbage collector
     for path, name, rule in _FILES:
         if (name is None or name == code.co_name) and _is_from(code.co_filename, path):
             return rule if found is None or rule.safety > found.safety else found
@@ -228,7 +231,7 @@ def _is_from(file: str, path: str) -> bool:
 # --- bytecode -----------------------------------------------------------------------------------
 
 _FAR: Final = 32
-"""Instructions between a call and its ``try``: the storing of a result, a condition."""
+"""Maximum number of instructions between a call and its ``try``, such as storing a result."""
 _CACHE: Final = dis.opmap["CACHE"]
 _EXTENDED_ARG: Final = dis.opmap["EXTENDED_ARG"]
 _ENDS: Final = frozenset(
@@ -237,7 +240,7 @@ _ENDS: Final = frozenset(
     if name.startswith(("CALL", "PRECALL", "RESUME", "RETURN", "RAISE", "RERAISE", "YIELD", "SEND"))
     or "BACKWARD" in name
 )
-"""Signals are looked for here, or the function is left: the next chance has come."""
+"""Instructions at which Python handles signals or leaves the function."""
 _JUMPS: Final = frozenset(dis.hasjrel) - _ENDS
 _ALWAYS: Final = frozenset(dis.opmap[n] for n in ("JUMP_FORWARD",))
 _CALLS: Final = frozenset(
@@ -246,7 +249,7 @@ _CALLS: Final = frozenset(
 
 
 class _Range(NamedTuple):
-    """Of an exception table: from and up to which bytecode, and where its handler is."""
+    """An entry of an exception table: start and end of the bytecodes, and the handler."""
 
     start: int
     end: int
@@ -254,11 +257,10 @@ class _Range(NamedTuple):
 
 
 def _leads_into_try(known: _Known, at: int) -> bool:
-    """Whether the call at ``at`` is the last before a protected range begins.
+    """Whether the call at ``at`` is the last one before a protected range begins.
 
-    The interpreter looks for signals when a call has returned, and the next time when another is
-    made. So the exception would strike after the one has taken something, and outside the range
-    that gives it back.
+    The interpreter handles signals after a call returns and then not before the next call. The
+    exception would come after the call took something and before the range that releases it.
     """
     if not known.code.co_exceptiontable or at < 0:
         return False
@@ -275,7 +277,7 @@ def _scan(code: CodeType, at: int) -> bool:
     ranges = [_Range(e.start, e.end, e.target) for e in dis.Bytecode(code).exception_entries]  # type: ignore[attr-defined]
     around = set(_handlers(ranges, at))
     after = _next(text, at)
-    if dis.opname[text[at]] == "PRECALL":  # the interpreter may have made the call here already
+    if dis.opname[text[at]] == "PRECALL":  # the interpreter may already have made the call here
         after = _next(text, after)
     paths, seen = [after], set[int]()
     while paths and len(seen) < _FAR:
@@ -300,7 +302,7 @@ def _scan(code: CodeType, at: int) -> bool:
 
 
 def _next(text: bytes, at: int) -> int:
-    """The instruction after the one at ``at``."""
+    """Return the offset of the instruction after the one at ``at``."""
     at += 2
     while at < len(text) and text[at] == _CACHE:
         at += 2
@@ -308,7 +310,7 @@ def _next(text: bytes, at: int) -> int:
 
 
 def _handlers(ranges: list[_Range], at: int) -> Iterator[int]:
-    """Handlers in force at ``at``, the innermost first: each is within the range of the next."""
+    """Yield the handlers in force at ``at``; each lies in the range of the next, outer one."""
     seen = set[int]()
     while True:
         found = next((r.handler for r in ranges if r.start <= at < r.end), None)
