@@ -210,7 +210,7 @@ class Interrupter:
             [_] = again
 
     def _waits(self, frame: FrameType, sent: bool) -> bool:
-        """Whether the main thread is in a call that waits, as no bytecode ran since the last check."""
+        """Whether the main thread is in a call that waits: no bytecode ran since the last check."""
         if not sent:  # the handler asked for this check, so the interpreter has run since
             self._stays = 0
             return False

@@ -67,7 +67,7 @@ _NAMES: Final[dict[str, Rule]] = {
     # ``@contextmanager`` runs inside of these two, before and after its ``yield``.
     "__enter__": _SOON,
     "__exit__": _SOON,
-    # The same without ``with``: the caller's ``try`` begins after the one and ends before the other.
+    # The same without ``with``: the caller's ``try`` begins after one and ends before the other.
     "acquire": _SOON,
     "release": _SOON,
     # Python drops an exception that is raised here, and skips the rest of the destructor.
