@@ -1,11 +1,13 @@
-"""The main thread's part of durable checkpoints: when one is due, and what waits for its copy.
+"""The main thread's part of durable checkpoints: decide when one is due, and bound its copy.
 
-A checkpoint is due at the same commits on all ranks that have them (`due`): every so many steps, or
-so often; with the last commit of a job; and with the first one without the group that was to write
-the one before. Of stages that step by themselves, each has a commit of its own (`due_in_stages`).
+A checkpoint is due at the same commits on all ranks that have them (`due`): at an interval of steps
+or seconds, at the last commit of a job, and at the first commit after the loss of the group that
+was to write the previous checkpoint. If each stage has its own scope, a checkpoint combines one
+commit of each stage (`due_in_stages`).
 
-The copy begins when the script asks for the next txn, or leaves the job. So what it has done since
-the commit (a schedule that steps by a validation loss, random numbers that were drawn) is in it.
+The copy begins when the script asks for the next txn or leaves the job. So it includes what the
+script has done since the commit, such as a schedule that steps by a validation loss, or random
+numbers that were drawn.
 """
 
 from __future__ import annotations
@@ -42,25 +44,26 @@ from fft.util.errors import FftError
 from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0
-"""The next update waits for a copy for so long; then the checkpoint is given up, not the step."""
+"""How long the next update waits for a copy; after that the checkpoint is given up, not the
+step."""
 _CLOSE_S = 300.0
-"""For the last checkpoint of a job to be written, when its processes are to end."""
+"""How long a process that is to end waits for the last checkpoint of the job to be written."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that is due."""
+    """A checkpoint that is due, but whose copy has not begun."""
 
     attempt: Attempt | None
-    """None: of a stage that ends, of which only later checkpoints are."""
+    """None if the stage has ended and takes part in later checkpoints only."""
     epoch: Record
     work: Callable[[], None]
-    """Takes it."""
+    """Begins the copy, or whatever else the stage owes to the checkpoint."""
 
 
 class Checkpointer:
-    """Of one rank. Main thread, unless it says otherwise."""
+    """The checkpoints of one rank; its methods run on the main thread."""
 
     def __init__(
         self,
@@ -73,18 +76,23 @@ class Checkpointer:
         stage: StageScope | None = None,
         flow_limit_s: float = 0.0,
     ) -> None:
-        """``groups``: of the job, as far as it was announced; ``ranks``: of each; ``stage``: that
-        this rank is, where each has a scope of its own; ``flow_limit_s``: without a record of the
-        first one, until it is taken for gone.
+        """Open the checkpoint store and install the hooks of ``state``.
 
-        Raises CheckpointError: no checkpoint can be taken of such stages, or that which the job is
-        to begin with has others.
+        Args:
+            groups: Number of groups of the job, as far as it was announced.
+            ranks: Number of ranks of each group.
+            stage: The stage of this rank, if each stage has its own scope.
+            flow_limit_s: Seconds without a record of the first stage after which it counts as lost.
+
+        Raises:
+            CheckpointError: No checkpoint can be taken of such stages, or the checkpoint that the
+                job is to resume from has other stages.
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
         refuse_at_once(plan, self.checkpoints, stage)
         self.origin: Origin | None = None
-        """The checkpoint that this job has begun with."""
+        """The checkpoint that this job resumed from, if any."""
         self._job, self._state, self._stage = job, state, stage
         self._spec, self._spec_digest, self._stages = spec.name, spec.digest(), spec.stages
         self._groups, self._ranks = groups, ranks
@@ -93,7 +101,7 @@ class Checkpointer:
         self._threads, self._at_work = Threads(), ExitStack()
         self._cleared = Cleared(self.checkpoints)
         self._writers: dict[threading.Event, RankWriter] = {}
-        """At work."""
+        """The writers still at work, by the event that is set when their thread is done."""
         self._due: Due = DueByRecord(plan, job)
         if spec.bound:
             self._due = DueByWord(plan, job, job.bus, self._is_writing)
@@ -101,27 +109,27 @@ class Checkpointer:
             refuse_forks(spec)
             self._due = due_to(stage, plan, job, self._is_writing, flow_limit_s)
         self._pending: _Pending | None = None
-        """Due with the last commit."""
+        """The checkpoint that is due with the last commit."""
         self._closing = threading.Event()
         self._failing = threading.Event()
-        """The script ends with an error: nothing is waited for."""
+        """The script ends with an error, so nothing is waited for."""
         self._outliving: threading.Thread | None = None
-        """Of a stage that has ended."""
+        """The thread that serves later checkpoints after this stage has ended."""
         self._has_ended = False
-        """There was a last commit."""
+        """This rank has seen the last commit."""
         self._changed_late: frozenset[str] = frozenset()
         self._is_too_often = False
-        """It was said that they are due before the one before is written."""
+        """The warning was logged that a checkpoint is due before the previous one is written."""
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
         self._entries: Sequence[tuple[int, int]] = ()
-        """Slice and version of those that were loaded."""
+        """Slice and version of each stage output that was loaded."""
         state.resume, state.before_change = self.resume, self.before_change
         state.before_vote, state.after_commit = self._due.before_vote, self.committed
         state.before_next, state.at_end = self.take, self.ended
 
     def resume(self) -> None:
-        """Begin with a checkpoint, if the job is to, before it is joined. Idempotent.
+        """Load the checkpoint that the job is to resume from, if any, before joining. Idempotent.
 
         Raises CheckpointError, DamagedCheckpoint, StateMismatch.
         """
@@ -156,8 +164,8 @@ class Checkpointer:
             )
 
     def joined(self) -> None:
-        """The trace has its header: it can tell what the job has begun with. From now on others
-        see that somebody may write at this place."""
+        """Trace what the job resumed from, once the trace has its header. From now on other
+        processes see that this place is in use."""
         try:
             self._at_work.enter_context(self.checkpoints.store.at_work())
         except OSError as error:
@@ -169,7 +177,12 @@ class Checkpointer:
             self._job.note(RESTORED, {"slice": number, "version": version})
 
     def committed(self, record: Record, epoch: Record | None) -> None:
-        """The state is that of ``record`` as a whole. ``epoch``: of its members."""
+        """Plan the checkpoint that is due with ``record``, which the whole state now corresponds
+        to.
+
+        Args:
+            epoch: The epoch record that lists the members, if known.
+        """
         if epoch is None or epoch.epoch != record.epoch:
             return  # the job has gone on without this rank
         named, self._has_ended = self._due.due(record, epoch), record.last
@@ -196,21 +209,25 @@ class Checkpointer:
                 self.take()
 
     def take(self) -> None:
-        """Take the checkpoint that is due, if one is. What the script has done is part of it."""
+        """Begin the checkpoint that is due, if any. It includes what the script did since the
+        commit."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.work()
 
     def ended(self) -> None:
-        """Nothing is left to do for this stage. Its state is its last also where no commit was: it
-        has begun with a checkpoint of its end, or its last txn was a skip."""
+        """Take the last checkpoint of a stage that has nothing left to do.
+
+        Its state is its last one even without a last commit: it may have resumed from a checkpoint
+        of its end, or its last txn was a skip.
+        """
         self.take()
         at, local = self._state.position, self._job.local
         if self._has_ended or at is None or local is None or local.epoch is None:
             return
         if local.head is None or at.lineage != local.head.lineage:
-            return  # it is not that of the others
-        self.before_change()  # a copy that is under way is delivered only then
+            return  # this rank's state is not the one of the others
+        self.before_change()  # a copy in progress counts as delivered only after this
         record, epoch = replace(at, last=True), local.epoch
         if isinstance(self._due, DueToLater):
             self._due.stands_at(record, epoch)
@@ -234,37 +251,42 @@ class Checkpointer:
         self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:
-        """Until this rank's files of earlier checkpoints are written; whoever publishes one may
-        wait for others still. After a limit the memory of their copies is left to them."""
+        """Wait until this rank's files of earlier checkpoints are written.
+
+        The writer that publishes one may wait longer for other ranks. At the limit, their copies
+        keep their memory and this rank stages in new memory.
+        """
         until = time.monotonic() + _CLOSE_S
         for writer in self._writers.values():
             if not writer.has_delivered.wait(max(0.0, until - time.monotonic())):
                 self._staging = Staging()
 
     def _decline_for_absent(self, attempt: Attempt, epoch: Record) -> None:
-        """Have nobody wait for ranks of this stage that are not in its txn."""
+        """Decline for the ranks of this stage that are not in its txn, so that no rank waits for
+        them."""
         if isinstance(self._due, DueToLater):
             for group in self._due.absent(attempt.named, epoch):
                 self._decline(attempt, epoch, group)
 
     def _decline(self, attempt: Attempt, epoch: Record, group: str = "") -> None:
-        """Have nobody wait for this rank, or that of ``group``, nor this one for the disk."""
+        """Decline for this rank, or for its rank of ``group``, so that no rank waits for it. The
+        write happens on a thread, so this rank does not wait for the disk."""
         writer = self._writer_of(attempt, None, epoch, group)
         self._do(writer, writer.decline)
 
     def _do(self, writer: RankWriter, work: Callable[[], None]) -> None:
-        """Have ``writer`` work beside the training; what earlier ones have to remove goes now."""
+        """Run ``work`` of ``writer`` on a thread; failed earlier attempts are removed now."""
         for earlier in self._writers.values():
             earlier.supersede()
         self._writers[self._threads.do(work)] = writer
 
     def _is_writing(self) -> bool:
-        """Whether a checkpoint is under way that this rank writes, or is to publish."""
+        """Whether this rank still writes a checkpoint or has to publish one."""
         self._writers = {over: w for over, w in self._writers.items() if not over.is_set()}
         return any(not writer.is_over for writer in self._writers.values())
 
     def _begin(self, attempt: Attempt, epoch: Record) -> None:
-        if attempt.record.last:  # nobody waits for this thread any more
+        if attempt.record.last:  # no rank waits for this thread any more
             self._await_delivery()
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
         if snapshot is None:
@@ -274,7 +296,7 @@ class Checkpointer:
         self._do(writer, writer.run)
 
     def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
-        """Begin the copy of what the commit has left. None: it cannot be in a file."""
+        """Begin the copy of the committed state, or return None if it does not fit into a file."""
         self.before_change()
         step, began = attempt.named.step, time.monotonic()
         given = self._state, self._staging, shared, self._changed_late, attempt.gives
@@ -291,7 +313,7 @@ class Checkpointer:
     def _writer_of(
         self, attempt: Attempt, snapshot: Snapshot | None, epoch: Record, group: str = ""
     ) -> RankWriter:
-        """``group``: for a rank of which it is done; by default this one."""
+        """Make the writer for this rank, or for the same rank of ``group``."""
         peer, record = self._job.peer, attempt.record
         return RankWriter(
             self.checkpoints,
@@ -307,8 +329,8 @@ class Checkpointer:
         )
 
     def _outlive(self, due: DueToLater, named: Named | None, record: Record, epoch: Record) -> None:
-        """This stage has ended with ``record``: its last state is in ``named``, and in what the
-        stages that go on take."""
+        """Copy the last state of this stage, which has ended with ``record``, and deliver it to the
+        checkpoint ``named`` and to those that the remaining stages take later."""
         self._await_delivery()
         own = Named("", record.step, self._job.peer.group)
         snapshot = self._copy_of(self._attempt(named or own, record, epoch), shared=True)
@@ -316,7 +338,7 @@ class Checkpointer:
             return
 
         def work() -> None:
-            snapshot.copy()  # now: what it is for may come much later
+            snapshot.copy()  # now, since the checkpoints that need it may come much later
             later = due.after_end(self._failing)
             try:
                 for each in later if named is None else (named, *later):
@@ -331,7 +353,7 @@ class Checkpointer:
         self._outliving.start()
 
     def before_change(self) -> None:
-        """Something of what a commit has left is about to change: the copy must be done."""
+        """Finish the copy, because state that the commit has left is about to change."""
         snapshot = self._snapshot
         if snapshot is None:
             return
@@ -342,8 +364,11 @@ class Checkpointer:
             self._job.note("checkpoint_waited", {"stall_ms": round(waited * 1e3, 3)})
 
     def close(self, serves: bool = True) -> None:
-        """Wait for what is being written, but not for others for long; of a stage that has ended,
-        until those that go on have, unless ``serves`` is False. Idempotent."""
+        """Wait for files that are being written, and a limited time for other ranks. Idempotent.
+
+        Args:
+            serves: A stage that has ended goes on serving the remaining stages until they end, too.
+        """
         self.before_change()
         pending, self._pending = self._pending, None
         if pending is not None and pending.attempt is not None:

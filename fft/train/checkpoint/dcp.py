@@ -1,12 +1,12 @@
-"""To and from ``torch.distributed.checkpoint``: so that a user can leave, or come. In one process.
+"""Conversion to and from ``torch.distributed.checkpoint``, in one process.
 
-Exported are whole tensors under the names that torch's own functions use: ``model.<name>`` for
-parameters and buffers (``model0``, ``model1``, … of several), tied ones under each of their names,
-and ``optimizer.state.<name>.<key>``. All the rest, and how the tensors were sharded, is JSON in the
-tensor ``fft``, by which an import restores the checkpoint. An import takes only ``model`` from any
-other checkpoint.
+An export has whole tensors under the names that torch's own functions use: ``model.<name>`` for
+parameters and buffers (``model0``, ``model1``, … if there are several models), tied ones under each
+of their names, and ``optimizer.state.<name>.<key>``. Everything else, including how the tensors
+were sharded, is JSON in the tensor ``fft``, from which an import restores the checkpoint. From any
+other checkpoint an import takes only ``model``.
 
-torch's format has a pickle in it (``.metadata``): import only what you trust.
+torch's format contains a pickle (``.metadata``): import only files that you trust.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from fft.train.state.composite import CLASS, is_marked
 from fft.util.version import __version__
 
 WRITER = "import"
-"""In the place of the group that wrote an imported checkpoint."""
+"""Stands for the group that wrote an imported checkpoint."""
 _KEPT = ("step", "lineage", "batches", "cursor", "returned", "spec", "spec_digest", "ranks")
 
 
 def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
-    """Write the checkpoint of ``step`` to the new directory ``target``. Bytes of its tensors.
+    """Write the checkpoint of ``step`` to the new directory ``target``; return the bytes of
+    tensors.
 
     Raises CheckpointError, DamagedCheckpoint, OSError.
     """
@@ -101,10 +102,13 @@ def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor:
     """Write what ``source`` holds as a checkpoint.
 
     Args:
-        step, cursor: of what others have written: how many steps are behind it, and where the data
-            go on, in slices of a group of one rank. What `export_dcp` has written says it itself.
+        step: Number of completed steps, for a source that `export_dcp` has not written.
+        cursor: Where its data continue, in slices of a group of one rank; also only for such a
+            source.
 
-    Raises CheckpointError, OSError.
+    Raises:
+        CheckpointError: The source cannot be read or imported, or the step is taken already.
+        OSError: The checkpoint cannot be written.
     """
     tensors = _load(source)
     text = tensors.pop("fft", None)
@@ -130,7 +134,7 @@ def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor:
 
 
 def _load(source: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint of torch's. Raises CheckpointError."""
+    """Load all tensors of a checkpoint in torch's format. Raises CheckpointError."""
     reader = FileSystemReader(source)
     try:
         listed = reader.read_metadata().state_dict_metadata
@@ -148,7 +152,7 @@ def _load(source: Path) -> dict[str, torch.Tensor]:
 def _write_again(
     checkpoints: Checkpoints, rest: dict[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Manifest:
-    """What `export_dcp` had read, with each rank's part for itself again."""
+    """Write the checkpoint that `export_dcp` had read, split by rank again."""
     says, several = rest["manifest"], len(rest["optimizers"]) > 1
     public = {n: t for n, t in tensors.items() if n.startswith("model")}
     models = {(f"model0.{n[6:]}" if n.startswith("model.") else n): t for n, t in public.items()}
@@ -215,12 +219,13 @@ def _write(
 
 
 def _marked(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of an optimizer state that are more than their bits: torch's format has no name."""
+    """Return the entries of an optimizer state that are tensor subclasses; torch's format has no
+    name for them."""
     return {key: value for key, value in entries.items() if is_marked(value)}
 
 
 def _bare(name: str, models: Mapping[str, Any]) -> str:
-    """A parameter's name as its own model has it, if there is one model only."""
+    """Return the parameter's name without the model prefix if there is only one model."""
     is_only = all(each.startswith("model0.") for each in models)
     return name.removeprefix("model0.") if is_only else name
 

@@ -1,16 +1,17 @@
-"""When a checkpoint is due: all ranks that have the commit must say the same, without a word.
+"""When a checkpoint is due: all ranks that have the commit decide the same without communicating.
 
-Where all groups are in every txn, its record tells: every so many steps, and the first commit of an
-epoch from which the group is gone that was to write the one before. By time, the first rank of the
-group that writes names a step to come in a register of the job's bus.
+If all groups are in every txn, the record decides: a checkpoint is due at an interval of steps, and
+at the first commit of an epoch without the group that was to write the previous one. With an
+interval in seconds, the first rank of the writing group names a later step in a register of the
+job's bus.
 
-Of groups that stand apart no two know the same commits: who was to write the last checkpoint, or
-when that was, is in no record. There the first rank of the txn's first member decides before its
-vote, and names the txn itself. A commit has that vote, so who has the commit finds the word; and
-who is not in the txn has nothing to do with it. (Of stages that step by themselves:
-`fft.train.checkpoint.due_in_stages`.)
+If groups train locally between synchronizations, no two groups know the same commits, and no record
+has the writer or the time of the last checkpoint. There the first rank of the txn's first member
+decides before its vote and names the txn in the register. A commit includes that vote, so every
+rank that has the commit finds the name, and a rank outside the txn is not concerned. (If each stage
+has its own scope: `fft.train.checkpoint.due_in_stages`.)
 
-Main thread, unless it says otherwise.
+Everything runs on the main thread, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -31,70 +32,78 @@ from fft.trace.checkpoint_notes import TOO_OFTEN
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"
-"""Register of a scope's bus: the newest checkpoints that were named."""
+"""Register of a scope's bus that holds the newest named checkpoints."""
 NAMED = 2
-"""So many of them: one may be under way when the last one of the job is named."""
+"""Number of names kept: one checkpoint may be under way when the job's last one is named."""
 _AHEAD = 2
-"""Steps from the word to the checkpoint: nobody can be so far ahead of who says it."""
+"""Steps between the naming and the checkpoint: no rank can be so far ahead of the rank that names
+it."""
 _EARLY = 0.1
-"""Of the interval: so long before its end ranks begin to look whether a step was named."""
+"""Fraction of the interval before its end in which ranks begin to read whether a step was named."""
 
 logger = logging.getLogger(__name__)
 
 Note = Callable[[str, dict[str, Any]], None]
-"""Puts something into the trace."""
+"""Writes a note to the trace."""
 
 
 class Named(NamedTuple):
-    """An attempt at a checkpoint, as all ranks call it."""
+    """An attempt at a checkpoint, by the name that all ranks use for it."""
 
     name: str
-    """Equal on all ranks, and of no other attempt."""
+    """Equal on all ranks, and different from every other attempt."""
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     writer: str
-    """The group whose ranks write what all groups have in common."""
+    """The group whose ranks write the state that all groups have in common."""
     is_missed: bool = False
-    """This rank's stage had no commit where it could be taken: it delivers nothing."""
+    """This rank's stage had no commit at which it could be taken, so the rank delivers nothing."""
 
 
 class Due(Protocol):
-    """When a checkpoint is due to a rank, and who is waited for."""
+    """The rule by which a checkpoint is due to a rank, and by which ranks are waited for."""
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """This rank is about to say YES; ``last``: and that no txn comes after this one, unless it
-        is skipped; ``skip``: it is, as far as this rank knows."""
+        """Prepare the vote of this rank, which is about to be YES.
+
+        Args:
+            last: No txn comes after this one, unless it is skipped.
+            skip: The txn is skipped, as far as this rank knows.
+        """
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """The checkpoint that is to be taken of this commit, whose members ``epoch`` names."""
+        """Return the checkpoint to take at this commit; ``epoch`` lists the members of its txn."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """Any thread: groups of ``epoch`` that are not in the job any more, or whose processes are
-        others. Who leaves with the commit ``record`` still delivers."""
+        """Return the groups of ``epoch`` that have left the job or whose processes were replaced.
+
+        A group that leaves with the commit ``record`` still delivers. May run on any thread.
+        """
 
     def is_awaited(self, record: Record) -> bool:
-        """Any thread: whether others can have come to the place of ``record`` only later."""
+        """Whether other ranks may reach the position of ``record`` only later. Runs on any
+        thread."""
 
 
 class DueByRecord:
-    """Of groups that are in every txn of the job."""
+    """The rule for groups that are in every txn of the job."""
 
     def __init__(self, plan: Checkpointing, job: Participation) -> None:
         self._plan, self._job = plan, job
         self._last: tuple[Record, Record] | None = None
         """Commit and epoch of the newest attempt."""
         self._epoch = 0
-        """Of the last commit here."""
+        """Epoch of the last commit on this rank."""
         self._ends: Token | None = None
-        """The txn of the last vote, if none was to come after it."""
+        """The txn of the last vote, if no txn was to come after it."""
         self._since: float | None = None
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Nothing is to be said."""
+        """Record whether this txn is the last; nothing has to be named."""
         self._ends = plan.token if last else None
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """As `Due.due`."""
+        """See `Due.due`."""
         return named_after(self._job, record, epoch) if self._is_due(record, epoch) else None
 
     def _is_due(self, record: Record, epoch: Record) -> bool:
@@ -111,11 +120,11 @@ class DueByRecord:
         return True
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """As `Due.left`: who is not in the job's newest epoch."""
+        """See `Due.left`: groups that are not in the job's newest epoch."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """As `Due.is_awaited`: a rank delivers when its script asks for the next txn."""
+        """See `Due.is_awaited`: a rank delivers only when its script asks for the next txn."""
         local = self._job.local
         return local is not None and local.lineage == record.lineage
 
@@ -124,14 +133,16 @@ class DueByRecord:
         return self._last is None or self._last[0].step < record.step
 
     def _is_writer_lost(self, epoch: Record) -> bool:
-        """Whether the group that was to write the last one has other processes now, or none."""
+        """Whether the group that was to write the last checkpoint has other processes now, or is
+        gone."""
         if self._last is None:
             return False
         _, then = self._last
         return not set(then.members[0].peers()) <= epoch.peer_set
 
     def _is_named(self, record: Record, epoch: Record) -> bool:
-        """By time: whether this is the step that the writer's first rank has named."""
+        """With an interval in seconds: whether this is the step that the writer's first rank
+        named."""
         seconds = self._plan.seconds
         assert seconds is not None
         passed = None if self._since is None else time.monotonic() - self._since
@@ -150,34 +161,35 @@ class DueByRecord:
 
 
 class Word(NamedTuple):
-    """What names a checkpoint by a txn."""
+    """An entry of the register, which names a checkpoint by a txn."""
 
     token: Token
-    """Of the txn with whose commit it is taken; of another one, or a skip, there is none."""
+    """The checkpoint is taken with the commit of this txn. If the txn is skipped or not committed,
+    there is no checkpoint."""
     step: int
-    """After that."""
+    """Number of committed steps after the txn."""
     writer: frozenset[Peer]
-    """The processes that write what all groups have in common."""
+    """The processes that write the state that all groups have in common."""
     name: str
-    """Of the attempt."""
+    """Name of the attempt."""
     cursor: int
-    """Where the txn ends in the data."""
+    """Position in the data at which the txn ends."""
     is_last: bool
-    """Its commit may be the last one of the job."""
+    """Whether the commit of the txn may be the last one of the job."""
 
     @property
     def named(self) -> Named:
-        """What it names."""
+        """The checkpoint that this entry names."""
         return Named(self.name, self.step, min(self.writer).group)
 
 
 def encode_words(words: Sequence[Word]) -> bytes:
-    """For the register."""
+    """Encode entries for the register."""
     return json.dumps([[*word[:2], sorted(word.writer), *word[3:]] for word in words]).encode()
 
 
 def decode_words(data: bytes) -> tuple[Word, ...]:
-    """What `encode_words` has made. Raises ValueError."""
+    """Decode the result of `encode_words`. Raises ValueError."""
     try:
         return tuple(
             Word(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer), *rest)
@@ -188,11 +200,11 @@ def decode_words(data: bytes) -> tuple[Word, ...]:
 
 
 class DueByWord:
-    """Of groups that stand apart between their synchronisations.
+    """The rule for groups that train locally between their synchronizations.
 
     Args:
-        bus: of the scope whose txns are named.
-        is_busy: whether this rank still writes the one before.
+        bus: Bus of the scope whose txns are named.
+        is_busy: Whether this rank still writes the previous checkpoint.
     """
 
     def __init__(
@@ -204,11 +216,12 @@ class DueByWord:
     ) -> None:
         self._plan, self._job, self._bus, self._is_busy = plan, job, bus, is_busy
         self._words: tuple[Word, ...] = ()
-        """The newest that were seen, and when that was."""
+        """The newest entries that were read; ``_since`` is the time at which they were first
+        seen."""
         self._since = 0.0
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """As `Due.before_vote`: if the checkpoint is mine to name, and due, name this txn."""
+        """See `Due.before_vote`: name this txn if this rank names checkpoints and one is due."""
         epoch, step = epoch_to_name_in(self._job, plan), plan.step + (not skip)
         if epoch is None:
             return
@@ -230,7 +243,7 @@ class DueByWord:
             self._give_up(step, f"it could not be named: {error}")
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """As `Due.due`; also with the last commit of the job, whose name is its own."""
+        """See `Due.due`. The last commit of the job has a checkpoint even if it was not named."""
         if record.skip and not record.last:
             return None
         try:
@@ -243,11 +256,11 @@ class DueByWord:
         return self._unnamed_last(record, epoch) if named is None and record.last else named
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """The checkpoint of the job's last commit, which nobody has named."""
+        """Return the checkpoint of the job's last commit, which was not named."""
         return named_after(self._job, record, epoch)
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """As `Due.left`: who stands apart is in the job."""
+        """See `Due.left`: a group in its local phase is still in the job."""
         local = self._job.local
         if local is None or local.head is None or local.head.n < record.n or record.last:
             return frozenset()
@@ -255,33 +268,34 @@ class DueByWord:
         return frozenset(e.group for e in epoch.members) - stays - frozenset(record.leavers)
 
     def is_awaited(self, record: Record) -> bool:
-        """All members come there at once."""
+        """All members reach the position at the same time."""
         return False
 
     def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Whether the txn is named as what may be the last one; here that needs no word."""
+        """Whether to name the txn as possibly the last one; this rule never needs that."""
         return False
 
     def _look(self) -> None:
-        """Read the newest words. Raises BusError, ValueError."""
+        """Read the newest entries. Raises BusError, ValueError."""
         words = words_on(self._bus)
         if words != self._words:
             self._words, self._since = words, time.monotonic()
 
     def _say(self, word: Word, done: int) -> None:
-        others = [w for w in self._words if w.step <= done]  # else it came to nothing
+        # an entry of a later step has come to nothing
+        others = [w for w in self._words if w.step <= done]
         words = (*others, word)[-NAMED:]
         self._bus.write(AT, encode_words(words))
         self._words, self._since = words, time.monotonic()
 
     def _is_wanted(self, step: int, epoch: Record) -> bool:
-        """Whether the txn of ``epoch`` is to be one with a checkpoint, if it leads to ``step``."""
+        """Whether the txn of ``epoch`` that leads to ``step`` is to have a checkpoint."""
         steps, seconds = self._plan.steps, self._plan.seconds
         if self._words:
             word = self._words[-1]
             job = {p for at in epoch.standing for p in at.entry.peers()} | epoch.peer_set
             if word.step >= step or not word.writer <= job:
-                return True  # the txn that it named came to nothing; or its writer is lost
+                return True  # the txn that it named was not committed, or its writer is lost
         if steps is not None:
             return step % steps == 0
         assert seconds is not None
@@ -292,9 +306,10 @@ class DueByWord:
 
 
 def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:
-    """Have log and trace say that there is no checkpoint of ``step``, though nothing has failed.
+    """Log and trace that there is no checkpoint of ``step``, though nothing has failed. Any thread.
 
-    ``too_often``: because the one before is still being written. Any thread.
+    Args:
+        too_often: The reason is that the previous checkpoint is still being written.
     """
     logger.warning("no checkpoint of step %d: %s", step, why)
     told = {"step": step, "reason": why}
@@ -302,19 +317,19 @@ def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> N
 
 
 def words_on(bus: ErrorBus) -> tuple[Word, ...]:
-    """The newest that were said in a scope. Raises BusError, ValueError."""
+    """Read the newest entries of a scope. Raises BusError, ValueError."""
     held = bus.read(AT)
     return () if held is None else decode_words(held)
 
 
 def named_after(job: Participation, record: Record, epoch: Record) -> Named:
-    """A checkpoint that nobody has named, by its record; the first member writes it."""
+    """Return a checkpoint named after its record; the first member writes it."""
     name = attempt_name(job.bus.generation, f"{record.n}|{record.lineage}")
     return Named(name, record.step, epoch.members[0].group)
 
 
 def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
-    """The epoch of that txn, if checkpoints of its scope are this rank's to name."""
+    """Return the epoch of that txn if this rank names the checkpoints of its scope, else None."""
     epoch = None if job.local is None else job.local.epoch
     if epoch is None or epoch.epoch != plan.token.epoch or not is_first(job.peer, epoch):
         return None
@@ -322,8 +337,8 @@ def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
 
 
 def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
-    """Any thread: groups of ``epoch`` that are not in the newest one, or whose processes are
-    others."""
+    """Return the groups of ``epoch`` that are not in the newest epoch or whose processes were
+    replaced. Runs on any thread."""
     local = job.local
     now = local.epoch if local is not None else None
     if local is None or now is None or local.role == "terminal" or now.epoch <= epoch.epoch:
@@ -333,6 +348,6 @@ def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
 
 
 def is_first(peer: Peer, epoch: Record) -> bool:
-    """Whether it is the first rank of the first member of an epoch."""
+    """Whether ``peer`` is the first rank of the first member of an epoch."""
     first = epoch.members[0]
     return (peer.group, peer.rank) == (first.group, min(rank.rank for rank in first.ranks))

@@ -1,14 +1,15 @@
-"""When a checkpoint is due to stages that step by themselves: a cut through all of them.
+"""When a checkpoint is due if each stage has its own scope: a cut through all stages.
 
-No commit is one state of all stages. A checkpoint has the state of each after a commit of its own,
-all at one place in the data: then nothing is on its way from one stage to the next. The first stage
-names the txn with which it comes there, before its vote, in the register of its scope; the next one
-finds that word, since its own txns follow those of the first, and names its own txn in turn.
+No commit describes the state of all stages. A checkpoint has the state of each stage after a commit
+of its own, all at the same position in the data, so that no entry is in flight from one stage to
+the next. The first stage names the txn with which it reaches that position in the register of its
+scope, before its vote. The next stage finds that name, since its own txns follow those of the first
+stage, and names its own txn in turn.
 
-Stages whose groups were unlike for a while may not come to one place. Then a stage takes the last
-one before that of the stage before it; entries that are on their way are in the checkpoint. The
-same holds where the job ends by a drain, which each stage leaves where it stands. A later stage
-that has ended for good delivers its last state to the checkpoints of those that go on.
+Stages whose groups differed for a while may not reach the same position. Then a stage takes its
+last commit before the position of the stage before it, and the checkpoint includes the entries in
+flight. The same holds if the job ends by a drain, which each stage leaves where it is. A later
+stage that has ended for good delivers its last state to the checkpoints of the remaining stages.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ from fft.train.participation import Participation
 from fft.train.stages.scope import StageScope
 
 _POLL_S = 0.2
-"""Between two looks at registers, by who has ended and is told of nothing."""
+"""Seconds between two reads of the registers by a stage that has ended and receives no messages."""
 _REPEAT_S = 60.0
-"""For the stages between to repeat the last word of the first one, once that has ended."""
+"""How long the stages in between may take to repeat the last entry of the first stage after its
+end."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,11 @@ def due_to(
     is_busy: Callable[[], bool],
     limit_s: float,
 ) -> Due:
-    """Of the stage that this rank is; ``limit_s``: as of `DueToLater`."""
+    """Return the rule for the stage of this rank.
+
+    Args:
+        limit_s: See `DueToLater`.
+    """
     pairs = zip(stage.others, stage.flow, strict=True)
     before = next((other.bus for other, bound in pairs if not bound.ahead), None)
     if before is None:
@@ -66,8 +72,8 @@ def due_to(
 
 
 def refuse_forks(spec: FsmSpec) -> None:
-    """Raise CheckpointError unless the stages of ``spec`` follow each other in the order of ranks:
-    the cut goes from one to the next."""
+    """Raise CheckpointError unless the stages of ``spec`` follow each other in rank order, which
+    the cut requires."""
     for earlier, later in zip(spec.stages, spec.stages[1:], strict=False):
         before = [other.scope for other in spec.bound_to(later) if not other.ahead]
         if before != [earlier]:
@@ -80,10 +86,10 @@ def refuse_forks(spec: FsmSpec) -> None:
 
 
 class DueToFirst(DueByWord):
-    """Of the stage that no other one comes before: it decides."""
+    """The rule for the first stage, which decides."""
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """None: the other stages know its name by the word alone."""
+        """Return None, since the other stages learn a name only from the register."""
         is_named = any(word.token == record.token for word in self._words)
         why = "it is a skip" if is_named else "all groups have left with it"
         why += ", which was not known when it was voted for"
@@ -91,8 +97,10 @@ class DueToFirst(DueByWord):
         return None
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
-        """The checkpoint of a stage that has ended where ``record`` stands, with no commit that was
-        the last. Groups come to that one by one, and may be in unlike epochs then."""
+        """Return the checkpoint of a stage that ended at ``record`` without a last commit.
+
+        Groups reach this place one by one and may be in different epochs then.
+        """
         name = attempt_name(self._job.bus.generation, f"end|{record.lineage}|{record.cursor}")
         writer = frozenset(epoch.members[0].peers())
         word = Word(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
@@ -107,11 +115,12 @@ class DueToFirst(DueByWord):
         return (said or word).named
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """As `Due.left`."""
+        """See `Due.left`."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """Any thread: whether the next stage has not come there, as far as it is known here."""
+        """Whether the next stage has not reached this position, as far as this rank knows. Any
+        thread."""
         after = self._next
         return after is not None and not after.has_ended and after.cursor < record.cursor
 
@@ -121,18 +130,20 @@ class DueToFirst(DueByWord):
         return None if local is None else next((e for e in local.elsewhere if e.ahead), None)
 
     def _may_end(self, last: bool, epoch: Record) -> bool:
-        """A drain is heard of before it ends the job; then each stage leaves where it stands."""
-        local = self._job.local  # which knows of those who have left, too
+        """Whether to name the txn as possibly the last one: also if a drain was requested, after
+        which each stage leaves where it is."""
+        local = self._job.local  # it also has those that have left
         return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
 class DueToLater:
-    """Of a stage that follows another.
+    """The rule for a stage that follows another one.
 
     Args:
-        bus, before: of its scope, and of that of the stage before.
-        first: the scope of the first stage.
-        limit_s: seconds without a record of it, until it is taken for gone.
+        bus: Bus of this stage's scope.
+        before: Bus of the scope of the stage before.
+        first: Scope of the first stage.
+        limit_s: Seconds without a record of the first stage after which it counts as lost.
     """
 
     def __init__(
@@ -146,14 +157,14 @@ class DueToLater:
         self._job, self._bus, self._before = job, bus, before
         self._first, self._limit_s = first, limit_s
         self._taken = set[str]()
-        """Names of the attempts that this rank has taken part in, or given up."""
+        """Names of the attempts that this rank has taken part in or given up."""
         self._at: Record | None = None
-        """The last commit here."""
+        """The last commit of this stage."""
         self._is_first = False
-        """Whether this is the first rank of its members."""
+        """Whether this rank is the first one of the members."""
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """As `Due.before_vote`: name this txn, if it ends where the stage before is cut."""
+        """See `Due.before_vote`: name this txn if it ends where the stage before is cut."""
         if epoch_to_name_in(self._job, plan) is None:
             return
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
@@ -165,7 +176,7 @@ class DueToLater:
             logger.warning("a checkpoint may lack this stage, which cannot name it: %s", error)
 
     def _say(self, word: Word, token: Token, cursor: int) -> None:
-        """Name my part of what ``word`` names, unless an earlier txn has come to be that.
+        """Name this stage's part of the checkpoint ``word``, unless an earlier txn is named for it.
 
         Raises BusError, ValueError.
         """
@@ -177,7 +188,7 @@ class DueToLater:
         self._bus.write(AT, encode_words([*others, own][-NAMED:]))
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """As `Due.due`; a skip has a place in the data as any other txn."""
+        """See `Due.due`; a skip has a position in the data like any other txn."""
         since = record.cursor if self._at is None else self._at.cursor
         self.stands_at(record, epoch)
         try:
@@ -196,12 +207,13 @@ class DueToLater:
         return found
 
     def stands_at(self, record: Record, epoch: Record) -> None:
-        """The state of this stage is that of ``record``."""
+        """Set the state of this stage to ``record``."""
         self._at, self._is_first = record, is_first(self._job.peer, epoch)
 
     def absent(self, named: Named, epoch: Record) -> frozenset[str]:
-        """Any thread: groups that have no part in ``named`` here, and are waited for: they are not
-        in ``epoch``. The first rank of those who are says it for them."""
+        """Return the groups that are waited for but, not being in ``epoch``, take no part in
+        ``named`` here. The first rank declines for them; other ranks get an empty set. Runs on any
+        thread."""
         local = self._job.local
         if local is None or not is_first(self._job.peer, epoch):
             return frozenset()
@@ -209,15 +221,19 @@ class DueToLater:
         return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
 
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
-        """A thread, once this stage has ended: what those that go on name, until they have ended,
-        or ``stops`` is set. It was at the place of each when it ended, or before, and is for good.
+        """Yield the checkpoints that the remaining stages name after this stage has ended.
 
-        Raises BusError, UnreadableMessage, ValueError: they cannot be heard.
+        Runs on a thread of its own until those stages have ended or ``stops`` is set. This stage
+        had reached the position of each checkpoint when it ended, or before, and does not move.
+
+        Raises:
+            BusError, UnreadableMessage, ValueError: The registers cannot be read.
         """
         assert self._at is not None, "it has ended with a commit"
         seen, since = None, time.monotonic()
         while not stops.is_set():
-            at = self._first.read()  # before its words, of which the last is older than its end
+            # before the entries, the last of which is older than the end of that stage
+            at = self._first.read()
             for word in words_on(self._before):
                 if word.cursor >= self._at.cursor and word.name not in self._taken:
                     self._taken.add(word.name)
@@ -235,9 +251,9 @@ class DueToLater:
             stops.wait(_POLL_S)
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """As `Due.left`."""
+        """See `Due.left`."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """As `Due.is_awaited`: the first stage publishes, and nobody else waits."""
+        """See `Due.is_awaited`: the first stage publishes, and no other stage waits."""
         return False

@@ -1,7 +1,7 @@
-"""What ranks have delivered for an attempt at a checkpoint, for the rank that is to publish it.
+"""Collection of what ranks have delivered for an attempt, by the rank that is to publish it.
 
-That rank waits for receipts. If the attempt has failed, it is also the one that removes what is
-there: nobody else can publish it, so it cannot become a checkpoint any more.
+That rank waits for receipts. If the attempt has failed, it also removes the files: no other rank
+can publish it, so it cannot become a checkpoint any more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from fft.train.checkpoint.due import Named
 
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
-"""For others, who have as much to write: so many seconds, and so many times as long as here."""
+"""Time for other ranks, which have as much to write: so many seconds, plus so many times as long as
+this rank took."""
 _CLOSING_S = 5.0
-"""For others, if the attempt has failed and this process is to end."""
+"""Time for other ranks in seconds, if the attempt has failed and this process is to end."""
 _REMEMBERED = 16
-"""Attempts that have failed; what older ones left goes when a checkpoint is published."""
+"""Number of failed attempts to remember; leftovers of older ones are removed when a checkpoint is
+published."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,30 +36,30 @@ Receipts = dict[tuple[str, int], Receipt]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A checkpoint that all ranks of an epoch take together, each for itself."""
+    """A checkpoint that all ranks of an epoch take together, each writing its own part."""
 
     named: Named
     record: Record
-    """Of the commit; of the stage's own, where each has a scope."""
+    """Commit record of the checkpoint; that of this stage, if each stage has its own scope."""
     groups: tuple[str, ...]
-    """Members of its epoch."""
+    """Member groups of its epoch."""
     ranks: int
     stages: Sequence[str]
-    """Scopes by rank, where each stage has one of its own."""
+    """Scope names by rank, if each stage has its own scope."""
     spec: str
     spec_digest: str
     origin: Origin | None
     most: int = 0
-    """Groups of the job, as far as they were announced."""
+    """Number of groups of the job, as far as it was announced."""
 
     @property
     def directory(self) -> str:
-        """Where its files go first."""
+        """The directory into which its files are written first."""
         return partial_name(self.named.step, self.named.name)
 
     @property
     def at(self) -> Scope:
-        """Where the scope stands after the commit."""
+        """Position of the scope after the commit."""
         record = self.record
         returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
         return Scope(
@@ -70,26 +72,29 @@ class Attempt:
 
     @property
     def gives(self) -> range:
-        """Of these slices the next stage may lack entries when it has come to its own place, which
-        is less than a txn of its own behind; but at the end of the job. Later ones are of attempts
-        that came to nothing."""
+        """Slices whose entries the next stage may lack when it reaches its own position.
+
+        That position is less than one of its txns behind, except at the end of the job. Later
+        slices belong to attempts that were not committed.
+        """
         cursor, most = self.record.cursor, max(len(self.groups), self.most)
         return range(0 if self.record.last else max(0, cursor - most), cursor)
 
 
 class Cleared:
-    """Attempts that this rank has removed. One that was late may have made a directory anew."""
+    """Attempts that this rank has removed. A rank that was late may have created a directory
+    again."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         self._directories = deque[str](maxlen=_REMEMBERED)
 
     def add(self, directory: str) -> None:
-        """It is being removed. Any thread, as `sweep`."""
+        """Remember that ``directory`` is being removed. Runs on any thread, as does `sweep`."""
         self._directories.append(directory)
 
     def sweep(self) -> None:
-        """Remove what is there again. Logs what cannot be removed."""
+        """Remove directories that exist again. Logs what cannot be removed."""
         store = self._checkpoints.store
         for directory in tuple(self._directories):
             try:
@@ -101,11 +106,13 @@ class Cleared:
 
 
 class Gathering:
-    """Of one attempt; used by the thread of the first rank of the group that writes.
+    """The receipts of one attempt; used by the thread of the writing group's first rank.
 
-    ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
-    whether others can come to their place only later. ``superseded``: this rank has begun another
-    attempt. ``cleared``: where it is remembered that this one was removed.
+    Args:
+        left: Returns the groups that have left the job since, or were restarted.
+        is_awaited: Whether other ranks may reach their position only later.
+        superseded: Set when this rank has begun another attempt.
+        cleared: Records that this attempt was removed.
     """
 
     def __init__(
@@ -123,28 +130,37 @@ class Gathering:
         self._superseded = superseded
         ranks, self._writer = range(attempt.ranks), attempt.named.writer
         self.needed = {(self._writer, rank) for rank in ranks}
-        """Without files of these there is no checkpoint."""
+        """The places (group, rank) without whose files there is no checkpoint."""
         self.wanted = {(group, rank) for group in attempt.groups for rank in ranks}
 
     def receipts(self, own_s: float) -> Receipts:
-        """Those of all who have said something, when nothing more is to be waited for; ``own_s``:
-        how long this rank has written. Raises OSError, Passed."""
+        """Wait until no more receipts are to be expected, and return those found.
+
+        Args:
+            own_s: How long this rank has written, in seconds.
+
+        Raises OSError, Passed.
+        """
         return self._wait(own_s, is_failed=False)
 
     def clear(self, own_s: float, is_passed: bool = False) -> None:
-        """Remove the attempt, which has failed, when nobody writes in it any more.
+        """Remove the failed attempt once no rank writes to it any more.
 
         Waits as `receipts` does, but no longer than until the next attempt begins, which needs the
-        room: who still writes in this one fails, too. ``is_passed``: that was long ago. When this
-        process is to end, it waits for 5 s at most; if somebody writes even then, the attempt is
-        left to the next start. Logs what cannot be removed.
+        space: a rank that still writes to this one fails, too. If this process is to end, it waits
+        for 5 s at most. If a rank still writes then, the attempt is left to the next start. Logs
+        what cannot be removed.
+
+        Args:
+            own_s: How long this rank has written, in seconds.
+            is_passed: The attempt failed long ago, so there is nothing to wait for.
         """
         store, directory = self._checkpoints.store, self._attempt.directory
         try:
             found = Receipts() if is_passed else self._wait(own_s, is_failed=True)
             files = store.files(directory)
             if MANIFEST in files:
-                return  # it is a checkpoint: only that it got its name has failed
+                return  # it is a checkpoint, of which only the renaming has failed
             is_left = self._closing.is_set() and not (is_passed or self._superseded.is_set())
             if files and is_left and not self._have_all_said(found, is_failed=True):
                 logger.warning(
@@ -169,7 +185,7 @@ class Gathering:
             if is_failed:
                 is_there = bool(self._checkpoints.store.files(attempt.directory))
                 if not is_there and (was_there or self._closing.is_set()):
-                    return found  # removed, as a later one was published; or nobody could begin it
+                    return found  # removed when a later one was published, or never created
                 was_there = is_there
             found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
             if self._have_all_said(found, is_failed) or (is_failed and self._superseded.is_set()):
@@ -185,7 +201,7 @@ class Gathering:
                     )
             elif self._is_awaited() and not self._closing.is_set():
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
-            elif attempt.stages and len(found) > known:  # the next one may need as long
+            elif attempt.stages and len(found) > known:  # the next stage may need as long
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
             if now >= until:
                 return found
@@ -198,7 +214,7 @@ class Gathering:
             pause = min(pause * 1.5, _LONGEST_POLL_S)
 
     def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:
-        """Whether all have delivered, or said that they do not, who are in the job still."""
+        """Whether all ranks that are still in the job have delivered or declined."""
         gone = self._left() - {self._writer}
         awaited = {place for place in self.wanted if place[0] not in gone}
         if is_failed:

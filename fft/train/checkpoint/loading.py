@@ -1,7 +1,7 @@
-"""A rank begins with a checkpoint: before it joins its job, and only where no job goes on.
+"""Loading of the checkpoint that a rank resumes from, before it joins a job that is not running.
 
-Reads the files of the group that wrote the state, and this rank's own for buffers and random
-states. Nothing is changed before all has been read and fits.
+A rank reads the files of the group that wrote the common state, and its own files for buffers and
+random states. It changes nothing before all has been read and fits.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where the job goes on."""
+    """The position at which the job continues."""
 
     manifest: Manifest
     at: Scope
-    """Where this rank's scope stood."""
+    """Position of this rank's scope in the checkpoint."""
     lineage: str
     cursor: int
     entries: Sequence[tuple[int, int]] = ()
-    """Slice and version of what this stage gives the next one again."""
+    """Slice and version of each entry that this stage gives to the next one again."""
 
 
 class Loader:
-    """Loads for one rank. Main thread.
+    """Loads a checkpoint for one rank. Main thread.
 
     Args:
-        groups: of this job, as far as it was announced.
-        ranks: of each group of this job.
-        stage: that this rank is, where each has a scope of its own.
+        groups: Number of groups of this job, as far as it was announced.
+        ranks: Number of ranks of each group of this job.
+        stage: The stage of this rank, if each stage has its own scope.
     """
 
     def __init__(
@@ -75,20 +75,21 @@ class Loader:
         self._ranks = ranks
 
     def choose(self) -> Manifest | None:
-        """The checkpoint that the job begins with; None: with none.
+        """Return the checkpoint that the job resumes from, or None if it starts fresh.
 
         Raises:
-            CheckpointError: there are some, and it was not said to go on from them; or there is
-                none that can be used.
-            DamagedCheckpoint: the one that was asked for.
+            CheckpointError: There are checkpoints, but resuming was not requested; or none is
+                usable.
+            DamagedCheckpoint: The requested checkpoint is damaged.
         """
         bus = self._job.bus if self._stage is None else self._stage.bus
         if bus.read(HEAD) is not None:
-            return None  # a job goes on: its state comes from a group that has it
+            return None  # the job is running, so the state comes from a group that has it
         return choose(self._checkpoints, self._plan.resume)
 
     def load(self, manifest: Manifest, state: RankState) -> Loaded:
-        """Take the state over. Raises CheckpointError, DamagedCheckpoint, StateMismatch."""
+        """Load the checkpoint into ``state``. Raises CheckpointError, DamagedCheckpoint,
+        StateMismatch."""
         peer, at = self._job.peer, self._at(manifest)
         same_ranks = manifest.ranks == self._ranks
         try:
@@ -131,15 +132,19 @@ class Loader:
         return found
 
     def _at(self, manifest: Manifest) -> Scope:
-        """Where the scope of this rank stood. Raises UnfitCheckpoint: there was no such scope."""
+        """Return the position of this rank's scope. Raises UnfitCheckpoint if the checkpoint lacks
+        it."""
         refuse_other_scopes(manifest, self._stage)
         return manifest.scopes["job" if self._stage is None else self._stage.name]
 
     def _own(self, manifest: Manifest, group: str, rank: int, alone: bool) -> dict[str, Any] | None:
-        """What only this rank had; None: no such rank wrote the checkpoint. ``alone``: groups step
-        alone."""
+        """Return the state that only this rank had, or None if no such rank wrote the checkpoint.
+
+        Args:
+            alone: Groups train locally.
+        """
         if self._is_only_group and len(manifest.groups) == 1:
-            (group,) = manifest.groups  # which may have had a name of its own in each start
+            (group,) = manifest.groups  # its name may differ between starts
         if group not in manifest.groups:
             anew = "random numbers begin anew"
             taken = f"the buffers of group {manifest.writer} are taken, and {anew}"
@@ -191,8 +196,8 @@ class Loader:
 
 
 def refuse_other_scopes(manifest: Manifest, stage: StageScope | None) -> None:
-    """Raise UnfitCheckpoint unless the checkpoint has the scopes of this job, of which this rank is
-    ``stage``."""
+    """Raise UnfitCheckpoint unless the checkpoint has the scopes of this job. ``stage`` is the
+    stage of this rank, if each stage has its own scope."""
     names = ["job"] if stage is None else stage.names
     if set(names) != manifest.scopes.keys():
         raise UnfitCheckpoint(
@@ -203,19 +208,21 @@ def refuse_other_scopes(manifest: Manifest, stage: StageScope | None) -> None:
 
 
 def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, stage: StageScope | None) -> None:
-    """Raise UnfitCheckpoint, before a model is built, if the checkpoint that `fft run` has named
-    for this start has other scopes. What else may be wrong with it is found when it is loaded."""
+    """Check before a model is built that the checkpoint named by `fft run` has the right scopes.
+
+    Other defects are found when it is loaded. Raises UnfitCheckpoint.
+    """
     if isinstance(plan.resume, bool):
         return
     try:
         manifest = checkpoints.manifest(plan.resume)
-    except (DamagedCheckpoint, OSError):  # it may have gone since, if the job goes on
+    except (DamagedCheckpoint, OSError):  # a job that goes on may have removed it since
         return
     refuse_other_scopes(manifest, stage)
 
 
 def _refuse_other_kind(found: Mapping[str, Any], state: RankState) -> None:
-    """Raise UnfitCheckpoint if groups stepped alone there, and do not here, or the reverse."""
+    """Raise UnfitCheckpoint if groups trained locally there but not here, or the reverse."""
     were_alone, are_alone = "plan" in found, state.synchronizer is not None
     if were_alone != are_alone:
         kinds = {True: "by groups that step alone", False: "by groups that step together"}
@@ -231,7 +238,8 @@ def _load_alone(
     step: StepState,
     synchronizer: Synchronizer,
 ) -> None:
-    """Of groups that step alone: what they share, and what was this group's own."""
+    """Load the shared state of groups that train locally, and this group's own state if it has
+    one."""
     if own is not None:
         step.refuse_unfit({**own["alone"]["state"], "buffers": own["buffers"]})
     synchronizer.load_state_dict(shared)
@@ -240,7 +248,7 @@ def _load_alone(
 
 
 def tree_of(checkpoints: Checkpoints, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
-    """What a rank's files hold. Raises DamagedCheckpoint, OSError."""
+    """Return the contents of a rank's files. Raises DamagedCheckpoint, OSError."""
     store, files = checkpoints.store, manifest.files_of(group, rank)
     name = checkpoints.directory(manifest)
     for file in files.values():
@@ -258,8 +266,8 @@ def tree_of(checkpoints: Checkpoints, manifest: Manifest, group: str, rank: int)
 def completed(
     found: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] | None, step: StepState
 ) -> dict[str, Any]:
-    """A state as `StepState.load` takes it. Of a model alone, that somebody else has written, the
-    rest is as it is here."""
+    """Return a state in the form that `StepState.load` takes. For an imported checkpoint, which has
+    a model only, the rest is taken from this process."""
     if found["optimizers"] is not None:
         return {**found, "buffers": buffers}
     logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
@@ -274,7 +282,7 @@ def completed(
 
 
 def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tensor) -> None:
-    """Raise StateMismatch unless two names of one tensor that is here came with the same values."""
+    """Raise StateMismatch unless both names of a tensor that is tied here have the same values."""
     if value.shape != other.shape or value.dtype != other.dtype or not same_bits(value, other):
         raise StateMismatch(
             f"{alias} and {name} are tied in this model, but the checkpoint has different values "
@@ -283,7 +291,7 @@ def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tens
 
 
 def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:
-    """Lineage and cursor for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
+    """Return lineage and cursor for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
     if manifest.ranks == ranks:
         return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
@@ -306,5 +314,5 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
 
 
 def origin_of(found: Loaded) -> Origin:
-    """What the checkpoints of this job say of where it comes from."""
+    """Return the origin that is stored in the checkpoints of this job."""
     return Origin(step=found.manifest.step, lineage=found.manifest.lineage)

@@ -1,6 +1,6 @@
-"""State as two files: tensors by safetensors, all the rest as JSON that names them. No pickle.
+"""State as two files: tensors in a safetensors file, the rest as JSON that names them; no pickle.
 
-What is no JSON has a form of its own: a dict with one key that begins with ``$``.
+A value that JSON lacks is encoded as a dict with a single key that begins with ``$``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from fft.util.errors import FftError
 
 
 class UnfitForFile(FftError):
-    """Something in a state that no file of a checkpoint can hold; names the place."""
+    """A state contains a value that no file of a checkpoint can hold; the message names its
+    place."""
 
 
 class UnreadableFile(FftError):
-    """A file of a checkpoint that is not what it should be."""
+    """A file of a checkpoint does not have the expected contents."""
 
 
 def packed(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Plain data with tensors in it → what JSON can hold, and the tensors by name.
+    """Split plain data with tensors in it into a JSON value and the tensors by name.
 
     Raises UnfitForFile.
     """
@@ -39,7 +40,7 @@ def packed(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unpacked(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was `packed`. Raises UnreadableFile."""
+    """Reverse `packed`. Raises UnreadableFile."""
     try:
         return _unpacked(data, tensors)
     except (KeyError, TypeError, ValueError) as error:
@@ -53,9 +54,13 @@ def write_rank(
     data: Any,
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[File, ...]:
-    """Both files of a group's rank, read again for their digests.
+    """Write both files of a group's rank and read them back for their digests.
 
-    Raises OSError, UnfitForFile. The tensors are on the CPU, and share no memory.
+    Args:
+        place: Group and rank.
+        tensors: Tensors on the CPU that share no memory.
+
+    Raises OSError, UnfitForFile.
     """
     stem = file_stem(*place)
     with store.writing(f"{directory}/{stem}.safetensors") as path:
@@ -80,7 +85,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Raises UnreadableFile, OSError."""
+    """Read a safetensors file. Raises UnreadableFile, OSError."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -89,12 +94,12 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def to_json(data: Any) -> bytes:
-    """As bytes of a file."""
+    """Encode as the bytes of a file."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes, name: str) -> Any:
-    """Raises UnreadableFile."""
+    """Decode the bytes of file ``name``. Raises UnreadableFile."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

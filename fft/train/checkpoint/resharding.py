@@ -1,6 +1,6 @@
-"""The state of a group of so many ranks for one of another number. On the CPU, tensor by tensor.
+"""Conversion of a group's state to another number of ranks, on the CPU, tensor by tensor.
 
-Each rank's file says which part of the whole its tensors are; optimizer state is parted as its
+Each rank's file has the layout of its tensors in the whole; optimizer state is sharded as its
 parameter is.
 """
 
@@ -21,7 +21,7 @@ Part = tuple[Layout, torch.Tensor]
 
 
 def whole_of(parts: Sequence[Part]) -> torch.Tensor:
-    """The tensor that the parts make up. Raises CheckpointError: they leave gaps."""
+    """Return the tensor that the parts make up. Raises CheckpointError if they leave gaps."""
     shape = parts[0][0].shape
     whole = torch.empty(shape, dtype=parts[0][1].dtype)
     filled = 0
@@ -42,16 +42,17 @@ def _place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 def part_of(
     whole: torch.Tensor, layout: Mapping[str, Any] | None, shape: torch.Size
 ) -> torch.Tensor:
-    """A rank's part of what is sharded as a parameter of ``shape``, by its ``layout`` in a file."""
+    """Return a rank's part of a tensor that is sharded as a parameter of ``shape``, by the
+    ``layout`` stored in a file."""
     if layout is None or whole.shape != shape or whole.dim() == 0:
         return whole
     return whole[_place(layout["offset"], layout["local"])]
 
 
 def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state, from those of all ranks of a group.
+    """Return the whole state from the states of all ranks of a group.
 
-    Raises CheckpointError: it cannot be put together.
+    Raises CheckpointError if they cannot be combined.
     """
     first = trees[0]
     if first["state"] is None or first["state"]["optimizers"] is None:
@@ -102,7 +103,7 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str, Any]:
-    """What this rank takes of the state that the ``trees`` make up. Raises CheckpointError."""
+    """Return this rank's part of the state that the ``trees`` make up. Raises CheckpointError."""
     whole = unsharded(trees)
     if state.step is None:
         raise CheckpointError("what state_dict= gave is not resharded: use register()")

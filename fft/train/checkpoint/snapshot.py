@@ -1,9 +1,9 @@
 """The state of a rank as of a commit, copied beside the training.
 
-What a body may change is copied at once, on the main thread. Parameters and optimizer state do not
-change before the next update, so that a thread looks them up and copies them, while the next body
-runs; whoever is about to change them waits for it (`Snapshot.finish`). Holds one copy of what this
-rank has.
+State that forward and backward may change is copied at once, on the main thread. Parameters and
+optimizer state do not change before the next update, so a thread looks them up and copies them
+while the next forward and backward run. Code that is about to change them waits for the thread
+(`Snapshot.finish`). A snapshot holds one copy of this rank's state.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from fft.util.errors import FftError
 
 PARAMETERS = "state.parameters."
 LATE = (PARAMETERS, "state.optimizers.")
-"""Begin the names, in a file, of what no body changes. Of groups that step alone that is what they
-share; what is a group's own has other names, and is copied at once."""
+"""Prefixes of the names, in a file, of what forward and backward do not change. For groups that
+train locally that is the state they share; a group's own state has other names and is copied at
+once."""
 
 
 class Staging:
-    """Memory for one copy of a rank's state, used again by each checkpoint."""
+    """Memory for one copy of a rank's state, reused by each checkpoint."""
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def keep_only(self, names: Set[str]) -> None:
-        """Free what is for tensors of other names."""
+        """Free the memory for tensors of other names."""
         self._held = {name: held for name, held in self._held.items() if name in names}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """One on the CPU of the same shape and type; that of ``name`` again, if it fits."""
+        """Return a CPU tensor of the same shape and type; the one of ``name`` is reused if it
+        fits."""
         held = self._held.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -53,24 +55,26 @@ class Staging:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of a sharded tensor this rank has."""
+    """The part of a sharded tensor that this rank has."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
 
 
 class Snapshot:
-    """One copy. The constructor runs on the main thread, between two bodies; `copy` on another.
+    """One copy. The constructor runs on the main thread between two steps, `copy` on another
+    thread.
 
     Args:
-        state: of this rank.
-        shared: with what all groups have in common; else only what is this rank's own.
-        at_once: parameters that are changed by other code than updates; bodies' are known.
-        gives: of a stage that gives entries to the next one, those of these slices.
+        state: State of this rank.
+        shared: Include the state that all groups have in common, not only this rank's own.
+        at_once: Parameters that code other than updates and the step function changes.
+        gives: Slices whose entries this stage gives to the next one, to be included.
 
     Raises:
-        TypeError, UnfitForFile: something in the state cannot be in a file; names the place.
+        TypeError, UnfitForFile: The state contains a value that no file can hold; the message names
+            its place.
     """
 
     def __init__(
@@ -84,9 +88,10 @@ class Snapshot:
         tree, self._watched = _tree_of(state, shared, gives)
         self._data, live = packed(tree)
         self._step = state.step if self._watched else None
-        """Whose parameters and optimizer state are looked up by `copy`."""
+        """The state whose parameters and optimizer state `copy` looks up."""
         self._late: dict[str, torch.Tensor] = {}
-        if state.synchronizer is not None:  # what groups share is no parameter of a model
+        # the state that groups share consists of no model parameters
+        if state.synchronizer is not None:
             self._late = {name: t for name, t in live.items() if name.startswith(LATE)}
         early = self._early(at_once)
         parameters = export_parameters({name: self._watched[name] for name in early})
@@ -96,39 +101,40 @@ class Snapshot:
         self._staging = staging
         self._streams = _mark_streams((*self._late.values(), *self._watched.values()))
         self._by_bodies = bool(self._watched)
-        """What is copied late, a body could change all the same."""
+        """Whether forward and backward could change state that is copied late."""
         self._versions = {name: edit_count(t) for name, t in self._watched.items()}
         self._late_names = self._watched.keys() - early
-        """Of parameters."""
+        """Names of the parameters that are copied late."""
         self._copied = threading.Event()
         self.confirmed = threading.Event()
-        """Nobody has changed what was copied before the copy was done; or `problem` says it."""
+        """Set when the copied state is known to be unchanged during the copy; otherwise `problem`
+        is set."""
         self._lock = threading.Lock()
         self.copy_s = 0.0
         self.problem: str | None = None
-        """Why it must not be used."""
+        """Why the copy must not be used."""
         self.edited: tuple[str, ...] = ()
         """Parameters that were changed while they were copied."""
 
     @property
     def data(self) -> Any:
-        """What JSON can hold of the state, once `copy` has returned True."""
+        """The part of the state that JSON can hold, once `copy` has returned True."""
         return self._data
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copy, once `copy` has returned True."""
+        """The copied tensors, once `copy` has returned True."""
         return self._targets
 
     def _early(self, at_once: Set[str]) -> Set[str]:
-        """Parameters that bodies change, and those ``at_once``."""
+        """Return the parameters that forward and backward change, and those of ``at_once``."""
         if self._step is None:
             return frozenset()
-        edited = self._step.edited  # None: it is not known yet
+        edited = self._step.edited  # None if it is not known yet
         return self._watched.keys() if edited is None else self._watched.keys() & (edited | at_once)
 
     def copy(self) -> bool:
-        """Copy the rest. Whether the whole is the state as of the commit."""
+        """Copy the rest; return whether the result is the complete state as of the commit."""
         began = time.monotonic()
         try:
             with torch.no_grad():
@@ -156,14 +162,14 @@ class Snapshot:
 
     def _copy(self) -> None:
         self._staging.keep_only(self._targets.keys() | self._late.keys())
-        # here, since memory that is pinned takes as long to be had as to be filled
+        # here, since allocating pinned memory takes as long as filling it
         self._targets |= {n: self._staging.like(n, tensor) for n, tensor in self._late.items()}
         for device in {t.device for t in self._late.values() if t.is_cuda}:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 if device in self._streams:
                     stream.wait_event(self._streams[device])
-                else:  # of optimizer state alone
+                else:  # it holds optimizer state only
                     torch.cuda.synchronize(device)
                 for name, tensor in self._late.items():
                     if tensor.device == device:
@@ -176,10 +182,10 @@ class Snapshot:
                 self._targets[name].copy_(tensor)
 
     def finish(self, limit_s: float) -> float:
-        """Main thread, before anything that was not copied at once may change: wait for the copy.
+        """Wait for the copy before state that was not copied at once may change. Main thread.
 
-        It is given up if that takes longer than ``limit_s``, or if a body has changed a parameter
-        meanwhile. The seconds waited.
+        The copy is given up if that takes longer than ``limit_s``, or if a parameter was changed
+        meanwhile. Returns the seconds waited.
         """
         began = time.monotonic()
         if self.confirmed.is_set():
@@ -204,7 +210,7 @@ class Snapshot:
 def _tree_of(
     state: RankState, shared: bool, gives: range
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What goes into the files of a rank, and the parameters by name."""
+    """Return the contents of a rank's files, and the parameters by name."""
     step = state.step
     own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
     if step is not None:
@@ -234,7 +240,7 @@ def _tree_of(
 
 
 def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Which parts this rank has of parameters that are sharded."""
+    """Return the parts that this rank has of sharded parameters."""
     return {
         name: {
             "shape": list(layout.shape),
@@ -247,7 +253,7 @@ def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """The part of a DTensor that this rank has; None: it has all."""
+    """Return the part of a DTensor that this rank has, or None for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return None
     _, offset = compute_local_shape_and_global_offset(
@@ -257,7 +263,7 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 
 def _mark_streams(late: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
-    """Events behind all that was issued so far on the devices of those that are copied later."""
+    """Record events behind all work issued so far on the devices of the tensors copied later."""
     found: dict[torch.device, torch.cuda.Event] = {}
     for device in {tensor.device for tensor in late if tensor.is_cuda}:
         found[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]

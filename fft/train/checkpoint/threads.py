@@ -1,7 +1,7 @@
-"""Threads that write a rank's checkpoints, each used again.
+"""Reusable threads that write a rank's checkpoints.
 
-The start of a thread waits until it runs, for which the training would wait: mostly a tenth of a
-millisecond, but some milliseconds now and then, where others want the interpreter.
+Starting a thread waits until it runs, and the training would wait for that: mostly a tenth of a
+millisecond, but now and then some milliseconds if other threads want the interpreter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 NAME, IDLE = "fft-checkpoint", "fft-checkpoint-idle"
-"""Of a thread at work, and of one that waits for it."""
+"""Names of a thread at work and of an idle one."""
 
 
 class _Hand:
-    """One thread. A daemon: a process may end in the midst of its work."""
+    """One thread. It is a daemon, since a process may end while it works."""
 
     def __init__(self) -> None:
         self._work = SimpleQueue[tuple[Callable[[], None], threading.Event] | None]()
@@ -51,13 +51,14 @@ class _Hand:
 
 
 class Threads:
-    """As many as have been at work at once. For one thread that gives the work."""
+    """A pool that grows to the number of jobs at work at once. One thread submits the jobs."""
 
     def __init__(self) -> None:
         self._hands: list[_Hand] = []
 
     def do(self, work: Callable[[], None]) -> threading.Event:
-        """Have it done by one of them; what it raises ends that one. Set when it is over."""
+        """Run ``work`` on one of the threads and return an event that is set at its end. An
+        exception ends that thread."""
         free = next((hand for hand in self._hands if hand.is_free), None)
         if free is None:
             free = _Hand()
@@ -65,7 +66,7 @@ class Threads:
         return free.do(work)
 
     def close(self) -> None:
-        """Have each end after its work. Idempotent."""
+        """End each thread after its current job. Idempotent."""
         for hand in self._hands:
             hand.end()
         self._hands.clear()

@@ -1,11 +1,10 @@
-"""What one rank does for a checkpoint beside the training, on a thread of its own.
+"""The part of a checkpoint that one rank does beside the training, on a thread of its own.
 
-It copies, writes its files, reads them again for their digests, and leaves a receipt. The first
-rank of the group that writes waits for the receipts of the others, and publishes, or removes what
-has failed (`gathering`); where stages step by themselves, that is a rank of the first stage. No
-collective and no message is needed: the files are all that ranks know of each other here, so that a
-rollback has nothing to abort. Files have nothing to wait on; they are looked at again, in growing
-pauses.
+It copies the state, writes its files, reads them back for their digests, and leaves a receipt. The
+first rank of the writing group waits for the receipts of the others and publishes, or removes a
+failed attempt (`gathering`); if each stage has its own scope, that is a rank of the first stage. No
+collective and no message is needed: ranks communicate only by files, so a rollback has nothing to
+abort. Files cannot be waited on, so they are polled with growing pauses.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
-    """Say that a rank delivers nothing for ``attempt``. Any thread."""
+    """Declare that a rank delivers nothing for ``attempt``. Runs on any thread."""
     group, rank = place
     receipt = Receipt(attempt=attempt.named.name, group=group, rank=rank, files=())
     try:
@@ -54,10 +53,13 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
 
 
 class RankWriter:
-    """Of one attempt and one rank; `run` is its thread's work.
+    """The work of one rank for one attempt; `run` is executed on a thread.
 
-    ``snapshot``: None: this rank only declines. ``left`` and the rest: as of `Gathering`; of one
-    rank, all have the same ``cleared``.
+    Args:
+        snapshot: The copy, or None if this rank only declines.
+        place: Group and rank.
+        left, is_awaited, closing: See `Gathering`.
+        cleared: See `Gathering`; one object for all attempts of a rank.
     """
 
     def __init__(
@@ -85,23 +87,23 @@ class RankWriter:
         self._gathering = Gathering(*given, self._superseded, self._cleared)
         self._stage = ""
         self.has_delivered = threading.Event()
-        """This rank's part is written, or given up: its copy is not needed any more."""
+        """This rank's part is written or given up, so its copy is not needed any more."""
         self.published = False
         self.is_over = False
-        """It has failed, or takes no part: what is left to do is to remove what others wrote."""
+        """It has failed or takes no part; the only work left is to remove what others wrote."""
 
     @property
     def _publishes(self) -> bool:
-        """Whether this rank is the one that does, or removes what cannot be published."""
+        """Whether this rank publishes the checkpoint or removes a failed attempt."""
         return (self._group, self._rank) == (self._attempt.named.writer, 0)
 
     def supersede(self) -> None:
-        """This rank begins another attempt: if this one has failed, clear it now. Any thread."""
+        """Clear this attempt now if it has failed, as this rank begins another one. Any thread."""
         if self.is_over:
             self._superseded.set()
 
     def decline(self) -> None:
-        """Instead of `run`: this rank delivers nothing, and so does not publish, either."""
+        """Deliver nothing, and so publish nothing; called instead of `run`."""
         self.is_over = True
         self.has_delivered.set()
         decline(self._checkpoints, self._attempt, (self._group, self._rank))
@@ -109,7 +111,8 @@ class RankWriter:
             self._gathering.clear(0.0)
 
     def run(self) -> None:
-        """The whole of it. An error costs this checkpoint, and nothing else."""
+        """Deliver this rank's part and publish if it is this rank's turn. An error costs only this
+        checkpoint."""
         began = time.monotonic()
         told: dict[str, Any] = {"step": self._attempt.named.step}
         told["place"] = self._checkpoints.store.url
@@ -129,7 +132,7 @@ class RankWriter:
         self._note("checkpoint", told)
 
     def _deliver_and_publish(self, told: dict[str, Any], began: float) -> None:
-        self._cleared.sweep()  # it may take the room
+        self._cleared.sweep()  # a failed attempt may take up the space
         self._at("copying")
         assert self._snapshot is not None
         if not self._snapshot.copy() or self._snapshot.problem is not None:
@@ -146,7 +149,7 @@ class RankWriter:
             self._prune()
 
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
-        """Why there is no checkpoint."""
+        """Log and trace why there is no checkpoint."""
         step = self._attempt.named.step
         if isinstance(error, Passed):
             tell_left_out(self._note, step, str(error))
@@ -166,7 +169,8 @@ class RankWriter:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
     def _or_passed(self, error: Exception) -> Exception:
-        """The cause, if that is that a later one was published: what it left was removed then."""
+        """Return `Passed` instead if a later checkpoint was published, which removes earlier
+        attempts."""
         named = self._attempt.named
         try:
             self._checkpoints.refuse_passed(named.step, named.name)
@@ -180,7 +184,7 @@ class RankWriter:
         self._stage = stage
 
     def _write(self, snapshot: Snapshot) -> tuple[File, ...]:
-        """This rank's files and its receipt."""
+        """Write this rank's files and its receipt."""
         attempt = self._attempt
         store, directory = self._checkpoints.store, attempt.directory
         place = self._group, self._rank
@@ -193,7 +197,7 @@ class RankWriter:
             at=attempt.at if attempt.stages else None,
         )
         self._at("waiting for the end of the body")
-        snapshot.confirmed.wait()  # which comes with it, with a rollback, and at the end
+        snapshot.confirmed.wait()  # it is set by the update, by a rollback, or at the end
         if snapshot.problem is not None:
             raise FftError(snapshot.problem)
         self._at("delivering")
@@ -210,7 +214,7 @@ class RankWriter:
         self.published = True
 
     def _prune(self) -> None:
-        """An error costs nothing but room: the checkpoint is there."""
+        """Remove older checkpoints. An error costs only space, since the new checkpoint exists."""
         try:
             for name in self._checkpoints.prune(self._keep):
                 logger.info("checkpoint %s was removed: %d are kept", name, self._keep)
@@ -219,9 +223,12 @@ class RankWriter:
             logger.warning("older checkpoints at %s cannot be removed: %s", place, error)
 
     def _gather(self, own_s: float) -> dict[tuple[str, int], Receipt]:
-        """The receipts of all who have delivered; ``own_s``: how long this rank has written.
+        """Return the receipts of all ranks that have delivered.
 
-        Raises FftError: a rank of this group has delivered nothing.
+        Args:
+            own_s: How long this rank has written, in seconds.
+
+        Raises FftError if a rank of the writing group has delivered nothing.
         """
         attempt, writer = self._attempt, self._attempt.named.writer
         found = self._gathering.receipts(own_s)
@@ -245,7 +252,8 @@ class RankWriter:
         return {place: found[place] for place in delivered}
 
     def _manifest(self, receipts: dict[tuple[str, int], Receipt]) -> Manifest:
-        """Raises FftError: the stages are at places that do not fit together."""
+        """Build the manifest. Raises FftError if the positions of the stages do not fit
+        together."""
         attempt, at = self._attempt, self._attempt.at
         ranks = range(attempt.ranks)
         scopes = self._stages(receipts) if attempt.stages else {"job": at}
@@ -273,7 +281,8 @@ class RankWriter:
         )
 
     def _stages(self, receipts: dict[tuple[str, int], Receipt]) -> dict[str, Scope]:
-        """Where each stage stands. Raises FftError: one is ahead of the stage before it."""
+        """Return the position of each stage. Raises FftError if one is ahead of the stage before
+        it."""
         found, writer = dict[str, Scope](), self._attempt.named.writer
         for rank, stage in enumerate(self._attempt.stages):
             at = receipts[writer, rank].at
