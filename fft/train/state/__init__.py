@@ -1,1 +1,1 @@
-"""The state of a rank: saved, restored, compared, and sent to a rank that joins."""
+"""The state of a rank: save and restore it, compare it, and send it to a rank that joins."""

@@ -1,4 +1,4 @@
-"""Buffers of modules: which tensors a step found in them, and with which values."""
+"""Capture and restore the buffers of modules: the tensor objects and their values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fft.train.local_tensors import bits_of, put_bits
 
 @dataclass
 class Buffer:
-    """One buffer slot of one module: the object that was in it, and its value."""
+    """The content of one buffer slot of one module: the tensor object and its value."""
 
     module: nn.Module
     name: str
     tensor: torch.Tensor | None
     bits: list[torch.Tensor]
-    """A copy; empty where there is no tensor."""
+    """A copy of the value; empty if the slot has no tensor."""
 
 
 def capture_buffers(modules: Sequence[nn.Module]) -> Iterator[Buffer]:
-    """What is in them now: tensors, and copies of these."""
+    """Yield the present content of each buffer slot of ``modules``."""
     for module in modules:
         for name, tensor in module._buffers.items():
             yield Buffer(module, name, tensor, [] if tensor is None else bits_of(tensor))
@@ -32,8 +32,8 @@ def capture_buffers(modules: Sequence[nn.Module]) -> Iterator[Buffer]:
 def restore_buffers(modules: Iterable[nn.Module], saved: list[Buffer]) -> None:
     """Restore the buffers of ``modules``: the same tensor objects with their captured values.
 
-    Buffers that were registered since the capture are removed, also from modules without any at
-    that time: a lazily made running statistic would otherwise count the replayed batch twice.
+    Buffers that were registered since the capture are removed, also from modules that had none.
+    Otherwise a running statistic that was registered lazily would count the replayed batch twice.
     """
     kept: dict[nn.Module, set[str]] = {module: set() for module in modules}
     for entry in saved:

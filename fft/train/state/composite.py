@@ -1,9 +1,9 @@
-"""Tensors that are more than their bits, as plain data: subclasses, and DTensors of any layout.
+"""Tensor subclasses and DTensors of any layout as plain data.
 
 A subclass with ``__tensor_flatten__`` (torchao's quantized states, for example) is exported as the
 name of its class, its metadata, and the tensors inside. It is rebuilt by ``__tensor_unflatten__``
 of a class of that name that this process has already defined: nothing is imported, and the data
-hold no code. Touches only the tensors that it is given.
+hold no code. Accesses only the given tensors.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fft.train.local_tensors import is_composite, leaves_of, like, local_of, par
 from fft.util.errors import FftError
 
 CLASS = "$class"
-"""Key under which an exported subclass has the name of its class."""
+"""Key of the class name in an exported subclass."""
 LAYOUT = "$layout"
-"""Key under which exported optimizer state has placements other than those of its parameter."""
+"""Key of placements in exported optimizer state, if they differ from those of its parameter."""
 _OPAQUE = "$repr"
-"""Key of metadata that can be compared and not rebuilt."""
+"""Key of metadata that can be compared but not rebuilt."""
 _PLAIN = (str, bool, int, float, type(None))
 
 
 class StateMismatch(FftError):
-    """A state does not fit this rank's model or optimizer; names the first place that differs."""
+    """A state does not fit this rank's model or optimizer; the message names the first mismatch."""
 
 
 def is_marked(value: object) -> bool:
-    """Whether ``value`` is the exported form of one tensor that is more than its bits."""
+    """Return whether ``value`` is the exported form of a subclass or of a DTensor with a layout."""
     return isinstance(value, Mapping) and (CLASS in value or LAYOUT in value)
 
 
@@ -39,10 +39,13 @@ def is_marked(value: object) -> bool:
 
 
 def exported(tensor: torch.Tensor, place: str) -> Any:
-    """This rank's part of ``tensor`` as plain tensors, sharing memory, and plain data.
+    """Return this rank's part of ``tensor`` as plain data and plain tensors that share memory.
+
+    Args:
+        place: Name of the tensor in error messages.
 
     Raises:
-        TypeError: no tensor inside of it can be reached, or its metadata cannot be compared.
+        TypeError: The tensors inside cannot be accessed, or the metadata cannot be compared.
     """
     part: Any = part_of(tensor)
     if not is_composite(part):
@@ -65,13 +68,13 @@ def exported(tensor: torch.Tensor, place: str) -> Any:
 
 
 def exported_beside(parameter: torch.Tensor, value: Any, place: str) -> Any:
-    """An entry of the optimizer state of ``parameter``; containers are searched for tensors.
+    """Export an entry of the optimizer state of ``parameter``, including tensors in containers.
 
-    Plain tensors of a DTensor parameter mean parts that are sharded as the parameter is. Any other
-    layout is named in the exported form.
+    For a DTensor parameter, a plain exported tensor is a part that is sharded as the parameter is.
+    The exported form names any other layout.
 
     Raises:
-        TypeError: the entry could not be rebuilt in another process; names the place.
+        TypeError: The entry could not be rebuilt in another process; the message names the place.
     """
     if isinstance(value, torch.Tensor):
         found = exported(value, place)
@@ -87,18 +90,18 @@ def exported_beside(parameter: torch.Tensor, value: Any, place: str) -> Any:
 
 
 def refuse_marks(value: Mapping[Any, Any], place: str) -> None:
-    """Raise TypeError if a dict of the user's has a key that marks our exported forms."""
+    """Raise TypeError if a dict of the user has a key that marks FFT's exported forms."""
     if is_marked(value):
         raise TypeError(f"{place} has a key {CLASS!r} or {LAYOUT!r}, which FFT uses: rename it")
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """The full name of the class of ``tensor``."""
+    """Return the full name of the class of ``tensor``."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def _refuse_closed(part: torch.Tensor, place: str) -> None:
-    """Raise TypeError for a subclass whose bits are in tensors that it does not name."""
+    """Raise TypeError for a subclass that does not name the tensors inside it."""
     if type(part).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{place} is a {name_of(part)}, a tensor subclass without __tensor_flatten__, so that "
@@ -178,7 +181,7 @@ _PLACEMENTS = {"replicate": Replicate, "shard": Shard, "partial": Partial}
 
 
 def refuse_misfit(place: str, got: Any, mine: torch.Tensor) -> None:
-    """Raise StateMismatch unless the exported ``got`` has the form of ``mine``, class included."""
+    """Raise StateMismatch unless the exported ``got`` has the class and form of ``mine``."""
     if refuse_other_class(place, got, mine):
         own = exported(mine, place)
         if own["meta"] != got["meta"]:
@@ -200,7 +203,11 @@ def refuse_misfit(place: str, got: Any, mine: torch.Tensor) -> None:
 
 
 def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
-    """Whether ``mine`` is a subclass. Raises StateMismatch unless ``got`` is of the same class."""
+    """Return whether ``mine`` is a composite subclass.
+
+    Raises:
+        StateMismatch: ``got`` is of another class.
+    """
     part = part_of(mine)
     came = got[CLASS] if isinstance(got, Mapping) and CLASS in got else type(got).__name__
     if is_composite(part):
@@ -213,7 +220,7 @@ def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
 
 
 def check_beside(place: str, got: Any, mine: Any, parameter: torch.Tensor) -> None:
-    """Raise StateMismatch unless `put_beside` can put ``got`` in the place of ``mine``."""
+    """Raise StateMismatch unless `put_beside` can replace ``mine`` by ``got``."""
     if isinstance(mine, torch.Tensor):
         layout = exported_beside(parameter, mine, place)
         ours = layout[LAYOUT] if isinstance(layout, Mapping) and LAYOUT in layout else "parameter's"
@@ -239,7 +246,7 @@ def _fits(place: str, got: Any, mine: torch.Tensor) -> bool:
 
 
 def copy_into(mine: torch.Tensor, got: Any) -> None:
-    """Write the exported ``got``, which fits, into ``mine``. Needs ``torch.no_grad()``."""
+    """Write the exported and checked ``got`` into ``mine``. Needs ``torch.no_grad()``."""
     if isinstance(got, torch.Tensor):
         (leaf,) = leaves_of(mine)
         leaf.copy_(got)
@@ -250,7 +257,7 @@ def copy_into(mine: torch.Tensor, got: Any) -> None:
 
 
 def put_beside(mine: Any, got: Any, parameter: torch.Tensor, place: str) -> Any:
-    """The entry of an optimizer's state that ``got`` describes: ``mine`` itself where it fits."""
+    """Return the optimizer entry that ``got`` describes, reusing the tensor ``mine`` if it fits."""
     inner = got["local"] if isinstance(got, Mapping) and LAYOUT in got else got
     if isinstance(mine, torch.Tensor) and _fits(place, inner, mine):
         copy_into(mine, inner)
@@ -259,7 +266,7 @@ def put_beside(mine: Any, got: Any, parameter: torch.Tensor, place: str) -> Any:
 
 
 def rebuilt_beside(got: Any, parameter: torch.Tensor, place: str) -> Any:
-    """A new entry of the optimizer state of ``parameter``. Raises StateMismatch."""
+    """Build a new entry of the optimizer state of ``parameter``. Raises StateMismatch."""
     if isinstance(got, Mapping) and LAYOUT in got:
         local = rebuilt(got["local"], parameter.device, place)
         if got[LAYOUT] is None:
@@ -278,7 +285,7 @@ def rebuilt_beside(got: Any, parameter: torch.Tensor, place: str) -> Any:
 
 
 def rebuilt(got: Any, device: torch.device | str, place: str) -> torch.Tensor:
-    """A new tensor on ``device`` of an exported form. Raises StateMismatch."""
+    """Build a new tensor on ``device`` from an exported form. Raises StateMismatch."""
     if isinstance(got, torch.Tensor):
         return got.to(device, copy=True)
     kind = _class_named(got[CLASS], place)
@@ -309,7 +316,7 @@ def _spread(
 
 
 def _class_named(name: str, place: str) -> Any:
-    """The tensor subclass of that name which this process has defined. Raises StateMismatch."""
+    """Return the tensor subclass ``name`` defined in this process. Raises StateMismatch."""
     found, waiting = [], list(torch.Tensor.__subclasses__())
     while waiting:
         kind = waiting.pop()
@@ -352,7 +359,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def refuse_composite(parts: Sequence[tuple[str, torch.Tensor]], why: str) -> None:
-    """Raise FftError if a named tensor is of such a subclass; ``why``: what needs plain ones."""
+    """Raise FftError if a named tensor is a composite subclass.
+
+    Args:
+        parts: Names and tensors.
+        why: The feature that needs plain tensors, as the subject of the message.
+    """
     for name, tensor in parts:
         if is_composite(part_of(tensor)):
             raise FftError(f"{name} is a {name_of(part_of(tensor))}; {why} takes plain tensors")

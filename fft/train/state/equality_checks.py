@@ -1,7 +1,8 @@
-"""When a rank fingerprints its state, so that replicas that differ are found by their votes.
+"""Schedule the fingerprints of a rank's state, by which votes reveal replicas that differ.
 
-Pure but for the clock. How often is measured: as often as takes a hundredth of the time. Ranks may
-come to different answers; all are powers of 2, so that the rarest of them is common to all.
+Pure except for the clock. By default the interval is measured, so that fingerprints take a
+hundredth of the time. Ranks may measure different intervals. All are powers of 2, so the steps of
+the longest interval are common to all ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from fft.util.errors import FftError
 
 _SHARE = 0.01
-"""Of the time between commits."""
+"""Share of the time between commits that fingerprints may take."""
 _FIRST = 16
-"""Steps between two checks until the times are known."""
+"""Steps between two checks until the times are measured."""
 _LONGEST = 1024
 
 
 def refuse_interval(every: int | None) -> None:
-    """Raise FftError if ``every`` is no interval that ranks could agree on."""
+    """Raise FftError unless ``every`` is an interval that all ranks can share."""
     if every is not None and (every < 0 or every & (every - 1)):
         raise FftError(f"check_replicas={every}: give a power of 2, so that ranks agree, or 0")
 
@@ -28,11 +29,12 @@ class EqualityChecks:
     """Calls ``fingerprint`` in the steps in which it is due.
 
     Args:
-        fingerprint: of the state as it is.
-        every: steps between two, a power of 2; 0: never; None: as measured.
+        fingerprint: Computes the fingerprint of the present state.
+        every: Steps between two fingerprints, a power of 2. 0 disables them; None measures the
+            interval.
 
     Raises:
-        FftError: ``every`` is no power of 2.
+        FftError: ``every`` is not a power of 2.
     """
 
     def __init__(self, fingerprint: Callable[[], str], every: int | None) -> None:
@@ -44,11 +46,11 @@ class EqualityChecks:
         self._commits = 0
 
     def committed(self) -> None:
-        """A txn was committed."""
+        """Count a committed txn."""
         self._commits += 1
 
     def digest(self, step: int) -> str | None:
-        """The fingerprint, if it is due at the txn of ``step`` (committed steps before it)."""
+        """Return the fingerprint if it is due at the txn after ``step`` committed steps."""
         if not self.every or step % self.every:
             return None
         begun = time.monotonic()
@@ -58,7 +60,7 @@ class EqualityChecks:
         return found
 
     def now(self) -> str | None:
-        """The fingerprint, due or not; None: there are no checks."""
+        """Return the fingerprint, due or not, or None if checks are disabled."""
         return self._fingerprint() if self.every else None
 
     def _adapt(self, now: float, cost: float) -> None:

@@ -1,11 +1,11 @@
-"""A cheap fingerprint of tensors: equal bits have equal ones; unequal bits, almost surely, not.
+"""A cheap fingerprint of tensors, equal for equal bits and almost surely different otherwise.
 
-Each 8 bytes, their high bits folded onto the low ones, are multiplied with a fixed odd number that
-depends on their place, and added, modulo 2 ** 64. So order counts, every single changed bit changes
-the sum, and the order of summation does not, which lets every device compute it in its own way.
-(Without the fold two flipped signs would cancel: both change the sum by 2 ** 63.) One read of the
-memory; no defence against somebody who wants two states to look alike. Touches only the tensors
-that it is given.
+The high bits of each 8-byte word are folded onto its low bits. The word is then multiplied by a
+fixed odd number that depends on its position, and all products are added modulo 2 ** 64. So the
+order of words matters, and every changed bit changes the sum. The order of summation does not
+matter, so each device can sum in its own way. Without the fold two flipped signs would cancel,
+because both change the sum by 2 ** 63. It reads the memory once and does not resist deliberate
+collisions. Accesses only the given tensors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import cache
 import torch
 
 _LANES = 1 << 15
-"""Eight-byte words that are multiplied at once; a row."""
+"""Number of 8-byte words in a row, which are multiplied at once."""
 _ROWS = 16
-"""Rows that are worked on at once, so that what comes between stays in the cache."""
+"""Number of rows processed at once, so that intermediate results stay in the cache."""
 _SHIFT = 29
-"""Of the fold: no half or quarter of a word, where the signs of shorter numbers would meet."""
+"""Shift of the fold; not half or a quarter of a word, where signs of shorter numbers coincide."""
 _KEPT = (1 << (64 - _SHIFT)) - 1
 _SMALL = 1 << 16
-"""Bytes; tensors below are laid end to end first, since each call costs as much as some of them."""
+"""Size in bytes below which tensors are concatenated first, to save the cost of a call for each."""
 _MASK = 2**64 - 1
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
-    """16 hexadecimal digits over the bits of ``tensors``, in their order."""
-    totals: dict[torch.device, torch.Tensor] = {}  # one read from each device, at the end
+    """Return 16 hexadecimal digits over the bits of ``tensors``, in their order."""
+    totals: dict[torch.device, torch.Tensor] = {}  # so that each device is read once, at the end
     for place, words in enumerate(_words(tensors)):
         part = _hash(words) * _signed(_odd(place))
         before = totals.get(words.device)
@@ -57,14 +57,14 @@ def _as_words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(words: torch.Tensor) -> torch.Tensor:
-    """One number, on the device of ``words``."""
+    """Return the hash of ``words`` as a scalar on their device."""
     weights = _weights(str(words.device))
     rows = words.numel() // _LANES
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     table = words[: rows * _LANES].view(rows, _LANES)
     for first in range(0, rows, _ROWS):
         part = _fold(table[first : first + _ROWS])
-        # an integer product of a matrix and a vector is fastest on CPUs, and not there on GPUs
+        # the integer matrix-vector product is fastest on CPUs, but does not exist on GPUs
         sums = (
             torch.mv(part, weights) if words.device.type == "cpu" else (part * weights).sum(dim=1)
         )
@@ -76,14 +76,15 @@ def _hash(words: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(words: torch.Tensor) -> torch.Tensor:
-    """A one-to-one mapping, which carries each bit of the upper half to a lower place, too."""
+    """Fold high bits onto low ones; the mapping is one-to-one."""
     return words.bitwise_right_shift(_SHIFT).bitwise_and_(_KEPT).bitwise_xor_(words)
 
 
 def _odd(place: int) -> int:
-    """An odd number for the ``place``-th tensor, unlike any product of those of rows.
+    """Return an odd number for the ``place``-th tensor, unlike the products of row factors.
 
-    Steele et al., "Fast splittable pseudorandom number generators" (2014): SplitMix's last steps.
+    Uses the last steps of SplitMix (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014).
     """
     mixed = (place + 1) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -92,7 +93,7 @@ def _odd(place: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as an int64."""
+    """Return the same 64 bits as an int64."""
     return number - (1 << 64) if number >> 63 else number
 
 

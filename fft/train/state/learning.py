@@ -1,8 +1,8 @@
-"""The state of a learner on its way, while the learner's body runs. One thread for each fetch.
+"""Fetch of a joiner's state while its step function runs, on one thread per fetch.
 
-A group that joins is behind in its first txn: it fetches what the others hold while they, and it,
-compute, gives no gradients, and takes the state over before it votes (`fft.train.healing`). After
-Raft's learners: members that receive, and do not count yet.
+A group that joins is behind in its first txn. It fetches the state while all groups compute,
+contributes no gradients, and loads the state before it votes (`fft.train.healing`). Raft's
+learners are the model: members that receive the log and do not count yet.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _AGAIN_S = 0.05
 
 
 class Learning:
-    """One fetch of the state that ``record`` begins with.
+    """One fetch of the state with which the epoch of ``record`` begins.
 
     Args:
-        fetch: gives the state and its size in bytes, within a limit of its own, or raises.
-        stop: makes ``fetch`` fail at once, where it has begun.
-        told: called on the thread of the fetch when it has ended, however it did.
+        record: The epoch record.
+        source: The group that sends the state.
+        fetch: Returns the state and its size in bytes, within its own time limit, or raises.
+        stop: Makes a running ``fetch`` fail at once.
+        told: Called on the thread of the fetch when it has ended, with or without success.
     """
 
     def __init__(
@@ -38,11 +40,11 @@ class Learning:
     ) -> None:
         self.record = record
         self.source = source
-        """The group whose state it is."""
+        """The group that sends the state."""
         self._fetch, self._stop = fetch, stop
         self._came: Future[tuple[Payload, int]] = Future()
         self._came.add_done_callback(lambda _: told())
-        # no executor: its threads would hold up the end of a process that dies of something else
+        # not an executor, whose threads would delay the exit of a process that fails elsewhere
         threading.Thread(target=self._run, name="fft-learning", daemon=True).start()
 
     def _run(self) -> None:
@@ -53,16 +55,16 @@ class Learning:
 
     @property
     def ended(self) -> bool:
-        """Whether `result` has something to say."""
+        """Whether the fetch has ended, so that `result` returns at once."""
         return self._came.done()
 
     def result(self) -> tuple[Payload, int]:
-        """The state and its size. Raises what the fetch raised."""
+        """Return the state and its size in bytes, or raise the error of the fetch."""
         return self._came.result()
 
     def close(self, limit: float) -> None:
-        """It is wanted no longer: end the fetch, and wait at most ``limit`` seconds for that."""
+        """End a fetch that is no longer needed; wait at most ``limit`` seconds for its end."""
         deadline = time.monotonic() + limit
         while not self.ended and time.monotonic() < deadline:
-            self._stop()  # again: it may not have had a connection yet
+            self._stop()  # repeated, because the fetch may not have connected yet
             wait([self._came], _AGAIN_S)

@@ -1,4 +1,4 @@
-"""Random generators of this process: torch's, those of devices, numpy's and Python's own."""
+"""States of the random generators of this process: torch, devices, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fft.util.errors import FftError
 
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
-    """One function for each random generator that puts it back to where it is now."""
+    """Return one function per random generator that restores its present state."""
     if generators is not None:
         return [_bind(g.set_state, g.get_state()) for g in generators]
     found = [
@@ -30,7 +30,11 @@ def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callabl
 
 
 def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any]:
-    """Where they stand: plain values and tensors. None: the process's own, as for a rollback."""
+    """Return the states of the generators as plain values and tensors.
+
+    Args:
+        generators: The generators, or None for those of the process, as in a rollback.
+    """
     if generators is not None:
         return {"generators": [generator.get_state() for generator in generators]}
     version, words, gauss = random.getstate()
@@ -49,9 +53,10 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
 
 
 def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str, Any]) -> None:
-    """Put them to where `export_random` found those of the rank that ``state`` comes from.
+    """Load the states that `export_random` returned on another rank.
 
-    Raises FftError: it was taken with other ``generators``.
+    Raises:
+        FftError: ``state`` was exported with a different number of ``generators``.
     """
     given = state.get("generators")
     if (given is None) != (generators is None) or len(given or ()) != len(generators or ()):

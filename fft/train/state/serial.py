@@ -1,6 +1,6 @@
-"""State as plain data: what optimizers export and load, whether what came fits, and its digest.
+"""State as plain data: export and load optimizers, check that a state fits, and feed its digest.
 
-Touches optimizers by reference, and nothing else.
+Accesses optimizers by reference, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what a parameter group holds besides its parameters (lr, betas, ...)."""
+    """Copy the entries of a parameter group besides its parameters (lr, betas, ...)."""
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
         for key, value in group.items()
@@ -42,7 +42,7 @@ def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_hyper(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set a parameter group's values; a tensor keeps its identity and takes the value."""
+    """Set a parameter group's values; an existing tensor is overwritten in place."""
     for key in [k for k in group if k != "params" and k not in values]:
         del group[key]
     for key, value in values.items():
@@ -66,10 +66,10 @@ def export_optimizer(
 def export_entries(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
 ) -> dict[str, Any]:
-    """Its state for each parameter, by name. Any thread."""
+    """Export the optimizer's state for each parameter, by name. Safe on any thread."""
     by_id = {id(p): name for name, p in names.items()}
     state: dict[str, Any] = {}
-    for parameter, values in list(optimizer.state.items()):  # a look at it may add an entry
+    for parameter, values in list(optimizer.state.items()):  # a lookup may add an entry
         name = by_id[id(parameter)]
         state[name] = {
             k: plain(exported_beside(parameter, v, at), at, has_marks=True)
@@ -80,23 +80,23 @@ def export_entries(
 
 
 def export_settings(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
-    """Its kind, and the hyperparameters of each group of parameters."""
+    """Export the optimizer's kind and the hyperparameters of each parameter group."""
     groups = enumerate(optimizer.param_groups)
     hyper = [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
     return {"kind": kind_of(optimizer), "param_groups": hyper}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class, which says what its state means."""
+    """Return the name of the optimizer's class, which determines the meaning of its state."""
     return type(optimizer).__qualname__
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
-    """Take over what `export_optimizer` gave and `check_optimizer` accepted."""
+    """Load a state that `export_optimizer` returned and `check_optimizer` accepted."""
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        # a state of an older torch may lack a setting that is here
+        # a state of an older torch may lack a setting that exists here
         newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
         put_hyper(group, {**newer, **hyper})
     incoming = values["state"]
@@ -156,7 +156,7 @@ def check_optimizer(
     values: Mapping[str, Any],
 ) -> None:
     mine = kind_of(optimizer)
-    if (kind := values.get("kind", mine)) != mine:  # not all that was exported says it
+    if (kind := values.get("kind", mine)) != mine:  # not every exported state names its kind
         raise StateMismatch(f"{place}: the state of {kind} came, {mine} is here")
     same_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
     same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
@@ -173,9 +173,15 @@ def check_optimizer(
 
 
 def plain(value: Any, place: str, has_marks: bool = False) -> Any:
-    """`value` in types that load with weights_only=True; ``has_marks``: of tensors taken apart.
+    """Convert ``value`` to types that load with ``weights_only=True``.
 
-    Raises TypeError: something in it is neither plain nor a tensor; names the place.
+    Args:
+        value: Tensors, plain values and containers.
+        place: Name of the value in error messages.
+        has_marks: The tensors in ``value`` are exported already.
+
+    Raises:
+        TypeError: ``value`` holds something else; the message names the place.
     """
     if isinstance(value, torch.Tensor):
         return value if has_marks else exported(value, place)
@@ -199,7 +205,10 @@ def plain(value: Any, place: str, has_marks: bool = False) -> Any:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What both hold, key by key. Under a key of both are dicts, or lists of as many dicts."""
+    """Merge two dicts recursively.
+
+    The values of a common key must be dicts, or lists of the same number of dicts.
+    """
     found = {**one, **other}
     for key in one.keys() & other.keys():
         mine, its = one[key], other[key]
@@ -211,12 +220,13 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spread_as(value: Any, mine: Any, place: str) -> Any:
-    """Plain data ``value`` for an object whose ``state_dict`` gives ``mine`` now.
+    """Convert plain data ``value`` for an object whose ``state_dict`` now returns ``mine``.
 
-    Where ``mine`` has a DTensor, `plain` has made this rank's part of one with the same layout. A
-    tensor subclass is rebuilt, on the device of the one that is here.
+    A tensor in the place of a DTensor becomes a DTensor of the same layout, since `plain` exported
+    this rank's part of it. A tensor subclass is rebuilt on the device of the existing one.
 
-    Raises StateMismatch: the part has another class, shape or type than here.
+    Raises:
+        StateMismatch: A part has another class, shape or dtype than in ``mine``.
     """
     if is_marked(value):
         if isinstance(mine, torch.Tensor):
@@ -236,7 +246,7 @@ def spread_as(value: Any, mine: Any, place: str) -> Any:
 
 
 def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in plain data, with their places."""
+    """Yield the tensors in plain data with their places."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
@@ -248,7 +258,7 @@ def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_tensors(value: Any) -> Any:
-    """Plain data ``value`` with None in the place of each tensor."""
+    """Return plain data ``value`` with None in the place of each tensor."""
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, Mapping):
@@ -259,7 +269,7 @@ def without_tensors(value: Any) -> Any:
 
 
 def leaves_in(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of this rank in ``value`` and its containers, by the order of keys."""
+    """Yield this rank's plain tensors in ``value`` and its containers, in the order of keys."""
     if isinstance(value, torch.Tensor):
         yield from leaves_of(value)
     elif isinstance(value, Mapping):
@@ -274,7 +284,7 @@ def feed(hasher: Any, value: Any) -> None:
     """Feed plain data into `hasher` so that different data feed different bytes."""
     if isinstance(value, torch.Tensor):
         hasher.update(f"tensor {value.dtype} {tuple(value.shape)}\n".encode())
-        if value.device.type != "cpu":  # hashed where it is: a copy of a whole state takes seconds
+        if value.device.type != "cpu":  # hashed on the device: a copy of a state takes seconds
             hasher.update(fingerprint([value]).encode())
             return
         flat = value.contiguous().reshape(-1)

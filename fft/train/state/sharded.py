@@ -1,6 +1,6 @@
-"""Modules under FSDP2 (``fully_shard``) between two steps: out of any iteration, sharded.
+"""Reset modules under FSDP2 (``fully_shard``) to their state between two steps: sharded and idle.
 
-Touches FSDP2's own state of the modules, by the attributes of torch 2.13.
+Accesses FSDP2's private state of the modules by the attributes of torch 2.13.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def reset_fsdp(models: Sequence[nn.Module]) -> None:
-    """Take FSDP2 out of the middle of an iteration, gradients on their way included."""
+    """Reset FSDP2 from the middle of an iteration, including pending gradients."""
     for state in _fsdp_states(models):
         for group in state._fsdp_param_groups:
-            # The op is over, perhaps failed; the reset below would wait for it and raise its error.
+            # The op has ended, perhaps failed; the reset below would wait for it and raise.
             if group._all_gather_result is not None:
                 group._all_gather_result = group._all_gather_result._replace(all_gather_work=None)
     for model in models:
@@ -64,7 +64,7 @@ def reset_fsdp(models: Sequence[nn.Module]) -> None:
 
 
 def reshard(models: Sequence[nn.Module]) -> None:
-    """Make the modules hold their sharded parameters. Local; frees the gathered ones."""
+    """Return the modules to their sharded parameters and free the gathered ones. Local."""
     for state in _fsdp_states(models):
         for group in state._fsdp_param_groups:
             if not group.is_sharded:

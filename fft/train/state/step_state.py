@@ -1,12 +1,12 @@
-"""The state of one rank: what a rollback puts back, and what a heal carries over.
+"""The state of one rank, as restored by a rollback and as transferred by a heal.
 
-A step that does not commit has changed no optimizer state, and mostly no parameter, so `capture`
-copies neither: it keeps what a forward and a backward change (buffers, RNG states, what the user
-registered) and what code around them may change (LR schedules, hyperparameters). Bodies that do
-change parameters, such as clamps of weights, are seen to do so in their first step, of which
-all parameters are kept; from then on those are, and only those. `export` and
-`load` are the whole state of this rank, for a peer that lost its own. Touches the modules,
-optimizers and generators it was given, by reference, and never a process group.
+A step that does not commit has changed no optimizer state, and usually no parameter, so `capture`
+copies neither. It copies the state that a forward and a backward change (buffers, RNG states,
+registered objects) and that code around them may change (LR schedules, hyperparameters). In the
+first step all parameters are copied, which shows whether the step function changes parameters, for
+example by clamping weights. From then on only the changed ones are copied. `export` and `load`
+handle the whole state of this rank, for a peer that lost its own. Accesses the given modules,
+optimizers and generators by reference, and never a process group.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 
 class TornState(FftError):
-    """A rolled back body had changed parameters of which nothing was kept; names them."""
+    """A rolled back step had changed parameters without a copy; the message names them."""
 
 
 class Stateful(Protocol):
-    """Anything with the two methods torch uses for state."""
+    """An object with the two methods that torch uses for state."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -65,27 +65,28 @@ class Stateful(Protocol):
 
 
 class Rewindable(Protocol):
-    """What keeps parts of a step until its end."""
+    """An object that holds parts of a step until its end."""
 
     def capture(self) -> None:
-        """A step begins."""
+        """Prepare for a step that begins."""
 
     def clear(self) -> None:
-        """The step is cut: nothing of it is left."""
+        """Drop everything that belongs to the interrupted step."""
 
 
 @dataclass
 class _Capture:
     parameters: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Copies of the bits of those that a body may change."""
+    """Copies of the bits of parameters that the step function may change."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of all parameters: torch's counts of edits in place."""
+    """torch's counts of in-place edits, for all parameters."""
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
-    """Whether each module was in training mode: a body may be cut in an evaluation."""
+    """Training mode of each module; the step may be interrupted in an evaluation."""
     trained: dict[str, bool] = field(default_factory=dict)
-    """Whether each parameter needed a gradient: a body may be cut while some are frozen."""
+    """Whether each parameter requires a gradient; the step may be interrupted while some are
+    frozen."""
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Each function restores switches that the step function may have been using: those of FSDP2's
+    """Functions that restore settings which the step function may have changed: those of FSDP2's
     modules, and whether torch records gradients."""
     buffers: list[Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
@@ -95,19 +96,20 @@ class _Capture:
 
 
 class StepState:
-    """What a rollback puts back, and what a heal transfers.
+    """The state that a rollback restores and a heal transfers.
+
+    No method uses a process group. No method may run while a collective of the step is pending.
 
     Args:
-        models: the modules whose parameters and buffers count, plain or under ``fully_shard``.
-        optimizers: the optimizers over their parameters.
-        lr_schedulers: anything with ``state_dict`` and ``load_state_dict``.
-        extra: whatever else belongs to the state, by name.
-        generators: the random generators a step draws from. None means the process's own: torch
-            CPU, all accelerators if in use, NumPy's global one, and `random`. Where several
-            ranks live in one process as threads, give each its own.
-        pipelines: what keeps parts of a step until its end; more may be added later.
-
-    No method uses a process group. None of them may run while a collective of the step is pending.
+        models: The modules whose parameters and buffers belong to the state, plain or under
+            ``fully_shard``.
+        optimizers: The optimizers over their parameters.
+        lr_schedulers: Objects with ``state_dict`` and ``load_state_dict``.
+        extra: Other objects that belong to the state, by name.
+        generators: The random generators that a step draws from. None stands for those of the
+            process: torch CPU, all accelerators in use, NumPy's global one, and `random`. If
+            several ranks live in one process as threads, give each its own.
+        pipelines: Objects that hold parts of a step until its end; more may be added later.
     """
 
     def __init__(
@@ -127,18 +129,19 @@ class StepState:
         self._pipelines = pipelines
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
-        """Every parameter by name, as the last `capture` found them."""
+        """All parameters by name, as of the last `capture`."""
         self._edited: set[str] | None = None
-        """Parameters that bodies have changed; None: no body has come to its end yet."""
+        """Names of parameters that step functions have changed; None before the first has ended."""
 
     # -- one step
 
     def capture(self) -> None:
-        """Remember what `restore` puts back. At the start of a step, on the training thread."""
-        reshard(self._models)  # on all ranks alike: an evaluation has left modules gathered
+        """Save the state that `restore` restores; call it at the start of a step on the training
+        thread."""
+        reshard(self._models)  # an evaluation leaves modules gathered; all ranks must agree
         names = self.names()
         if [*map(id, names.values())] != [*map(id, self._parameters.values())]:
-            # the model has other parameters than before: keep all of them, as in the first step
+            # the model has other parameters than before: copy all of them, as in the first step
             self._parameters, self._edited = names, None
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
@@ -158,12 +161,15 @@ class StepState:
         )
 
     def note_edits(self) -> None:
-        """The body is over: keep the parameters that it has changed, from the next step on."""
+        """Record, after the step function, the parameters that it has changed.
+
+        `capture` copies them from the next step on.
+        """
         saved = self._captured
         if saved is None:
             return
         found = self._edits(saved)
-        if self._edited is None:  # all are kept, so that edits past torch's counts are seen, too
+        if self._edited is None:  # all are copied, so edits that torch does not count are found
             for name, bits in saved.parameters.items():
                 now = leaves_of(self._parameters[name])
                 if not all(same_bits(a, b) for a, b in zip(bits, now, strict=True)):
@@ -178,13 +184,14 @@ class StepState:
         }
 
     def restore(self) -> None:
-        """Put everything back to the last `capture`, and drop all gradients. Idempotent.
+        """Restore everything to the last `capture` and drop all gradients. Idempotent.
 
-        On the training thread, when the process groups are quiet.
+        Call it on the training thread, while no operation of a process group is pending.
 
         Raises:
-            RuntimeError: nothing was captured.
-            TornState: the body changed parameters for the first time; all the rest is put back.
+            RuntimeError: Nothing was captured.
+            TornState: The step function changed parameters for the first time; everything else is
+                restored.
         """
         saved = self._captured
         if saved is None:
@@ -203,7 +210,7 @@ class StepState:
             put_back()
         restore_buffers((module for module, _ in saved.modes), saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
-            # one that the user has added since has nothing to be put back
+            # not strict: a group that the user has added since has no captured values
             for group, values in zip(optimizer.param_groups, groups, strict=False):
                 put_hyper(group, values)
         for scheduler, values in zip(self._schedulers, saved.schedules, strict=True):
@@ -221,15 +228,15 @@ class StepState:
 
     @property
     def captured(self) -> bool:
-        """Whether `restore` has something to put back."""
+        """Whether there is a capture for `restore`."""
         return self._captured is not None
 
     def forget(self) -> None:
-        """The step was committed, or another state was loaded: the last `capture` is void."""
+        """Drop the last `capture`, because the step was committed or another state was loaded."""
         self._captured = None
 
     def unwind(self) -> None:
-        """Take FSDP2 and pipelines out of the middle of a step and drop all gradients."""
+        """Reset FSDP2 and pipelines from the middle of a step, and drop all gradients."""
         reset_fsdp(self._models)
         for pipeline in self._pipelines:
             pipeline.clear()
@@ -246,27 +253,31 @@ class StepState:
 
     @property
     def edited(self) -> frozenset[str] | None:
-        """Parameters that bodies have changed; None: no body has come to its end yet."""
+        """Names of parameters that step functions have changed; None before the first has ended."""
         return None if self._edited is None else frozenset(self._edited)
 
     # -- the whole state
 
     def export(self, across_body: bool = False) -> dict[str, Any]:
-        """The state of this rank as plain containers, scalars and local tensors.
+        """Return the state of this rank as plain containers, scalars and local tensors.
 
-        The tensors are the live ones: serialise or copy them before the next optimizer step, or,
-        unless ``across_body``, before the next forward. With it, what a body changes is a copy:
-        all but parameters and optimizer state. Loads with ``torch.load(..., weights_only=True)``.
+        The tensors are the live ones: serialize or copy them before the next forward. The result
+        loads with ``torch.load(..., weights_only=True)``.
+
+        Args:
+            across_body: Copy everything that a step function may change, which is all except
+                parameters and optimizer state. The result is then valid until the next optimizer
+                step.
 
         Raises:
-            TypeError: something in it is neither plain nor a tensor; names the place.
+            TypeError: A value is neither plain nor a tensor; the message names the place.
         """
         lasting = self.export_lasting(self.sharded_names())
         changing = {"buffers": self.export_buffers(), **self.export_changing()}
         return merged(copy.deepcopy(changing) if across_body else changing, lasting)
 
     def export_changing(self) -> dict[str, Any]:
-        """The part of `export`, but for buffers, that a body, or code around it, may change."""
+        """Export the part, except buffers, that the step function or code around it may change."""
         return {
             "lr_schedulers": [
                 plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in enumerate(self._schedulers)
@@ -279,7 +290,10 @@ class StepState:
         }
 
     def export_lasting(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The part of `export` that lasts until the next update, by `names`. Any thread."""
+        """Export the part that stays valid until the next optimizer step. Safe on any thread.
+
+        ``names`` are the parameters by name.
+        """
         return {
             "parameters": export_parameters(names),
             "optimizers": [
@@ -289,13 +303,19 @@ class StepState:
         }
 
     def load(self, state: Mapping[str, Any], keep_gradients: bool = False) -> int:
-        """Take over what a peer exported, in place; returns how many bytes of tensors it held.
+        """Load, in place, a state that a peer exported.
 
         Optimizer state that does not exist here yet is created, sharded as its parameter is.
-        ``keep_gradients``: those that are here belong to the state that comes.
+
+        Args:
+            state: The result of the peer's `export`.
+            keep_gradients: Keep the gradients, because they belong to the loaded state.
+
+        Returns:
+            The size of the tensors in ``state``, in bytes.
 
         Raises:
-            StateMismatch: names, shapes or dtypes differ; nothing has been changed.
+            StateMismatch: Names, shapes or dtypes differ; nothing has been changed.
         """
         names = self.sharded_names()
         self.refuse_unfit(state)
@@ -329,9 +349,13 @@ class StepState:
                 )
 
     def digest(self, buffers: bool = True) -> str:
-        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers; of
-        tensors on a device over their fingerprints, so that the same bits on CPU have another one.
-        ``buffers=False``: without buffers, which replicas need not have in common.
+        """Return a Blake2b digest (128 bit, hex) over parameters, optimizer state and buffers.
+
+        Tensors on a device enter by their fingerprints, so the same bits on a CPU have another
+        digest.
+
+        Args:
+            buffers: Include the buffers, which may differ between replicas.
         """
         names = self.sharded_names()
         hasher = hashlib.blake2b(digest_size=16)
@@ -346,8 +370,10 @@ class StepState:
         return hasher.hexdigest()
 
     def fingerprint(self) -> str:
-        """Cheap fingerprint of this rank's parameters and optimizer state
-        (`fft.train.state.fingerprint`)."""
+        """Return a cheap fingerprint of this rank's parameters and optimizer state.
+
+        See `fft.train.state.fingerprint`.
+        """
         reshard(self._models)
         names = self._parameters or self.names()
         tensors = [leaf for parameter in names.values() for leaf in leaves_of(parameter)]
@@ -357,10 +383,12 @@ class StepState:
         return fingerprint(tensors)
 
     def progress(self) -> dict[str, Any]:
-        """How far it has come besides weights and optimizer state: hyperparameters, schedules, and
-        what the user registered. A copy, as plain data.
+        """Copy the state besides weights and optimizer state, as plain data.
 
-        Raises TypeError: something in it is neither plain nor a tensor; names the place.
+        This covers hyperparameters, LR schedules and registered objects.
+
+        Raises:
+            TypeError: A value is neither plain nor a tensor; the message names the place.
         """
         schedules, extra = enumerate(self._schedulers), self._extra.items()
         found = {
@@ -371,9 +399,12 @@ class StepState:
         return copy.deepcopy(found)
 
     def start_over(self, progress: Mapping[str, Any]) -> None:
-        """Put ``progress`` back; the optimizers have stepped nothing yet. No parameter changes.
+        """Load a state that `progress` returned, and clear the state of the optimizers.
 
-        Raises StateMismatch: it is that of another job; nothing has been changed.
+        Parameters do not change.
+
+        Raises:
+            StateMismatch: It belongs to another job; nothing has been changed.
         """
         same_count("hyper", progress["hyper"], self._optimizers)
         same_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
@@ -391,24 +422,30 @@ class StepState:
         self.forget()
 
     def _spread(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of plain ``extra``, with the DTensors that it has here. Raises StateMismatch."""
+        """Copy plain ``extra``, with DTensors where the objects here have them.
+
+        Raises:
+            StateMismatch: A part has another class, shape or dtype than here.
+        """
         return {
             name: spread_as(copy.deepcopy(values), self._extra[name].state_dict(), f"extra[{name}]")
             for name, values in extra.items()
         }
 
     def sharded_extra(self) -> str | None:
-        """The name of one that the ranks of a group have in parts; None: there is none."""
+        """Return the name of an ``extra`` that holds a DTensor, or None."""
         extra = ((name, tensors_of(s.state_dict(), "")) for name, s in self._extra.items())
         return next((n for n, ts in extra if any(isinstance(t, DTensor) for _, t in ts)), None)
 
     def compared_digests(self) -> dict[str, str]:
-        """Digests of what all groups should have in common and no comparison of replicas covers.
+        """Return digests of state that all groups should share but that votes do not compare.
 
-        One for each ``extra``, of this rank's part where it is sharded, and one for the buffers of
-        each name, but for the statistics of normalisations, which belong to a group.
+        There is one digest for each ``extra``, over this rank's part if it is sharded, and one for
+        the buffers of each name. Statistics of normalization layers are left out, because they
+        belong to a group.
 
-        Raises TypeError: something in it is neither plain nor a tensor; names the place.
+        Raises:
+            TypeError: A value is neither plain nor a tensor; the message names the place.
         """
         found = {
             f"extra[{name!r}]": _digest_of(plain(each.state_dict(), f"extra[{name}]"))
@@ -422,18 +459,18 @@ class StepState:
         return found | {name: _digest_of(tensors) for name, tensors in buffers.items()}
 
     def has_extra(self, thing: object) -> bool:
-        """Whether it is registered by a name of the user's."""
+        """Return whether ``thing`` is registered in ``extra``."""
         return any(thing is each for each in self._extra.values())
 
     def count_entries(self) -> int:
-        """Number of parameters for which an optimizer keeps state, over all optimizers."""
+        """Return the number of parameters for which an optimizer keeps state."""
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
     def refuse_replaced_parameters(self) -> None:
-        """Raise FftError if an optimizer steps parameters that the models had before they changed.
+        """Raise FftError if an optimizer steps parameters that the models no longer have.
 
         `fully_shard`, ``load_state_dict(assign=True)`` and some conversions put new parameters into
-        a module. An optimizer made before that steps the old ones, and the model never changes.
+        a module. An optimizer constructed earlier steps the old ones, so the model never changes.
         """
         named = {id(p): (n, p) for m in self._models for n, p in m.named_parameters()}
         stepped = {id(p): p for o in self._optimizers for g in o.param_groups for p in g["params"]}
@@ -454,18 +491,18 @@ class StepState:
             )
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors in the optimizers: what they step, and what they keep for it."""
+        """Yield the tensors in the optimizers: the parameters and the state kept for them."""
         for optimizer in self._optimizers:
             yield from (p for group in optimizer.param_groups for p in group["params"])
             for entries in optimizer.state.values():
                 yield from (value for value in entries.values() if torch.is_tensor(value))
 
     def parameters(self) -> list[torch.Tensor]:
-        """All that is registered."""
+        """Return all registered parameters."""
         return list((self._parameters or self.names()).values())
 
     def names(self) -> dict[str, torch.Tensor]:
-        """Every parameter by name; those that no model has, by their place in the optimizer."""
+        """Return all parameters by name; those in no model are named by their optimizer."""
         found: dict[str, torch.Tensor] = {}
         for i, model in enumerate(self._models):
             found.update((f"model{i}.{name}", p) for name, p in model.named_parameters())
@@ -479,7 +516,7 @@ class StepState:
         return found
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters and shared buffers, each with the name in the state."""
+        """Map further names of tied parameters and shared buffers to their names in the state."""
         found: dict[str, str] = {}
         for i, model in enumerate(self._models):
             for listed in (model.named_parameters, model.named_buffers):
@@ -490,7 +527,7 @@ class StepState:
         return found
 
     def sharded_names(self) -> dict[str, torch.Tensor]:
-        """As `names`, of modules that are sharded again: an evaluation leaves them gathered."""
+        """Reshard the modules, which an evaluation leaves gathered, and return `names`."""
         reshard(self._models)
         return self.names()
 
@@ -502,11 +539,11 @@ class StepState:
         }
 
     def export_buffers(self) -> dict[str, Any]:
-        """This rank's part of them, by name, in the form of `exported`: the live tensors."""
+        """Export this rank's part of the buffers by name; the tensors are the live ones."""
         return {name: exported(b, f"buffers[{name}]") for name, b in self._buffers().items()}
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
-        """Raise StateMismatch if names, shapes or dtypes of what was exported are others here."""
+        """Raise StateMismatch if names, shapes or dtypes of ``state`` do not fit this rank."""
         names = self.names()
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
         same_names("state", state, expected)
@@ -522,7 +559,7 @@ class StepState:
 
 
 def _digest_of(state: Any) -> str:
-    """Digest of plain data, the same on every device."""
+    """Return a digest of plain data that is the same on every device."""
     found = list(tensors_of(state, ""))
     places = [f"{place} {t.dtype} {tuple(t.shape)}" for place, t in found]
     hasher = hashlib.blake2b(fingerprint(t for _, t in found).encode(), digest_size=8)
@@ -531,12 +568,12 @@ def _digest_of(state: Any) -> str:
 
 
 def export_parameters(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """This rank's part of the parameters, in the form of `exported`: the live tensors."""
+    """Export this rank's part of the parameters by name; the tensors are the live ones."""
     return {name: exported(p, f"parameters[{name}]") for name, p in names.items()}
 
 
 def _capture_grad_mode() -> Callable[[], None]:
-    """``torch.set_grad_enabled(False)`` for an evaluation has no ``finally``."""
+    """Return a function that restores the grad mode, which an interrupted evaluation leaves off."""
     enabled = torch.is_grad_enabled()
 
     def restore() -> None:

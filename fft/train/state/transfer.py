@@ -1,18 +1,21 @@
-"""State from rank to rank, for a heal: bound to the job token, and no code in it is executed.
+"""Transfer of state between ranks for a heal, authenticated by the job token, without code.
 
-Replaces torchft's `HTTPTransport`, which unpickles whatever a URL answers. Opens one
-listening socket, a thread that accepts and at most `WORKERS` that answer; `shutdown` ends them.
+Replaces torchft's `HTTPTransport`, which unpickles any response of a URL. Opens one listening
+socket, a thread that accepts connections, and at most `WORKERS` threads that answer; `shutdown`
+ends them.
 
-One request in HTTP's form, as in ``GET /<server>/<what>/<nonce>/<tag> HTTP/1.0``. ``server`` names
-this transfer object, ``what`` is a digest of step and of what the state is about (epoch, lineage),
-``nonce`` is the receiver's and good for one answer, ``tag`` a keyed hash of the three. The answer
-is a head, and frames: 4 bytes of length, so many bytes, and a keyed hash of the request and
-of everything up to there. The first frame says how many bytes follow in all. So the receiver keeps
-nothing in memory that did not come from the job, tells the end from a torn connection, and has
-verified every byte before torch's safe unpickler (``weights_only``) sees the first.
+A request has the form of HTTP: ``GET /<server>/<what>/<nonce>/<tag> HTTP/1.0``. ``server`` names
+this transfer object. ``what`` is a digest of the step and of the state's epoch and lineage.
+``nonce`` is chosen by the receiver and valid for one answer. ``tag`` is a keyed hash of the three.
 
-HMAC-SHA256 here too: where processors have instructions for it, it is twice as fast as BLAKE2b.
-Without a token it is a checksum only, and anybody may ask.
+An answer is a head followed by frames. A frame has a length (4 bytes), that many bytes, and a keyed
+hash of the request and of everything up to there. The first frame contains the total number of
+bytes. So the receiver keeps only bytes from the job in memory and can distinguish the end from a
+lost connection. It has verified every byte before torch's safe unpickler (``weights_only``) reads
+the first.
+
+The hash is HMAC-SHA256, which is twice as fast as BLAKE2b on processors with instructions for it.
+Without a token it is only a checksum, and any process may send a request.
 """
 
 from __future__ import annotations
@@ -45,48 +48,48 @@ from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
 
 WORKERS = 16
-"""Requests answered at a time; the next ones wait for a worker."""
+"""Number of requests answered at the same time; further ones wait for a worker."""
 MAX_CONNECTIONS = 1024
-"""One more is turned away."""
+"""Maximum number of connections; further ones are closed at once."""
 FRAME_BYTES = 1024 * 1024
 MAX_BYTES = 256 * 2**30
-"""Longest state that is taken."""
+"""Maximum size of a received state, in bytes."""
 _HEAD_BYTES = 4096
-_HEAD_S = 5.0  # for a request's head to come in: an outsider must not hold a worker for longer
-_CONNECT_S = 3.0  # at a time: so late it may be noticed that nobody needs it any more
+_HEAD_S = 5.0  # time limit for a request's head, so that an outsider cannot hold a worker for long
+_CONNECT_S = 3.0  # time per connection attempt; the end of the epoch is checked in between
 _REACH_S = 8.0
-"""For a connection: the kernel sends the first packet 4 times meanwhile."""
-_CUT_S = 5.0  # for a worker whose connection was cut to end
+"""Time limit for a connection, in seconds, in which the kernel sends the first packet 4 times."""
+_CUT_S = 5.0  # time for a worker to end after its connection was cut
 _LENGTH, _TOTAL = struct.Struct("!I"), struct.Struct("!Q")
-_LONG, _ALIGN = 4096, 64  # bytes; from this length on, parts begin at multiples of that
+_LONG, _ALIGN = 4096, 64  # writes of at least _LONG bytes begin at a multiple of _ALIGN
 _TAG_BYTES = 32
 
 logger = logging.getLogger(__name__)
 
 
 class TransferError(FftError):
-    """State could not be fetched or sent: names the peer, and what is wrong."""
+    """State could not be fetched or sent; the message names the peer and the problem."""
 
 
 class Unreachable(TransferError):
-    """No connection to the peer's address."""
+    """The peer's address cannot be connected to."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(reason)
         self.where = where
-        """The peer's metadata, which no other process has."""
+        """The peer's metadata, which is unique to its process."""
 
 
 class _Nothing(TransferError):
-    """A connection that ended before a word: a joiner looked whether this rank can be reached."""
+    """The connection ended without a request: a joiner tested whether this rank is reachable."""
 
 
 class UnloadableState(TransferError):
-    """A state came whole, and holds something that cannot be loaded without running code."""
+    """A complete state holds an object that cannot be loaded without running code."""
 
 
 class _Refused(Exception):
-    """A request that is not answered with a state: HTTP status and reason."""
+    """The request is refused; the message is an HTTP status and the reason."""
 
 
 @dataclass
@@ -95,17 +98,17 @@ class _Offer:
     state: Any
     until: float
     used: set[str] = field(default_factory=set)
-    """Nonces that were answered."""
+    """Nonces of answered requests."""
 
 
 class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     """torchft's checkpoint transport between ranks of one job.
 
     Args:
-        token: the job's; None: no protection but a checksum.
+        token: The job's token; None leaves only a checksum as protection.
         address: IP address or name at which the other ranks reach this host.
-        timeout: how long a request waits for what it asks for to be offered.
-        max_bytes: longest state that is taken.
+        timeout: Time that a request waits for its state to be offered.
+        max_bytes: Maximum size of a received state, in bytes.
     """
 
     def __init__(
@@ -117,9 +120,10 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         address: str,
     ) -> None:
         self.about = ""
-        """What the state belongs to; sender and receiver must agree. Set it before either."""
+        """Epoch and lineage of the state; set it before sending or receiving. Both ends must have
+        the same value."""
         self.on_progress: Callable[[int, int], None] = lambda _got, _total: None
-        """Called by the receiver with the bytes so far and those of the whole state."""
+        """Called while receiving, with the bytes so far and the total number of bytes."""
         self._key = token.key("fft1", "transfer") if token else derive(b"", "fft1", "transfer")
         self._timeout = timeout.total_seconds()
         self._max_bytes = max_bytes
@@ -130,10 +134,10 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._busy: set[socket.socket] = set()
         """Connections that a worker answers or will answer."""
         self._sending: set[socket.socket] = set()
-        """Those of them that read from the offered state."""
+        """Connections in ``_busy`` whose workers read the offered state."""
         self._fetching: set[socket.socket] = set()
         self._ended = 0
-        """How often an epoch has ended, and what was under way in it with it."""
+        """Number of calls of `interrupt`, each of which ends the transfers of an epoch."""
         self._closed = False
         self._refused = LogSampler()
         dual = socket.has_dualstack_ipv6()
@@ -146,14 +150,14 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     # --- torchft's transport: sending ---
 
     def metadata(self) -> str:
-        """Where this rank's state can be fetched."""
+        """Return the URL at which this rank's state can be fetched."""
         port = self._listening.getsockname()[1]
         return f"http://{joined(self._address, port)}/{self._server}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        """Offer ``state_dict`` until `disallow_checkpoint`; it must not change before."""
+        """Offer ``state_dict``, which must not change, until `disallow_checkpoint`."""
         state = tree_map(_on_cpu, state_dict)
         with self._changed:
             until = time.monotonic() + timeout.total_seconds()
@@ -161,9 +165,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Offer nothing any more, and return when nothing is read from the state.
+        """End the offer, and return when no worker reads the state any more.
 
-        Whoever is being sent it may finish within the offer's timeout, and is then cut off.
+        A transfer in progress may finish within the offer's timeout; after that it is cut off.
         """
         with self._changed:
             offer, self._offer = self._offer, None
@@ -175,9 +179,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                 self._changed.wait_for(lambda: not self._sending, _CUT_S)
 
     def interrupt(self) -> None:
-        """The epoch has ended: cut what is being sent and fetched, which is for nobody any more.
+        """Cut all transfers, which are useless because the epoch has ended. Safe on any thread.
 
-        From any thread. Without it a peer whose host has vanished is waited for until the timeout.
+        Otherwise a transfer with a peer whose host has vanished would last until the timeout.
         """
         with self._changed:
             self._ended += 1
@@ -195,7 +199,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             self._thread.join(_CUT_S)
         self._listening.close()
         self._pool.shutdown(wait=wait, cancel_futures=True)
-        for connection in list(self._busy):  # of requests that no worker has begun with
+        for connection in list(self._busy):  # requests that no worker has taken
             connection.close()
 
     @staticmethod
@@ -204,7 +208,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # it has ended by itself
+                continue  # the connection has ended by itself
 
     def _accept(self) -> None:
         while not self._closed:
@@ -259,7 +263,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         out.end()
 
     def _authentic(self, head: bytes) -> tuple[str, str]:
-        """What is asked for, and the nonce. Raises `_Refused`."""
+        """Verify a request; return ``what`` and ``nonce``. Raises `_Refused`."""
         words = head.split(b"\r\n", 1)[0].decode("ascii", "replace").split(" ")
         parts = words[1].split("/") if len(words) == 3 and words[0] == "GET" else []
         if len(parts) != 5 or parts[1] != self._server:
@@ -271,7 +275,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         return what, nonce
 
     def _wait_for(self, what: str, nonce: str, connection: socket.socket) -> _Offer:
-        """The state asked for, once it is offered; it is then being sent. Raises `_Refused`."""
+        """Wait for the requested state, and mark the connection as sending. Raises `_Refused`."""
         with self._changed:
             offered: Callable[[], bool] = lambda: self._closed or self._offer is not None  # noqa: E731
             self._changed.wait_for(offered, self._timeout)
@@ -289,16 +293,16 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     # --- torchft's transport: receiving ---
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """The state of ``step`` that a peer offers at ``metadata``, within ``timeout``.
+        """Fetch the state of ``step`` that a peer offers at ``metadata``, within ``timeout``.
 
         Raises:
-            TransferError: it is not there, does not come whole and in time, is too long, is not
-                from this job, or has in it what cannot be loaded without running it.
+            TransferError: The state is not offered, is incomplete, late or too long, is not from
+                this job, or cannot be loaded without running code.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             data = self._fetch(metadata, _what(step, self.about), deadline)
-        except OSError as error:  # a timeout too
+        except OSError as error:  # includes TimeoutError
             raise TransferError(f"state of step {step} from {metadata}: {error}") from error
         except Unreachable as error:
             text = f"state of step {step} from {metadata}: {error}"
@@ -332,7 +336,10 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     @contextmanager
     def _connected(self, address: tuple[str, int], deadline: float) -> Iterator[socket.socket]:
-        """A connection that `interrupt` cuts. Made in slices: before it is there nobody can."""
+        """Open a connection that `interrupt` can cut.
+
+        The attempts are short, because `interrupt` cannot cut a connection that is not open yet.
+        """
         began, connection = self._ended, None
         until = min(deadline, time.monotonic() + _REACH_S)
         while connection is None:
@@ -379,7 +386,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _Sink(io.RawIOBase):
-    """Counts what is written. Long writes begin at multiples of `_ALIGN`, as tensors must."""
+    """Counts the bytes written. Long writes begin at multiples of `_ALIGN`, as tensors must."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +407,7 @@ class _Sink(io.RawIOBase):
 
 
 class _FrameWriter(_Sink):
-    """Writes frames: length, bytes, the keyed hash so far. The first one says how much comes."""
+    """Writes frames: length, bytes, and the keyed hash so far. The first holds the total size."""
 
     def __init__(
         self, connection: socket.socket, hashed: hmac.HMAC, total: int, deadline: float
@@ -410,7 +417,7 @@ class _FrameWriter(_Sink):
         self._hashed = hashed
         self._deadline = deadline
         self._small = bytearray()
-        """What waits for a frame to be full: most writes are short."""
+        """Bytes that wait for a full frame, because most writes are short."""
         self._frame(memoryview(_TOTAL.pack(total)))
 
     def _put(self, view: memoryview) -> None:
@@ -423,7 +430,7 @@ class _FrameWriter(_Sink):
             self._frame(view[start : start + FRAME_BYTES])
 
     def end(self) -> None:
-        """Send what is left."""
+        """Send the remaining bytes."""
         self._flush_small()
 
     def _flush_small(self) -> None:
@@ -442,7 +449,7 @@ class _FrameWriter(_Sink):
 
 
 class _Reader(io.RawIOBase):
-    """Reads from a buffer what a `_Sink` took; tensors take the long parts over, uncopied."""
+    """Reads the data that a `_Sink` wrote. Tensors use the long parts without a copy."""
 
     def __init__(self, data: bytearray) -> None:
         super().__init__()
@@ -455,7 +462,7 @@ class _Reader(io.RawIOBase):
         end = len(self._view) if size < 0 else min(len(self._view), self._at + size)
         part = self._view[self._at : end]
         self._at = end
-        return part if len(part) >= _LONG else bytearray(part)  # tensors want to be written to
+        return part if len(part) >= _LONG else bytearray(part)  # tensors need writable memory
 
     def readline(self, size: int | None = -1) -> Any:
         line = bytearray()
@@ -472,7 +479,7 @@ def _left(deadline: float) -> float:
 
 
 def _split_head(connection: socket.socket, deadline: float) -> tuple[bytes, bytes]:
-    """The head of a request or an answer, and what came with it."""
+    """Read the head of a request or an answer; return it and the bytes after it."""
     data = b""
     while b"\r\n\r\n" not in data:
         connection.settimeout(_left(deadline))
@@ -492,12 +499,12 @@ def _read_head(connection: socket.socket, deadline: float) -> bytes:
 
 
 class _FrameReader:
-    """Frames, each verified before the next is read."""
+    """Reads frames and verifies each before it reads the next."""
 
     def __init__(
         self, connection: socket.socket, early: bytes, hashed: hmac.HMAC, deadline: float
     ) -> None:
-        """``early``: what was read from the connection already."""
+        """Prepare to read; ``early`` are bytes already read from the connection."""
         self._connection = connection
         self._early = early
         self._hashed = hashed
@@ -518,7 +525,7 @@ class _FrameReader:
         return data
 
     def _frame(self, target: memoryview) -> int:
-        """Read one frame into the beginning of ``target``; its length."""
+        """Read one frame into the beginning of ``target``; return its length."""
         head, tag = bytearray(_LENGTH.size), bytearray(_TAG_BYTES)
         self._fill(memoryview(head))
         (length,) = _LENGTH.unpack(head)
