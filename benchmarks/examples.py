@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.format import scope_folders
-from fft.trace.report import fired, incidents
+from fft.trace.report import incidents, requested_faults
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 200
@@ -77,8 +77,8 @@ def run(example: Example, folder: Path) -> bool:
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     """Return the columns of one run, and whether all requirements are met."""
     report, found = audit_dir(traces), incidents(traces)
-    missing = fired(traces)
-    all_fired = missing is not None and missing.startswith("all ")
+    asked, missing = requested_faults(traces)
+    all_fired = bool(asked) and not missing
     scopes = {folder: slices(read_lines(folder)) for folder in scope_folders(traces)}
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import (
     AbortGroups,
     Apply,
@@ -230,7 +231,7 @@ class Cluster:
     def fail(self, node: Node, cause: str = "boom") -> None:
         """Let the node's step function raise."""
         token = node.txn.token if node.txn else node.local.token
-        self.post(node, Fault(token, cause))
+        self.post(node, Fault(token, cause, CauseCode.STEP_FAILED))
 
     def step(self, limit: int = 100_000) -> None:
         """Run one whole txn on all nodes: settle, compute, settle."""

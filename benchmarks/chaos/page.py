@@ -89,7 +89,6 @@ def soak_lines(soak: Soak) -> list[str]:
     """Return a random run in lines of markdown."""
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.faults.items()))
     checks = soak.checks.get("agreement", 0), soak.checks.get("replicas_equal", 0)
-    divergent = sum(text.startswith("replicas_equal") for text in soak.splits)
     data, inner = soak.data, soak.inner
     goodput = f"; clean step {soak.clean_step_ms:.0f} ms; **goodput {soak.goodput:.1%}**"
     if math.isnan(soak.clean_step_ms):
@@ -112,8 +111,9 @@ def soak_lines(soak: Soak) -> list[str]:
         *alone,
         f"- Slices of the data consumed once / twice / never: **{data}**, of {data.granted} "
         f"granted; {data.held} are held or returned at the end.",
-        f"- Violations found by the audit: {len(soak.splits)}, divergent checksums: {divergent} "
-        f"({checks[0]} and {checks[1]} checks of agreement and of equal replicas).",
+        f"- Violations found by the audit: {len(soak.splits)}, divergent checksums: "
+        f"{soak.divergent} ({checks[0]} and {checks[1]} checks of agreement and of equal "
+        "replicas).",
         f"- Longest time between two commits {soak.longest_gap_s:.1f} s; hangs (more than "
         f"{HUNG_S:.0f} s): {soak.hangs}.",
         f"- Memory, descriptors, threads, bus keys: {'steady' if soak.steady else 'NOT STEADY'}.",

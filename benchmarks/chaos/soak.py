@@ -75,6 +75,8 @@ class Soak:
     hangs: int = 0
     splits: list[str] = field(default_factory=list)
     """Violations that the audit found."""
+    divergent: int = 0
+    """Number of these that are replicas with different states."""
     checks: dict[str, int] = field(default_factory=dict)
     """Number of checks of each guarantee by the audit."""
     data: Slices = field(default_factory=lambda: Slices(0, 0, 0, 0, 0))
@@ -213,7 +215,9 @@ def _judge(soak: Soak, traces: Path) -> None:
         return
     report = audit_dir(traces)
     soak.checks = {finding.name: finding.checks for finding in report.findings}
-    soak.splits = [f"{f.name}: {f.violation} ({f.place})" for f in report.findings if f.violation]
+    violated = [finding for finding in report.findings if finding.violation]
+    soak.splits = [f"{f.name}: {f.violation} ({f.place})" for f in violated]
+    soak.divergent = sum(finding.name == "replicas_equal" for finding in violated)
     lines = read_lines(traces, _tells)
     soak.clean_step_ms = median_step_ms(lines, soak.layout.groups)
     _, *further = scope_folders(traces)

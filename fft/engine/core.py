@@ -459,7 +459,7 @@ class EngineCore:
             case Restore() | Heal() | Apply() | StartTxn():
                 self._slot.put(effect)
                 if isinstance(effect, Restore):
-                    self._host.interrupt(effect.cause or "this participant stops")
+                    self._host.interrupt(effect.cause.text or "rolled back")
             case Finish():
                 yield from self._finish(effect)
             case Broadcast() | Tell() | ReadHead() | ReadScope() | Decide() | CastVote():

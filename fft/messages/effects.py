@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic.dataclasses import dataclass
 
+from fft.messages.causes import Cause
 from fft.messages.protocol import BusMessage, Peer, Record, Token, Vote
+
+FinishError = Literal[
+    "Diverged",
+    "Fenced",
+    "FlowStalled",
+    "InDoubt",
+    "JobEnded",
+    "NoEpoch",
+    "NoState",
+    "NotEnoughGroups",
+]
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class Restore:
     ``Restored``."""
 
     token: Token
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -174,7 +188,7 @@ class Finish:
     any."""
 
     reason: str
-    error: str | None = None
+    error: FinishError | None = None
 
 
 Effect = (

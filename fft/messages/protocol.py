@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.identities import CONFIG as _CONFIG
 from fft.messages.identities import Count as Count
 from fft.messages.identities import GroupEntry as GroupEntry
@@ -142,11 +143,21 @@ class Record:
     """Groups of an asynchronous job after this record, ordered by name. A new member of an epoch
     enters the list with its first COMMIT."""
     cause: Text = ""
+    """Description of why the attempt was rolled back, for people; abort records only."""
+    code: CauseCode = CauseCode.NONE
+    """Kind of the cause; abort records only."""
+    accused: tuple[Peer, ...] = ()
+    """Participants that the cause is evidence against; abort records only."""
 
     @property
     def token(self) -> Token:
         """The (epoch, txn) that the record decides."""
         return Token(self.epoch, self.txn)
+
+    @property
+    def why(self) -> Cause:
+        """The cause as one value."""
+        return Cause(self.code, self.cause, self.accused)
 
     @cached_property
     def peers(self) -> tuple[Peer, ...]:
@@ -341,6 +352,8 @@ class Prepared:
     """The step function has modified reduced gradients."""
     last: bool = False
     """No step follows this one; repeated in each attempt."""
+    code: CauseCode = CauseCode.NONE
+    """Kind of ``cause``; a NO only."""
     type: Literal["prepared"] = "prepared"
 
 
@@ -373,10 +386,14 @@ class ApplyFailed:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Fault:
-    """Something failed on this rank during ``token``."""
+    """Something failed on this rank during ``token``.
+
+    ``source``: class of the error, or the part of the txn that failed; for readers of the trace.
+    """
 
     token: Token
     cause: Text
+    code: CauseCode = CauseCode.NONE
     source: Text = "body"
     type: Literal["fault"] = "fault"
 
@@ -391,6 +408,7 @@ class Restored:
     token: Token
     torn: bool = False
     cause: Text = ""
+    code: CauseCode = CauseCode.NONE
     type: Literal["restored"] = "restored"
 
 
@@ -420,6 +438,7 @@ class HealFailed:
     epoch: int
     cause: Text
     torn: bool = False
+    code: CauseCode = CauseCode.NONE
     type: Literal["heal_failed"] = "heal_failed"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from fft.messages.protocol import Peer, Vote
 
-UNEQUAL_DATA = "the ranks have drawn different data"
-"""The beginning of the cause of a rollback."""
 _NAMED = 32
 """Maximum number of ranks that a text names."""
 

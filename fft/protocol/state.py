@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal
 
+from fft.messages.causes import NO_CAUSE, Cause
 from fft.messages.protocol import (
     Death,
     Event,
@@ -137,7 +138,8 @@ class Local:
     deaf: bool = False
     """Bus lost: this participant has lost its place in the order of decisions, or the bus its
     contents."""
-    cause: str = ""
+    cause: Cause = NO_CAUSE
+    """Cause of the rollback or wait that this participant is in."""
     deferred: tuple[Event, ...] = ()
     timers: Mapping[str, int] = field(default_factory=dict)
     """Armed timers: name → serial."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import (
     Apply,
     Broadcast,
@@ -29,8 +30,6 @@ from fft.protocol.vocabulary import COMMANDS
 
 SHARED = (Broadcast, Tell, ReadHead, ReadScope, Decide, CastVote)
 """Effects that others can see: each is a separate step."""
-BLOCKED = "blocked"
-"""Cause of a ``Restore`` for a main thread whose process groups are not aborted."""
 
 
 def matters(effect: Effect) -> bool:
@@ -57,7 +56,14 @@ class Fetch:
     late: bool = False
 
 
-AnyEffect = Effect | Begun | Fetch
+@dataclass(frozen=True)
+class Blocked:
+    """``Restore`` for a main thread whose process groups are not aborted."""
+
+    token: Token
+
+
+AnyEffect = Effect | Begun | Fetch | Blocked
 
 
 def heard(command: AnyEffect) -> tuple[str, frozenset[str]]:
@@ -68,6 +74,8 @@ def heard(command: AnyEffect) -> tuple[str, frozenset[str]]:
         case Fetch(group=group, late=late):
             facts = {"learns"} if late else {"fetches"} if group is not None else ()
             return COMMANDS[Heal], frozenset(facts)
+        case Blocked():
+            return COMMANDS[Restore], NO_FACTS
         case Restore() | Apply() | Finish():
             return COMMANDS[type(command)], NO_FACTS
     raise TypeError(f"{command} is no command")
@@ -81,11 +89,12 @@ def bare(effect: Effect, frees: bool) -> AnyEffect:
     """
     match effect:
         case Decide(after=after, proposal=proposal):
-            return Decide(after, dataclasses.replace(proposal, cause=""))
+            plain = dataclasses.replace(proposal, cause="", code=CauseCode.NONE, accused=())
+            return Decide(after, plain)
         case Broadcast(message=Leave() | Death() as message):
             return Broadcast(dataclasses.replace(message, cause=""))
         case Restore(token=token):
-            return Restore(token, "" if frees else BLOCKED)
+            return Restore(token, NO_CAUSE) if frees else Blocked(token)
         case StartTxn(token=token):
             return Begun(token)
         case Heal(record=record, index=index, fetch_from=source):

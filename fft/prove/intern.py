@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar
 
+from fft.messages.causes import NO_CAUSE
 from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.state import Local
@@ -58,7 +59,7 @@ def freeze(local: Local) -> tuple[Hashable, ...]:
         elif name == "since":
             value = 0.0
         elif name == "cause":
-            value = ""
+            value = NO_CAUSE
         elif isinstance(value, Mapping):
             value = frozenset(value.items())
         values.append(value)

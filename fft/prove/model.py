@@ -67,7 +67,7 @@ from fft.protocol.table import LookupTable
 from fft.prove.acts import Act
 from fft.prove.acts import State as State
 from fft.prove.acts import Step as Step
-from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
+from fft.prove.bare_effects import SHARED, AnyEffect, Begun, Blocked, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
 from fft.prove.intern import Interner, can_matter, freeze, thaw
@@ -628,7 +628,7 @@ class Model:
     def _obey(self, turn: _Turn, who: int, command: AnyEffect) -> None:
         """Pass a command to the main thread, which interrupts its present work."""
         is_busy = self.at(turn.node) not in ("idle", "waiting")
-        if is_busy and isinstance(command, Restore) and command.cause == BLOCKED:
+        if is_busy and isinstance(command, Blocked):
             turn.node = turn.node._replace(source=None, stuck=True)  # nothing frees it
             return
         for effect in self.move(turn, *heard(command)):
@@ -636,7 +636,7 @@ class Model:
 
     def _carry_out(self, effect: str, node: Node, who: int, command: AnyEffect) -> Node:
         match effect, command:
-            case "restore", Restore(token=token):
+            case "restore", Restore(token=token) | Blocked(token=token):
                 # Only a thread that can report a failed fetch has the epoch of the fetch.
                 fetch = node.task[:1] if self.thread.has(node.thread, "heal_failed") else ()
                 return node._replace(source=None, task=(token, *fetch))

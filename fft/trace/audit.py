@@ -260,7 +260,7 @@ def _writer(path: Path) -> tuple[Peer | None, bool]:
     try:
         if first["kind"] == GAP:
             return Peer(*(first[name] for name in ("group", "rank", "inc"))), False
-        return participant_of(first)[0].config.me, True
+        return participant_of(first).config.me, True
     except (ValueError, KeyError, TypeError):
         return None, False
 

@@ -1,34 +1,22 @@
-"""Find the ranks that the rollbacks since the last commit name. Pure: it only reads records.
+"""Find the ranks that the rollbacks since the last commit accuse. Pure: it only reads records.
 
-An ABORT carries a cause as text, in which its proposer names itself first. A cause is evidence
-against a rank if its own step function failed, or if others saw it end, hang or stay away. A cause
-that reports only a failed collective or an expired wait accuses no rank: its author was only the
-first to notice.
+A cause is evidence against a rank if its own step function failed, or if others saw it end, hang or
+stay away. A cause that reports only a failed collective or an expired wait accuses no rank: its
+author was only the first to notice. `CauseCode` documents which causes accuse.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from fft.messages.identities import Peer
 
 Place = tuple[str, int]
 """(group, rank): a place in the job, independent of the process that holds it."""
 
 _KEPT = 64
-_PEER = r"[^\s,]+/\d+#\d+"
-_PEERS = rf"{_PEER}(?:, {_PEER})*"
-_NAMED = (
-    re.compile(rf"(?P<peers>{_PEERS}) (?:died|is suspected|hangs|left): "),
-    re.compile(rf"not in the barrier in time: (?P<peers>{_PEERS})"),
-    re.compile(rf"no word from (?P<peers>{_PEER}) that all are in the barrier"),
-)
-_NOBODY = re.compile(
-    r"no decision in time|votes' manifests do not fit|gloo|nccl|process ?group|all-?reduce|"
-    r"collective|connection|broken pipe|socket|timed? ?out|TxnAborted|GroupAborted|[Bb]us[A-Z]",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -45,27 +33,6 @@ class Rollback:
 def place_text(place: Place) -> str:
     """Return the place in display form: ``GROUP/RANK``."""
     return f"{place[0]}/{place[1]}"
-
-
-def rollback(n: int, step: int, by: str, cause: str) -> Rollback:
-    """Read one ABORT record. ``by`` is its proposer as ``GROUP/RANK#INCARNATION``."""
-    said = cause.removeprefix(f"{by}: ")
-    return Rollback(n, step, by, cause, frozenset(_named(by, said)))
-
-
-def _named(by: str, said: str) -> Iterable[Place]:
-    for form in _NAMED:
-        if found := form.match(said):
-            return [_place(peer) for peer in found["peers"].split(", ")]
-    # A participant's own "hangs: …" is evidence, regardless of the text that follows.
-    if said.startswith("hangs: ") or not _NOBODY.search(said):
-        return [_place(by)]
-    return ()
-
-
-def _place(peer: str) -> Place:
-    group, _, rest = peer.rpartition("/")
-    return group, int(rest.partition("#")[0])
 
 
 @dataclass
@@ -89,15 +56,11 @@ class History:
             self._rollbacks = {at: old for at, old in self._rollbacks.items() if at > n}
         elif kind == "abort" and not record.get("skip") and n not in self._rollbacks:
             by = record.get("by")
-            who = (
-                "{}/{}#{}".format(*by) if isinstance(by, list | tuple) and len(by) == 3 else "?/0#0"
-            )
-            found = rollback(n, step, who, str(record.get("cause", "")))
-            odd = record.get("odd") or ()
-            # Otherwise this would name the participant that counted the votes.
-            if odd or record.get("diverged"):
-                found = replace(found, named=frozenset((peer[0], peer[1]) for peer in odd))
-            self._rollbacks[n] = found
+            who = str(Peer(*by)) if _is_peer(by) else "?/0#0"
+            accused = record.get("accused")
+            peers = accused if isinstance(accused, list | tuple) else ()
+            named = frozenset((peer[0], peer[1]) for peer in peers if _is_peer(peer))
+            self._rollbacks[n] = Rollback(n, step, who, str(record.get("cause", "")), named)
             while len(self._rollbacks) > _KEPT:
                 del self._rollbacks[min(self._rollbacks)]
 
@@ -114,3 +77,9 @@ def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
         return None
     everywhere = frozenset.intersection(*(r.named for r in run))
     return next(iter(everywhere)) if len(everywhere) == 1 else None
+
+
+def _is_peer(value: Any) -> TypeGuard[tuple[str, int, int]]:
+    """Whether the value has the form of a `Peer`: group, rank and incarnation."""
+    is_long = isinstance(value, list | tuple) and len(value) == 3
+    return is_long and isinstance(value[0], str) and isinstance(value[1], int)

@@ -8,8 +8,10 @@ from typing import Any
 
 from fft.protocol.state import Local, members
 
-FORMAT = 3
-"""Version in every header; a reader refuses any other version."""
+FORMAT = 4
+"""Version in every header."""
+READABLE = 3, FORMAT
+"""Versions that can be read. Format 3 has causes without codes, which read as ``none``."""
 INNER = "inner"
 """Subdirectory of a job's traces that holds the directories of the scopes inside replica groups."""
 SCOPES = "scopes"
@@ -59,6 +61,13 @@ def progress_in_words(got: int, total: int, left_s: float) -> str:
 def chain(previous: str, body: str) -> str:
     """Return the digest that links a line to the previous one. ``body``: the line without ``h``."""
     return hashlib.blake2b(f"{previous}\n{body}".encode(), digest_size=8).hexdigest()
+
+
+def cause_of(s: Local) -> dict[str, Any]:
+    """Return a participant's cause, as in every line about a row; two nulls if it has none."""
+    if not s.cause.text:
+        return {"cause": None, "code": None}
+    return {"cause": s.cause.text, "code": s.cause.code}
 
 
 def where(s: Local) -> dict[str, Any]:

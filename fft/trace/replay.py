@@ -17,7 +17,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config
 from fft.protocol.table import LookupTable, Table
-from fft.trace.format import FORMAT, where
+from fft.trace.format import FORMAT, READABLE, cause_of, where
 from fft.trace.read import GAP, Trace, TraceFile
 
 _OF_A_ROW = "from", "to", "roles", "on", "guards", "effects"
@@ -31,20 +31,21 @@ class Note(NamedTuple):
     line: dict[str, Any]
 
 
-def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
-    """Return the participant that a header line describes, and the fields of its start.
+def participant_of(head: dict[str, Any]) -> Participant:
+    """Return the participant that a header line describes.
 
     The spec in ``head`` is replaced by an equal object that all headers share.
 
     Raises:
         ValueError, KeyError, TypeError: The header is not one of this format.
     """
-    if head.get("kind") != "header" or head["format"] != FORMAT:
-        raise ValueError(f"the first line is no header of trace format {FORMAT}")
+    if head.get("kind") != "header" or head["format"] not in READABLE:
+        known = " or ".join(map(str, READABLE))
+        raise ValueError(f"the first line is no header of trace format {known}")
     flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
     values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
     table, head["spec"] = _shared(json.dumps(head["spec"]))
-    return Participant(table, Config(**values)), head["start"]
+    return Participant(table, Config(**values))
 
 
 @lru_cache(maxsize=4)
@@ -81,13 +82,13 @@ class Replay:
             return
         name = self.file.path.name
         try:
-            participant, start = participant_of(first)
+            participant = participant_of(first)
         except (ValueError, KeyError, TypeError) as error:
             self._finding.expect(False, f"the header cannot be used: {error}", f"{name}:1")
             moves, self.differs = None, True
         else:
             self.head = first
-            moves = _Events(self.file, participant, start)
+            moves = _Events(self.file, participant, first)
         gap = False
         for number, line in lines:
             gap = gap or line["kind"] == GAP
@@ -127,10 +128,14 @@ _END: dict[str, Any] = {"kind": "end", "event": {}}
 class _Events:
     """The events of a trace: the lines of each are collected until the next event begins."""
 
-    def __init__(self, file: TraceFile | Trace, participant: Participant, start: Any) -> None:
+    def __init__(
+        self, file: TraceFile | Trace, participant: Participant, header: dict[str, Any]
+    ) -> None:
         self._file, self._participant = file, participant
+        self._coded = header["format"] == FORMAT
+        """Lines about rows have codes of causes."""
         self._name, self._peer = file.path.name, participant.config.me
-        self._local = participant.initial(**start)
+        self._local = participant.initial(**header["start"])
         self._told: list[tuple[int, dict[str, Any]]] = []
         self.last = 1
         """Line of the last event that was handled."""
@@ -158,7 +163,7 @@ class _Events:
         if line["kind"] == "end" and _is_cut_off(lines, move):
             self._file.torn = True
             return None
-        return move, first[0], _difference(lines, move)
+        return move, first[0], _difference(lines, move, self._coded)
 
 
 def _event_of(data: dict[str, Any]) -> Event:
@@ -177,8 +182,8 @@ def _parsed(text: bytes) -> Event:
 
 def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
     """Handle every event of a trace again: (move, line, how the trace differs from the core)."""
-    participant, start = participant_of(trace.lines[0][1])
-    events = _Events(trace, participant, start)
+    header = trace.lines[0][1]
+    events = _Events(trace, participant_of(header), header)
     end: Iterable[tuple[int, dict[str, Any]]] = [(0, _END)]
     for number, line in [*trace.lines[1:], *end]:
         if (done := events.take(number, line)) is not None:
@@ -200,7 +205,8 @@ def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
     return len(told) < len(rows) and told == rows[: len(told)]
 
 
-def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
+def _difference(lines: list[dict[str, Any]], move: Move, coded: bool) -> str | None:
+    """Return how the lines differ from the core. ``coded``: their causes have codes."""
     if move.out.verdict != "row":
         is_told = {"kind": move.out.verdict, **where(move.before), "reason": move.out.reason}
         return _unlike(lines[0], is_told)
@@ -208,7 +214,9 @@ def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
     if told_rows != is_rows:
         odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
         return f"the trace has {told_rows[odd:]}, the table takes {is_rows[odd:]}"
-    after = {**where(move.after), "cause": move.after.cause or None}
+    after = {**where(move.after), **cause_of(move.after)}
+    if not coded:
+        del after["code"]
     return next(filter(None, (_unlike(line, after) for line in lines)), None)
 
 

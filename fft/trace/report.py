@@ -18,7 +18,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fft.messages.fault_plans import FaultPlan, in_words, load_plan
+from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.clocks import Clocks, who_of
 from fft.trace.format import scope_folders
@@ -199,6 +199,21 @@ def fired(directory: str | Path) -> str | None:
 
     Raises FaultPlanError if the plan in the trace directory cannot be read.
     """
+    asked, missing = requested_faults(directory)
+    if not asked:
+        return None
+    if missing:
+        names = "".join(f"\n  {in_words(fault)}" for fault in missing)
+        count = f"{len(missing)} of {asked} faults"
+        return f"{count} did not fire, so this run says nothing of them:{names}"
+    return f"all {asked} faults that were planned or commanded have fired"
+
+
+def requested_faults(directory: str | Path) -> tuple[int, list[AnyFault]]:
+    """Return the number of planned or commanded faults, and those that did not happen.
+
+    Raises FaultPlanError if the plan in the trace directory cannot be read.
+    """
     path = Path(directory, _PLAN)
     plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
     tail = TraceTail(Path(directory))
@@ -207,13 +222,7 @@ def fired(directory: str | Path) -> str | None:
     finally:
         tail.close()
     asked = {fault.name for fault in plan.faults} | view.commanded.keys()
-    if not asked:
-        return None
-    if missing := view.unfired(plan):
-        names = "".join(f"\n  {in_words(fault)}" for fault in missing)
-        count = f"{len(missing)} of {len(asked)} faults"
-        return f"{count} did not fire, so this run says nothing of them:{names}"
-    return f"all {len(asked)} faults that were planned or commanded have fired"
+    return len(asked), view.unfired(plan)
 
 
 def input_wait(directory: str | Path) -> str:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
+from fft.messages.causes import CauseCode
 from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
 from fft.messages.protocol import Peer
@@ -38,6 +39,8 @@ class RankView:
     loss: float | None = None
     commits: int = 0
     fault: str = ""
+    is_injected: bool = False
+    """``fault`` is an injected one."""
     fetches: str = ""
     """How much of the state it has fetched, if the fetch takes long."""
     waits: str = ""
@@ -227,9 +230,10 @@ class TraceTail:
             self.view.min_groups = max(self.view.min_groups, needed)
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
-            fault, step = (known.fault, known.step) if known else ("", 0)
-            self.view.gone = max(self.view.gone, step)
-            known = self.view.ranks[key] = RankView(inc=inc, fault=fault)
+            gone, known = known or RankView(0), RankView(inc)
+            self.view.gone = max(self.view.gone, gone.step)
+            known.fault, known.is_injected = gone.fault, gone.is_injected
+            self.view.ranks[key] = known
         if inc == known.inc:
             known.asked |= _is_asked(_mapping(record.get("event")), key[0])
             known.leaves |= known.asked
@@ -288,23 +292,24 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
     elif record.get("note") == NO_REFORM:
         view.reforms = False
     elif record.get("note") == UNREACHABLE:
-        view.fault = str(data.get("why"))
+        view.fault, view.is_injected = str(data.get("why")), False
     elif record.get("note") == FETCHING and isinstance(left := data.get("left_s"), int | float):
         got, total = _number(data.get("bytes")), _number(data.get("total"))
         view.fetches = progress_in_words(got, total, left)
     elif record.get("note") == "inject":
-        view.fault = f"planned: {data.get('name')}"
+        view.fault, view.is_injected = f"planned: {data.get('name')}", True
 
 
 def _take_cause(view: RankView, record: dict[str, Any]) -> None:
     """Keep the last fault, but drop the cause of a wait of an asynchronous job once it goes on."""
     cause = str(record.get("cause") or "").partition("\n")[0]
-    is_wait = "note_awaited" in (record.get("effects") or ())
+    is_wait = record.get("code") == CauseCode.AWAITED
     if view.fault == view.waits and (is_wait or not cause):
         view.fault = ""
     if is_wait:
         view.waits = cause
-    view.fault = cause or view.fault
+    if cause:
+        view.fault, view.is_injected = cause, False
 
 
 def _role(record: dict[str, Any]) -> Role | None:

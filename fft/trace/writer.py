@@ -26,7 +26,7 @@ from fft.messages.protocol import Event, Peer, event_to_json
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local
-from fft.trace.format import FORMAT, chain, where
+from fft.trace.format import FORMAT, cause_of, chain, where
 from fft.util.errors import FftError
 from fft.util.full_disk import is_disk_full
 from fft.util.names import in_file_name
@@ -235,7 +235,7 @@ class TraceWriter:
                 "on": step.event,
                 "guards": step.guards,
                 "effects": step.effects,
-                "cause": after.cause or None,
+                **cause_of(after),
                 **(told if i == 0 else {"event": None}),
             }
             for i, step in enumerate(out.steps)

@@ -13,13 +13,14 @@ from typing import Any, cast
 import torch
 from torchft.manager import Manager
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.trace.format import progress_in_words
 from fft.train.epoch_groups import EpochGroups
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
-from fft.train.reported import text_of
+from fft.train.reported import code_of, text_of
 from fft.train.settings import Learners
 from fft.train.state.learning import Learning
 from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
@@ -323,7 +324,7 @@ class Healer:
             self._state.load(payload, record, keep_gradients=True)
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
-            self._job.say(HealFailed(record.epoch, text_of(error), torn=touched))
+            self._job.say(_heal_failed(record, error, torn=touched))
             self._job.note_error(error)
             if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
                 raise
@@ -346,3 +347,9 @@ def _tensor_bytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_tensor_bytes, value))
     return 0
+
+
+def _heal_failed(record: Record, error: Exception, torn: bool) -> HealFailed:
+    """Return the report that this rank is not ready for the epoch of ``record``."""
+    code = code_of(error, own=CauseCode.EPOCH_FAILED)
+    return HealFailed(record.epoch, text_of(error), torn, code)

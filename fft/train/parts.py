@@ -24,6 +24,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import joined, own_address, reachable, reachable_url
 from fft.engine.loop import Engine
+from fft.messages.causes import CauseCode
 from fft.messages.commands import Command
 from fft.messages.protocol import Fault, Peer, Record, Start
 from fft.operate.entering import JobStart, enter
@@ -190,7 +191,7 @@ class Parts:
             return
         waits = self.groups.pending()
         if self.reductions.raises or waits or not job.say_stuck(reason):
-            job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
+            job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
         """Leave the job and end all. Idempotent."""

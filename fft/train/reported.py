@@ -13,9 +13,10 @@ from typing import Any
 from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.util.errors
+from fft.messages.causes import CauseCode
 from fft.messages.effects import Finish
-from fft.util.error_places import first_line, words_of
-from fft.util.errors import FftError
+from fft.util.error_places import comes_from_peers, first_line, words_of
+from fft.util.errors import FftError, NoQuorum
 
 _LONGEST = 500
 
@@ -61,6 +62,18 @@ def text_of(error: BaseException) -> str:
     plain = re.sub(r"^\[/\S+?:\d+\] ", "", first_line(error)).split(". This is typically")[0]
     # the name of a file may come with half a character, which no message carries
     return f"{type(error).__name__}: {plain}"[:_LONGEST].encode("utf-8", "replace").decode()
+
+
+def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> CauseCode:
+    """Return the code of a rollback that an error causes.
+
+    Args:
+        error: The error, of this rank.
+        own: The code if neither a peer, a connection nor a lighthouse explains the error.
+    """
+    if isinstance(error, NoQuorum):
+        return CauseCode.NO_LIGHTHOUSE_QUORUM
+    return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own
 
 
 def error_of(command: Finish) -> FftError:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 from torchft.manager import Manager
 
+from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
@@ -37,7 +38,6 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.unsafe_places import guarded
-from fft.train.updates import misfit, unequal_data
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
@@ -189,15 +189,15 @@ class TransactionLoop:
 
     def refuse_unlike_again(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""
-        rolled_back, self.worker.rolled_back = self.worker.rolled_back, ""
-        if (unequal := unequal_data(rolled_back)) is not None:
-            raise self._unequal(plan, unequal)
-        if (cause := misfit(rolled_back)) is None:
+        cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
+        if cause.code == CauseCode.DATA_DIFFERS:
+            raise self._unequal(plan, cause.text)
+        if cause.code != CauseCode.MANIFESTS_DIFFER:
             return
         error = FftError(
-            f"{cause}: the bodies of the groups, or of the ranks of one, have not reduced the same "
-            "gradients. Does a branch depend on the batch? Each body must come to the backward() "
-            "of the same models; multiply by 0 what is not to count"
+            f"{cause.text}: the step functions of the groups, or of the ranks of one, have not "
+            "reduced the same gradients. Does a branch depend on the batch? Each step function "
+            "must call backward() of the same models; multiply by 0 what is not to count"
         ).with_traceback(traceback_of_caller())
         why = self.worker.body_failures.failed(plan.step, plan.members, error)
         if why is not None:

@@ -7,6 +7,7 @@ import weakref
 
 from fft.bus import BusError
 from fft.engine.loop import Engine
+from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault, Suspect, Token, encode
 from fft.train.lighthouse import Quorums
@@ -57,4 +58,5 @@ class LighthouseDoubter:
 
     def failed(self, token: Token, why: str) -> None:
         if (job := self._job()) is not None:
-            job.post(Fault(token, f"NoQuorum: {why}", "NoQuorum"))
+            code = CauseCode.NO_LIGHTHOUSE_QUORUM
+            job.post(Fault(token, f"NoQuorum: {why}", code, "NoQuorum"))

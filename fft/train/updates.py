@@ -17,12 +17,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fft.protocol.equality import UNEQUAL_DATA
+from fft.messages.causes import Cause, CauseCode
 from fft.train.schedules import ScheduleLengths
 from fft.util.errors import FftError
-
-_MISFIT, _SKIPPED = "the votes' manifests do not fit together", "the user skipped this step"
-"""In the cause of a rollback, by the spec's ``note_misfit``; the second, if that is why."""
 
 
 class Updates:
@@ -236,18 +233,6 @@ class StepWatch:
         self._hooks.clear()
 
 
-def misfit(cause: str) -> str | None:
-    """What the cause of a rollback says of votes whose reductions are not alike; None: nothing."""
-    if _MISFIT not in cause or _SKIPPED in cause:
-        return None
-    return cause[cause.index(_MISFIT) :]
-
-
-def unequal_data(cause: str) -> str | None:
-    """The part of a rollback's cause that names ranks with different data; None: it has none."""
-    return cause[cause.index(UNEQUAL_DATA) :] if UNEQUAL_DATA in cause else None
-
-
 class LoopUpdates:
     """Of the commits whose update is made by the user's loop: was it made, and whole?
 
@@ -297,10 +282,13 @@ class LoopUpdates:
         self.missed = None if self._watch.was_begun else step
         return self.missed is not None
 
-    def why_torn(self, cause: str) -> str | None:
-        """Whether the rollback by ``cause`` says that others have made the update that is missed
-        here: then why this state is torn."""
-        if self.missed is None or misfit(cause) is None:
+    def why_torn(self, cause: Cause) -> str | None:
+        """Return why this rank's state is lost, or None if it is not.
+
+        It is lost if no optimizer step followed the last commit here, and the reductions of this
+        rank's vote do not match those of the others, which have made that step.
+        """
+        if self.missed is None or cause.code != CauseCode.MANIFESTS_DIFFER:
             return None
         return (
             f"should_commit() said True in step {self.missed}, and no optimizer.step() followed "

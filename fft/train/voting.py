@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torchft.manager import Manager
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.protocol.main_thread import NO_FACTS
@@ -17,7 +18,7 @@ from fft.train.lighthouse import Quorums
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.reported import Reported, text_of
+from fft.train.reported import Reported, code_of, text_of
 from fft.train.settings import Learners
 from fft.train.watchers import Watchers
 from fft.util.errors import NoQuorum
@@ -94,12 +95,15 @@ class Voter:
         error = self._manager._errored
         # an inf on one rank, in its shard, is enough: the engine puts the ranks' words together
         skip = (error is None and self._state.updates.must_skip()) or skip
-        cause = "" if error is None else text_of(error.original_exception)
+        cause, code = "", CauseCode.NONE
+        if error is not None:
+            failed = error.original_exception
+            cause, code = text_of(failed), code_of(failed)
         manifest, digest = self._reductions.manifest.build(self._data, self._shard), self._equality
         yes = error is None
         if yes:
             self._state.before_vote(plan, last, skip)
-        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last)
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
         self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")
 

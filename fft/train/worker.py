@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torchft.manager import Manager
 
 from fft.engine.loop import Command, Engine
+from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
     Applied,
@@ -41,7 +42,7 @@ from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.reported import Reported, error_of, text_of
+from fft.train.reported import Reported, code_of, error_of, text_of
 from fft.train.state.step_state import TornState
 from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
@@ -105,8 +106,8 @@ class Worker:
         self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self._hung_at: tuple[Token, str] | None = None
         """The committed transaction whose update hangs here, and the monitor's reason."""
-        self.rolled_back = ""
-        """Why the last attempt was, until somebody has taken note of it."""
+        self.rolled_back = NO_CAUSE
+        """Cause of the last rollback, until the loop has handled it."""
         self._by_loop = LoopUpdates()
         self._notes = InputNotes(job)
         self._work: dict[str, Callable[[Any], None]] = {
@@ -154,11 +155,12 @@ class Worker:
 
     def _refuse_txn(self, command: StartTxn) -> None:
         assert self._torn is not None
-        self._job.post(Fault(command.token, self._torn, "apply"))
+        self._job.post(Fault(command.token, self._torn, CauseCode.STATE_LOST, "apply"))
 
     def _refuse_epoch(self, command: Heal) -> None:
         assert self._torn is not None
-        self._job.post(HealFailed(command.record.epoch, self._torn, torn=True))
+        epoch, code = command.record.epoch, CauseCode.STATE_LOST
+        self._job.post(HealFailed(epoch, self._torn, torn=True, code=code))
 
     def _connect(self, command: Heal) -> None:
         if command.fetch_from is not None:
@@ -279,7 +281,7 @@ class Worker:
         """Wait until nothing old can write, then put back the start of the step."""
         self.rolled_back = command.cause
         self._give_up_txn()
-        self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
+        self._groups.unwind(command.cause.text, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()
         try:
             self._state.put_back()
@@ -295,7 +297,10 @@ class Worker:
             logger.error("%s This rank fetches the state", why)
             self._torn, self._state.lost = why, TornState(why)
         torn, self._torn = self._torn, None
-        self._job.say(Restored(command.token, torn is not None, torn or ""))
+        if torn is None:
+            self._job.say(Restored(command.token))
+        else:
+            self._job.say(Restored(command.token, True, torn, CauseCode.STATE_LOST))
 
     # --- the end of a txn ---
 
@@ -485,7 +490,8 @@ class Worker:
         if self.txn is None:
             logger.warning("failed between two txns, which changes no state: %s", text_of(error))
         elif not isinstance(error, (TxnAborted, GroupAborted)):
-            self._job.post(Fault(self.txn.token, text_of(error), type(error).__name__))
+            kind = type(error).__name__
+            self._job.post(Fault(self.txn.token, text_of(error), code_of(error), kind))
             if first:  # after it is told, for this reads source files
                 self._job.note_error(error)
 

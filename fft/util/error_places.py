@@ -27,6 +27,7 @@ _NOT_THE_USERS = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 """Prefixes of the files of Python, of installed packages and of FFT."""
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 _FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoEpoch", "NoState"})
@@ -49,6 +50,15 @@ _PERMANENT = frozenset(
     }
 )
 """Subclasses of OSError that a retry does not mend: a wrong path, a broken file."""
+_OF_PEERS = frozenset(
+    {
+        *("TxnAborted", "GroupAborted", "DistError", "ConnectionError", "TimeoutError"),
+        *("BusError", "NoEpoch", "NoQuorum", "InDoubt", "TransferError"),
+    }
+)
+"""Error classes for which a peer or the connection to it may be at fault."""
+
+_ErrorClass = type[BaseException]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,10 @@ class Place:
     def may_pass(self) -> bool:
         """Whether a retry may succeed, because the error comes from the machine or the network."""
         return bool(self.operation) or _pass(self.kinds)
+
+    def is_a(self, kind: _ErrorClass) -> bool:
+        """Whether the error has this class or a subclass of it."""
+        return kind.__name__ in self.kinds
 
     def short(self) -> str:
         """Return a summary in one line."""
@@ -155,6 +169,19 @@ def fingerprint(error: BaseException) -> tuple[object, ...]:
 def may_pass(error: BaseException) -> bool:
     """Return `Place.may_pass` of ``error`` without computing the rest of the place."""
     return hasattr(error, "fft_place") or _pass(_kinds(error))
+
+
+def comes_from_peers(error: BaseException) -> bool:
+    """Return whether a failed collective or connection explains the error, so that it accuses no
+    rank.
+
+    Besides the class of the error, its place counts: gloo raises a plain RuntimeError from within
+    ``torch.distributed``.
+    """
+    if hasattr(error, "fft_place") or not _OF_PEERS.isdisjoint(_kinds(error)):
+        return True
+    *_, (file, _, _) = [("", 0, ""), *_calls(error.__traceback__)]
+    return isinstance(error, RuntimeError) and file.endswith(_COLLECTIVES)
 
 
 def _kinds(error: BaseException) -> tuple[str, ...]:

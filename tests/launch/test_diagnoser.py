@@ -15,9 +15,9 @@ from fft.launch.supervisor.culprit import Diagnoser, act
 from fft.operate.client import JobClient
 from fft.operate.diagnosis.plan import Culprit, Diagnosis, Findings, How
 from fft.operate.diagnosis.rounds import Report
-from fft.trace.blame import rollback
+from fft.trace.blame import Rollback
 
-RUN = [rollback(n, 3, "1/0#1", "1/0#1: ValueError: bad") for n in range(6)]
+RUN = [Rollback(n, 3, "1/0#1", "1/0#1: ValueError", frozenset({("1", 0)})) for n in range(6)]
 
 
 def diagnoser(directory: Path, after: int) -> Diagnoser:

@@ -303,7 +303,9 @@ def test_a_group_that_left_for_good_is_not_waited_for() -> None:
 
 def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
     def decided(n: int, kind: str, cause: str = "") -> bytes:
-        record = {"n": n, "kind": kind, "step": 4, "by": ["1", 0, 1], "cause": cause}
+        record: dict[str, Any] = {"n": n, "kind": kind, "step": 4, "by": ["1", 0, 1]}
+        record["cause"] = cause
+        record["accused"] = [["1", 0, 1]] if kind == "abort" else []
         return line(kind="transition", event={"type": "decision", "record": record})
 
     for name in ("g0r0i1", "g1r0i1"):  # both receive every message

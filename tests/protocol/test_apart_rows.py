@@ -362,7 +362,7 @@ def test_ready_group_waits_before_a_living_group_exceeds_the_bound() -> None:
         job.settle()
     assert {job.node(g).state for g in "01"} == {"INIT"}
     assert job.node("0").local.awaits == {"2"}
-    assert "held for 2 (at step 1)" in job.node("0").local.cause
+    assert "held for 2 (at step 1)" in job.node("0").local.cause.text
     ask(job, "2")
     job.step()
     assert job.head is not None and job.head.step == 3

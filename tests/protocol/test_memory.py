@@ -9,6 +9,7 @@ import pytest
 from cluster import Node
 from jobs import Job
 
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import ReadHead
 from fft.messages.protocol import (
     Ballot,
@@ -79,9 +80,9 @@ def test_outside_of_every_epoch_nothing_of_the_last_one_counts() -> None:
         stopped={STRANGER: Token(9, 9)},
         ready={STRANGER: 9},
         proposed=True,
-        cause="an old one",
+        cause=Cause(CauseCode.DIED, "an old one"),
     )
-    assert held.epoch is None and held.vote is None and not held.proposed and held.cause == ""
+    assert held.epoch is None and held.vote is None and not held.proposed and held.cause == NO_CAUSE
     assert (held.joining, held.stopped, held.ready) == (frozenset(), {}, {})
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Callable
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -59,6 +60,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if hasattr(kind, "_fields") or dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind, vars(messages), include_extras=True)
         return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return st.sampled_from(kind)
     return {str: st.text(max_size=20), int: st.integers(), bool: st.booleans()}[kind]
 
 

@@ -9,6 +9,7 @@ import pytest
 from cluster import Node
 from jobs import Job
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import ClearTimers, Finish, SetTimer
 from fft.messages.protocol import (
     Ack,
@@ -40,6 +41,12 @@ def clean(job: Job) -> list[Finding]:
 def error_of(node: Node) -> tuple[str | None, str]:
     assert node.finished is not None, f"{node.peer} is still in {node.state}"
     return node.finished.error, node.finished.reason
+
+
+def why(job: Job, number: int) -> tuple[CauseCode, list[str]]:
+    """Return the code of a record of the register, and whom it accuses."""
+    record = job.history[number]
+    return record.code, [str(peer) for peer in record.accused]
 
 
 # --- the txn --------------------------------------------------------------------------------------
@@ -79,6 +86,7 @@ def test_a_fault_on_one_rank_aborts_on_all() -> None:
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"]
     assert "1/1#1: out of memory" in job.history[1].cause
+    assert why(job, 1) == (CauseCode.STEP_FAILED, ["1/1#1"])
     assert job.fetches() == {} and clean(job) == []
 
 
@@ -122,6 +130,7 @@ def test_votes_with_mismatched_manifests_cannot_commit() -> None:
     assert job.kinds() == ["epoch", "abort", "epoch"]
     assert "manifests do not fit together (" in job.history[1].cause
     assert "0/0#1: 1x/4B" in job.history[1].cause and "1/0#1: 2x/8B" in job.history[1].cause
+    assert why(job, 1) == (CauseCode.MANIFESTS_DIFFER, [])
     assert clean(job) == []
 
 
@@ -144,6 +153,8 @@ def test_a_rank_without_reductions_cannot_vote_yes() -> None:
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
     assert "a step that reduced nothing must not be committed" in job.history[1].cause
+    (accused,) = job.history[1].accused
+    assert (job.history[1].code, accused) == (CauseCode.TOO_FEW_REDUCTIONS, job.history[1].by)
 
 
 def test_a_vote_without_reductions_counts_where_the_policy_says_so() -> None:
@@ -163,6 +174,7 @@ def test_silence_after_a_yes_aborts_by_the_window() -> None:
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"]
     assert "no decision in time" in job.history[1].cause
+    assert why(job, 1) == (CauseCode.NO_DECISION, [])
     job.step()
     assert job.steps() == {1} and clean(job) == []
 
@@ -423,6 +435,8 @@ def test_apply_that_fails_after_commit_heals_that_rank_from_a_peer(ranks: int) -
     job.step()
     assert job.kinds() == ["epoch", "commit", "commit", "abort", "epoch"]
     assert "optimizer step failed after COMMIT: cuda error" in job.history[3].cause
+    assert job.history[3].code == CauseCode.UPDATE_FAILED
+    assert job.history[3].accused == (job.history[3].by,)
     assert job.fetches() == {str(victim.peer): 1} and job.steps() == {2}
     job.step()
     assert job.steps() == {3} and len({n.local.lineage for n in job.live()}) == 1
@@ -522,6 +536,7 @@ def test_a_death_notice_rolls_back_and_goes_on_without_the_dead() -> None:
     job.settle()
     assert job.kinds() == ["epoch", "commit", "abort", "epoch"]
     assert "1/0#1 died" in job.history[2].cause and "(seen by sim)" in job.history[2].cause
+    assert why(job, 2)[0] == CauseCode.DIED and "1/0#1" in why(job, 2)[1]
     job.step()
     assert job.steps() == {2} and job.fetches() == {}
     assert job.head is not None and job.head.cursor == 3 + 2, "its share is not lost with it"
@@ -664,6 +679,7 @@ def test_a_member_that_stops_by_its_own_word_is_not_waited_for() -> None:
     job.settle()
     assert error_of(job.node("1")) == (None, "user asked")
     assert "1/0#1 left: user asked" in job.history[1].cause
+    assert why(job, 1) == (CauseCode.LEFT, ["1/0#1"])
     job.step()
     assert job.steps() == {1} and clean(job) == []
 
@@ -978,6 +994,7 @@ def test_member_that_misses_the_barrier_is_excluded_from_the_next_epoch() -> Non
                 job.deliver(node)
     assert a.state == b.state == "NORMAL" and len(job.history[-1].members) == 2
     assert "not in the barrier in time: 2/0#1" in job.history[-2].cause
+    assert why(job, -2) == (CauseCode.ABSENT, ["2/0#1"])
 
 
 # --- the coordinator ------------------------------------------------------------------------------
@@ -1067,6 +1084,7 @@ def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
     job.fire("ready_window")
     job.settle()
     assert f"no word from {a.peer} that all are in the barrier" in job.history[3].cause
+    assert why(job, 3) == (CauseCode.NO_BEGIN, [str(a.peer)])
     for _ in range(2):
         job.fire("ack_window")
         job.settle()

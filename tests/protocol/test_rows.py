@@ -17,6 +17,7 @@ import pytest
 from cluster import Node
 from jobs import HSDP, Job, calm
 
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.protocol import (
     Ballot,
     BusDown,
@@ -638,6 +639,7 @@ def data_that_differ() -> Job:
     job.settle()
     abort = next(r for r in job.history if r.kind == "abort")
     assert "the ranks have drawn different data (a on 0/0#1; b on 1/0#1)" in abort.cause
+    assert abort.why == Cause(CauseCode.DATA_DIFFERS, abort.cause)
     return job
 
 
@@ -658,6 +660,7 @@ def a_skip_that_does_not_fit() -> Job:
     job.settle()
     abort = next(r for r in job.history if r.kind == "abort")
     assert abort.skip and "the user skipped this step on 0/0#1; the votes'" in abort.cause
+    assert abort.why == Cause(CauseCode.SKIPPED, abort.cause)
     return job
 
 

@@ -23,6 +23,7 @@ from fft.launch import script_runner
 from fft.util import pidfd
 from fft.util.die_with_parent import tied
 from fft.util.error_places import Place
+from fft.util.errors import JobEnded
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class Child:
     @property
     def came_too_late(self) -> bool:
         """Whether it returned after all others had left, as after a hang; valid after `reap`."""
-        return self.last_words is not None and self.last_words.type == "JobEnded"
+        return self.last_words is not None and self.last_words.is_a(JobEnded)
 
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
@@ -182,7 +183,7 @@ class Child:
     def last_said(self) -> str:
         """Return its traceback, or the last lines of its log if there is none or on SystemExit."""
         words = self.last_words
-        if words is None or words.type == "SystemExit":
+        if words is None or words.is_a(SystemExit):
             return self._last_lines()
         return words.text.rstrip()
 

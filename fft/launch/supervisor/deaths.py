@@ -108,7 +108,7 @@ class Deaths:
 
     def _note(self, child: Child, group: Group, view: JobView) -> None:
         seen = _seen(child, group, view)
-        is_injected = seen is not None and seen.fault.startswith("planned: ")
+        is_injected = seen is not None and seen.is_injected
         is_known = child.was_killed or child.pid in self.suspected or child.was_asked
         is_odd = child.left_early or (child.code or 0) < 0
         if seen is None or is_known or is_injected or not is_odd:
@@ -164,7 +164,7 @@ class Deaths:
         if child.code != -signal.SIGKILL:
             return text
         seen = _seen(child, group, view)
-        if seen is not None and seen.fault.startswith("planned: "):
+        if seen is not None and seen.is_injected:
             return f"{text}, an injected fault"
         return f"{text}, possibly out of memory (see `dmesg`)"
 

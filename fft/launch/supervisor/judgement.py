@@ -13,7 +13,7 @@ from fft.launch.supervisor.mistakes import Mistake, is_the_scripts
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
-from fft.util.errors import NotEnoughGroups
+from fft.util.errors import NoState, NotEnoughGroups
 
 NO_TRANSACTIONS = (
     "the groups train alone, without each other and without fault tolerance: use "
@@ -139,7 +139,7 @@ class Judgement:
         """
         lines, excused, remarks = self._ends(view, is_over)
         words = [child.last_words for group in self.groups for child in group.children]
-        was_needed = any(w is not None and w.type == NotEnoughGroups.__name__ for w in words)
+        was_needed = any(w is not None and w.is_a(NotEnoughGroups) for w in words)
         early = filter(None, (_left_early(group, view, was_needed) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
@@ -149,7 +149,7 @@ class Judgement:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
         elif self.asked_to_end and not (lines or remarks):
             remarks.append(f"{self.what_ended} was asked to end before it had committed a step")
-        if any(each is not None and each.type == "NoState" for each in words):
+        if any(each is not None and each.is_a(NoState) for each in words):
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))

@@ -13,14 +13,18 @@ from typing import Literal
 
 from fft.launch.supervisor.config import RunConfig
 from fft.util.error_places import Place
-from fft.util.errors import NotEnoughGroups
+from fft.util.errors import (
+    FftError,
+    NotEnoughGroups,
+    OtherSettings,
+    UnequalData,
+    UnlikeGroups,
+)
 
 _UNLIKE = {
-    "UnlikeGroups": "all groups must train the same model",
-    "OtherSettings": "all groups must be set up alike",
+    UnlikeGroups: "all groups must train the same model",
+    OtherSettings: "all groups must be set up alike",
 }
-_UNEQUAL_DATA = "UnequalData"
-"""Class of the error that ranks raise after they have drawn different data."""
 _UNFIT = frozenset({"UnfitCheckpoint", "StateMismatch"})
 """Classes of errors that recur in every group that begins with this checkpoint."""
 _NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
@@ -50,9 +54,9 @@ def is_the_scripts(error: Place | None) -> bool:
     """
     if error is None:
         return False
-    if error.item or error.type == _UNEQUAL_DATA:
+    if error.item or error.is_a(UnequalData):
         return True
-    return not error.may_pass and "FftError" not in error.kinds
+    return not error.may_pass and not error.is_a(FftError)
 
 
 class Mistakes:
@@ -79,22 +83,23 @@ class Mistakes:
             The mistake, or None if a restart may help.
         """
         before = self._errors.pop(group, None)
-        if error is not None and error.type == _UNEQUAL_DATA:
+        if error is not None and error.is_a(UnequalData):
             return Mistake("job", "all ranks must draw the same data", error)
         if error is not None and error.item:
             return self._unreadable(group, error, before)
-        if error is not None and job_committed and error.type == NotEnoughGroups.__name__:
+        if error is not None and job_committed and error.is_a(NotEnoughGroups):
             return Mistake("group", "the others have left, or have not come back in time", error)
-        if error is None or error.may_pass or (job_committed and error.type == "SystemExit"):
+        if error is None or error.may_pass or (job_committed and error.is_a(SystemExit)):
             return None
         self._errors[group] = error
         again = before is not None and before.signature == error.signature
         alike = {g for g, e in self._errors.items() if e.signature == error.signature}
-        if (reason := _UNLIKE.get(error.type)) is not None:
-            return Mistake("group" if job_committed else "job", reason, error)
+        for kind, reason in _UNLIKE.items():
+            if error.is_a(kind):
+                return Mistake("group" if job_committed else "job", reason, error)
         if not job_committed:
-            reason = self._before_the_first_commit(error, again, len(alike))
-            return None if reason is None else Mistake("job", reason, error)
+            why = self._before_the_first_commit(error, again, len(alike))
+            return None if why is None else Mistake("job", why, error)
         if self._all == 1:
             return Mistake("job", "no other group has the state to continue with", error)
         if len(alike) > 1:

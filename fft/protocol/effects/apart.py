@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Broadcast, Effect, Tell
 from fft.messages.protocol import Event, Here, Join
 from fft.protocol import apart
@@ -15,7 +16,7 @@ from fft.protocol.state import Config, Local, hello
 @action
 def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Leave the epoch; requests to join that have arrived meanwhile stay valid."""
-    s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
+    s.epoch, s.vote, s.proposed, s.cause = None, None, False, NO_CAUSE
     s.stopped, s.ready = {}, {}
     assert s.head is not None, "it ended an epoch"
     s.token = s.head.token
@@ -43,7 +44,7 @@ def note_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Record which groups are waited for, and why."""
     away = apart.awaited(s, c)
     s.awaits = apart.names(away)
-    s.cause = apart.in_words(s, c, away)
+    s.cause = Cause(CauseCode.AWAITED, apart.in_words(s, c, away))
     return ()
 
 

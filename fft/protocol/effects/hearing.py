@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Effect
 from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
 from fft.protocol.apart import standing
@@ -75,7 +76,9 @@ def note_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Stop waiting for a participant that leaves on its own account."""
     assert isinstance(event, Leave)
     s.dead |= {event.peer}
-    s.cause = s.cause or f"{event.peer} left: {event.cause}"
+    if not s.cause.text:
+        text = f"{event.peer} left: {event.cause}"
+        s.cause = Cause(CauseCode.LEFT, text, (event.peer,))
     return ()
 
 
@@ -91,8 +94,9 @@ def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the death of a member as the cause of the rollback."""
     assert isinstance(event, Death)
-    names = ", ".join(map(str, sorted(set(peers_meant(s, event)))))
-    s.cause = f"{names} died: {event.cause} (seen by {event.by})"
+    dead = tuple(sorted(set(peers_meant(s, event))))
+    text = f"{', '.join(map(str, dead))} died: {event.cause} (seen by {event.by})"
+    s.cause = Cause(CauseCode.DIED, text, dead)
     return ()
 
 
@@ -111,8 +115,10 @@ def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     known = set(member_peers(s)) | {p for each in standing(s) for p in each.entry.peers()}
     suspected = (set(peers_meant(s, event)) & known) - {c.me}
     s.suspected |= suspected
-    names = ", ".join(map(str, sorted(suspected)))
-    s.cause = f"{names} is suspected: {event.cause} (seen by {event.by})"
+    accused = tuple(sorted(suspected))
+    names = ", ".join(map(str, accused))
+    text = f"{names} is suspected: {event.cause} (seen by {event.by})"
+    s.cause = Cause(CauseCode.SUSPECTED, text, accused)
     return ()
 
 
@@ -121,7 +127,8 @@ def note_stuck(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Report the main thread as stalled until it has returned from the rollback."""
     assert isinstance(event, Suspect)
     s.stuck = True
-    s.cause = f"{c.me} hangs: {event.cause} (seen by {event.by})"
+    text = f"{c.me} hangs: {event.cause} (seen by {event.by})"
+    s.cause = Cause.of_own(c.me, CauseCode.HANG, text)
     return ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import AbortGroups, CancelFutures, Effect, Heal, Restore
 from fft.messages.protocol import Decision, Event, Healed, HealFailed, Restored, Token
 from fft.protocol.apart import own_lease
@@ -23,13 +24,13 @@ from fft.protocol.state import (
 @action
 def cancel_futures(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Fail the pending futures of the txn."""
-    yield CancelFutures(s.cause)
+    yield CancelFutures(s.cause.text)
 
 
 @action
 def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Abort the process groups of the epoch."""
-    yield AbortGroups(s.cause)
+    yield AbortGroups(s.cause.text)
 
 
 @action
@@ -50,7 +51,7 @@ def note_unwound(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_failure(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember why healing failed or the state could not be restored."""
     assert isinstance(event, HealFailed | Restored)
-    s.cause = event.cause
+    s.cause = Cause.of_own(c.me, event.code, event.cause)
     return ()
 
 
@@ -80,15 +81,18 @@ def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def note_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the members that have not entered the barrier as the cause."""
-    absent = set(member_peers(s)) - in_barrier(s)
-    s.cause = f"not in the barrier in time: {', '.join(map(str, sorted(absent)))}"
+    absent = tuple(sorted(set(member_peers(s)) - in_barrier(s)))
+    text = f"not in the barrier in time: {', '.join(map(str, absent))}"
+    s.cause = Cause(CauseCode.ABSENT, text, absent)
     return ()
 
 
 @action
 def note_no_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the coordinator's silence as the cause: it neither ended the barrier nor the epoch."""
-    s.cause = f"no word from {coordinator(s)} that all are in the barrier"
+    silent = coordinator(s)
+    text = f"no word from {silent} that all are in the barrier"
+    s.cause = Cause(CauseCode.NO_BEGIN, text, tuple(filter(None, [silent])))
     return ()
 
 
@@ -151,7 +155,7 @@ def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Leave the epoch, keeping the state."""
-    s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
+    s.epoch, s.vote, s.proposed, s.cause = None, None, False, NO_CAUSE
     s.joining, s.reforming = frozenset(), frozenset()
     s.stopped, s.ready = {}, {}
     assert s.head is not None, "only a newer head fences"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Decide, Effect, ReadHead
 from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
 from fft.protocol import apart
@@ -41,7 +42,7 @@ def take_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_its_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take over the cause that the last decision names."""
     assert s.head is not None, "it is decided"
-    s.cause = s.head.cause
+    s.cause = s.head.why
     return ()
 
 
@@ -93,8 +94,17 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
 def abort_record(s: Local, c: Config) -> Record:
     """Return an ABORT of the current txn."""
     assert s.head is not None
-    cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
-    return _successor(s, c, kind="abort", step=s.head.step, cause=cause, skip=s.skip)
+    why = s.cause if s.cause.text else Cause(CauseCode.NO_DECISION, "no decision in time")
+    return _successor(
+        s,
+        c,
+        kind="abort",
+        step=s.head.step,
+        cause=f"{c.me}: {why.text}"[:2000],
+        code=why.code,
+        accused=why.accused,
+        skip=s.skip,
+    )
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
@@ -168,7 +178,8 @@ def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the replicas whose states differ as the cause."""
     assert isinstance(event, Ballot)
-    s.cause = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
+    text = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
+    s.cause = Cause(CauseCode.REPLICAS_DIFFER, text)
     return ()
 
 
@@ -179,7 +190,7 @@ def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     odd = odd_ones(event.votes)
     assert odd is not None, "the row is guarded by odd_ones_known"
     s.proposed = True
-    yield Decide(s.head, replace(abort_record(s, c), odd=odd))
+    yield Decide(s.head, replace(abort_record(s, c), odd=odd, accused=odd))
 
 
 @action

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import Broadcast, Decide, Effect
 from fft.messages.protocol import Ballot, Decision, Event, Record
 from fft.protocol.effects.base import action
@@ -20,7 +21,7 @@ from fft.protocol.state import Config, Local
 def _unwritten(s: Local, record: Record) -> Record:
     assert s.epoch is not None, "a txn exists only in an epoch"
     # Without a register no author wins: equal decisions of different authors must be equal.
-    return replace(record, by=s.epoch.by, cause="")
+    return replace(record, by=s.epoch.by, cause="", code=CauseCode.NONE, accused=())
 
 
 def _assume(s: Local, record: Record) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
-from fft.protocol.equality import UNEQUAL_DATA, unequal_data
+from fft.protocol.equality import unequal_data
 from fft.protocol.flow import is_last, may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -43,7 +44,7 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
 
 
 def _open(s: Local) -> None:
-    s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
+    s.vote, s.proposed, s.skip, s.cause = None, False, False, NO_CAUSE
 
 
 @action
@@ -103,7 +104,8 @@ def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember why this rank cannot complete the txn; this is not a skip."""
     assert isinstance(event, Fault | Prepared)
     s.skip = False
-    s.cause = event.cause or s.cause
+    if event.cause:
+        s.cause = Cause.of_own(c.me, event.code, event.cause)
     return ()
 
 
@@ -111,7 +113,8 @@ def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember that the user skips the step on this rank."""
     s.skip = True
-    s.cause = "the user skipped this step here, before its reductions"
+    text = "the user skipped this step here, before its reductions"
+    s.cause = Cause(CauseCode.SKIPPED, text)
     return ()
 
 
@@ -119,10 +122,11 @@ def note_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the number of reductions that a YES needs as the cause."""
     assert isinstance(event, Prepared)
-    s.cause = (
+    text = (
         f"{event.manifest.count} gradient reductions in this txn, but a YES needs "
         f"{c.min_reductions}: a step that reduced nothing must not be committed"
     )
+    s.cause = Cause.of_own(c.me, CauseCode.TOO_FEW_REDUCTIONS, text)
     return ()
 
 
@@ -131,7 +135,8 @@ def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the manifests that do not match as the cause."""
     assert isinstance(event, Ballot)
     counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in event.votes)
-    s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
+    text = f"the votes' manifests do not fit together ({counts})"[:1900]
+    s.cause = Cause(CauseCode.MANIFESTS_DIFFER, text)
     return ()
 
 
@@ -139,7 +144,8 @@ def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the ranks that have drawn different data as the cause."""
     assert isinstance(event, Ballot)
-    s.cause = f"{UNEQUAL_DATA} ({unequal_data(event.votes)})"[:1900]
+    text = f"the ranks have drawn different data ({unequal_data(event.votes)})"[:1900]
+    s.cause = Cause(CauseCode.DATA_DIFFERS, text)
     return ()
 
 
@@ -149,7 +155,8 @@ def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Ballot)
     skipping = ", ".join(str(v.peer) for v in event.votes if v.skip)
     s.skip = True
-    s.cause = f"the user skipped this step on {skipping}; {s.cause}"[:1900]
+    text = f"the user skipped this step on {skipping}; {s.cause.text}"[:1900]
+    s.cause = Cause(CauseCode.SKIPPED, text)
     return ()
 
 
@@ -188,7 +195,8 @@ def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, ApplyFailed)
     s.lineage, s.lease = "", None
     s.vote, s.skip = None, False
-    s.cause = f"optimizer step failed after COMMIT: {event.cause}"
+    text = f"optimizer step failed after COMMIT: {event.cause}"
+    s.cause = Cause.of_own(c.me, CauseCode.UPDATE_FAILED, text)
     return ()
 
 

@@ -215,5 +215,5 @@ def decided(move: Move) -> Iterator[Claim]:
             or told
             or fenced
             or isinstance(move.event, Stop),
-            f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",
+            f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause.text}",
         )

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from fft.bus import BusError, open_job_bus
 from fft.engine.loop import Command, Engine
+from fft.messages.causes import CauseCode
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
@@ -53,7 +54,7 @@ from fft.train.main_thread import MainThread
 from fft.train.participation import Participation, bus_url
 from fft.train.rank_state import RankState
 from fft.train.reductions import ManifestBuilder
-from fft.train.reported import error_of, text_of
+from fft.train.reported import code_of, error_of, text_of
 from fft.train.settings import Settings
 from fft.train.state.step_state import StepState, TornState
 from fft.train.watchers import Watchers
@@ -229,10 +230,10 @@ class InnerScope:
         """Whether the step that is open here is void by the word of an engine."""
         return self._engine.superseded() or self._job_speaks()
 
-    def fail(self, cause: str, source: str) -> None:
+    def fail(self, cause: str, code: CauseCode, source: str) -> None:
         """The body is over without a vote: all ranks of the group roll the step back."""
         self._thread.leaves("computing", "unwound")
-        self._engine.post(Fault(self._token, cause, source))
+        self._engine.post(Fault(self._token, cause, code, source))
 
     def vote(self, attempt: Attempt, skip: bool) -> None:
         """Vote for the step, and carry out the decision, unless the job speaks before it comes:
@@ -269,13 +270,14 @@ class InnerScope:
     def _refuse_txn(self, command: StartTxn) -> None:
         """The shard group was aborted since it was built: build it anew, by a rollback."""
         self._token = command.token
-        self.fail("the shard group was aborted with the job's txn", "job")
+        text = "the shard group was aborted with the job's txn"
+        self.fail(text, CauseCode.SCOPE_RESET, "job")
 
     def _restore(self, command: Restore) -> None:
         assert self._own is not None, "the job was joined"
         step = self._step()
         self._attempt = None
-        self._groups.unwind_shard(command.cause, self._watchers.waiting())
+        self._groups.unwind_shard(command.cause.text, self._watchers.waiting())
         self._state.updates.forget()
         try:
             if step.captured:
@@ -297,7 +299,8 @@ class InnerScope:
         except Exception as error:  # noqa: BLE001 - the engine hears of it, and tries again
             logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
             self._job.note_error(error)
-            self._own.say(HealFailed(epoch, text_of(error)))
+            code = code_of(error, own=CauseCode.EPOCH_FAILED)
+            self._own.say(HealFailed(epoch, text_of(error), code=code))
             return
         if unlike := {rank: note for rank, note in notes.items() if note != mine}:
             self._begin_anew(f"this rank stands at {mine}, others of its group at {unlike}")
@@ -313,7 +316,7 @@ class InnerScope:
             self._groups.abort_shard("the update of an inner step has failed on this rank")
             assert self._plan is not None, "a txn of the job is open"
             text = "the update of an inner step has failed; its group begins anew"
-            self._job.post(Fault(self._plan.token, text, "inner"))
+            self._job.post(Fault(self._plan.token, text, CauseCode.SCOPE_RESET, "inner"))
         if self._thread.leaves("applying", "applied"):
             self._engine.post(Applied(self._engine.local.token))
 

@@ -16,7 +16,7 @@ from fft.train.data.drawn import Drawn
 from fft.train.interrupt import Interrupted
 from fft.train.periodic.inner_scope import InnerScope
 from fft.train.process_group import GroupAborted
-from fft.train.reported import text_of
+from fft.train.reported import code_of, text_of
 from fft.train.state.step_state import TornState
 from fft.train.transaction import Transaction
 from fft.train.unsafe_places import guarded
@@ -227,7 +227,7 @@ class SharedInnerTransaction(InnerTransaction):
         """The body has failed, or was interrupted: the group rolls the step back."""
         periodic, is_void = self._periodic, self._inner.is_rolled_back
         text = text_of(error)
-        self._inner.fail(text, type(error).__name__)
+        self._inner.fail(text, code_of(error), type(error).__name__)
         periodic.watchers.txn_ended(committed=False)
         self._note("inner_abort", cause=text)
         if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):

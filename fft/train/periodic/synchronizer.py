@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torchft.manager import WorldSizeMode
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
 from fft.protocol.apart import is_brought
@@ -245,7 +246,8 @@ class Synchronizer(ABC):
         job = self._manager._parts.job
         job.note("inner_torn", {"token": list(plan.token), **at, "cause": cause})
         if self.is_launched:  # what is being reduced is void
-            job.post(Fault(plan.token, f"a group begins anew: {cause}", "inner"))
+            text = f"a group begins anew: {cause}"
+            job.post(Fault(plan.token, text, CauseCode.SCOPE_RESET, "inner"))
         self.start_over()
         self.lease = plan.lease
 

@@ -1,0 +1,83 @@
+"""Causes of rollbacks: a code that code acts on, and a text for people. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from fft.messages.identities import Peer
+
+_MOST_ACCUSED = 32
+"""Maximum number of accused participants; more of them are no evidence against any single one."""
+
+
+class CauseCode(StrEnum):
+    """Kinds of causes; docs/reference/causes.md documents each of them."""
+
+    NONE = "none"
+    STEP_FAILED = "step_failed"
+    COLLECTIVE_FAILED = "collective_failed"
+    HANG = "hang"
+    UPDATE_FAILED = "update_failed"
+    STATE_LOST = "state_lost"
+    EPOCH_FAILED = "epoch_failed"
+    TOO_FEW_REDUCTIONS = "too_few_reductions"
+    DIED = "died"
+    SUSPECTED = "suspected"
+    LEFT = "left"
+    ABSENT = "absent"
+    NO_BEGIN = "no_begin"
+    NO_DECISION = "no_decision"
+    MANIFESTS_DIFFER = "manifests_differ"
+    DATA_DIFFERS = "data_differs"
+    REPLICAS_DIFFER = "replicas_differ"
+    SKIPPED = "skipped"
+    NO_LIGHTHOUSE_QUORUM = "no_lighthouse_quorum"
+    SCOPE_RESET = "scope_reset"
+    AWAITED = "awaited"
+
+    @property
+    def accuses_proposer(self) -> bool:
+        """Whether the cause is evidence against the rank that reports it about itself."""
+        return self in _OF_THE_PROPOSER
+
+
+_OF_THE_PROPOSER = frozenset(
+    {
+        CauseCode.STEP_FAILED,
+        CauseCode.HANG,
+        CauseCode.UPDATE_FAILED,
+        CauseCode.STATE_LOST,
+        CauseCode.EPOCH_FAILED,
+        CauseCode.TOO_FEW_REDUCTIONS,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The cause of a rollback or a wait, as a participant knows it.
+
+    Attributes:
+        code: Its kind; the only part that decisions may depend on, besides ``accused``.
+        text: Description for logs, traces and error messages; may be empty.
+        accused: Participants that the cause is evidence against; empty if it accuses none.
+    """
+
+    code: CauseCode = CauseCode.NONE
+    text: str = ""
+    accused: tuple[Peer, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.accused) > _MOST_ACCUSED:
+            object.__setattr__(self, "accused", ())
+
+    @classmethod
+    def of_own(cls, me: Peer, code: CauseCode, text: str) -> Self:
+        """Return a cause that the participant ``me`` reports about itself."""
+        return cls(code, text, (me,) if code.accuses_proposer else ())
+
+
+NO_CAUSE = Cause()
+"""No cause is known."""
