@@ -1,1 +1,1 @@
-"""Which items a rank takes, and what loads them."""
+"""The items that a rank takes, and the loaders that provide them."""

@@ -1,4 +1,4 @@
-"""A copy of a batch for the body, so that a replay finds the batch as it was loaded."""
+"""Copy a batch for the step function, so that a replay gets the batch as it was loaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Memo = dict[int, Any]
 
 
 def copied(batch: Any) -> Any:
-    """A batch that shares nothing with ``batch`` which a body could change.
+    """Copy a batch, so that the step function cannot change the original.
 
-    Tensors, arrays and the built-in containers are copied here; of a pinned tensor the copy is
-    pinned. Everything else by ``copy.deepcopy``. What is twice in a batch is one object in the
-    copy, too.
+    Tensors, arrays and the built-in containers are copied here, and the copy of a pinned tensor is
+    pinned. All other objects are copied by ``copy.deepcopy``. An object that occurs twice in the
+    batch is one object in the copy as well.
 
     Raises:
-        DataError: something cannot be copied; names its place and type.
+        DataError: An object cannot be copied; the message names its place and type.
     """
     return _copied(batch, "batch", {})
 

@@ -1,9 +1,9 @@
-"""Digests of batches, so that ranks that must draw the same data can compare what they drew.
+"""Digests of batches, by which ranks that must draw the same data compare their batches.
 
 A digest covers types, shapes and values. Tensors and arrays of up to `WHOLE_BYTES` are read in
-full; of a larger one `SAMPLES` evenly spaced elements are read, so the cost is bounded whatever the
-size of a batch. A masked array counts by its mask and the data that the mask leaves visible.
-Objects of unknown classes count by the name of their class.
+full. From larger ones at most `SAMPLES` evenly spaced elements are read, which bounds the cost. A
+masked array enters by its mask and the visible data. Objects of unknown classes enter by the names
+of their classes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import numpy as np
 import torch
 
 WHOLE_BYTES = 64 * 1024
-"""Bytes of a tensor or an array that is read in full."""
+"""Maximum size, in bytes, of a tensor or an array that is read in full."""
 SAMPLES = 2048
-"""Elements that are read of a larger one."""
+"""Maximum number of elements read from a larger one."""
 MOST_IDS = 4096
-"""Ids of a batch that are traced."""
+"""Maximum number of ids of a batch that are traced."""
 _PLAIN = (bool, int, float, complex, type(None), np.generic)
 _DEPTH = 16
-"""Levels of nested containers that are read."""
+"""Maximum number of levels of nested containers that are read."""
 
 
 def digest_of(batch: Any, identify: Callable[[Any], Any] | None = None) -> str:
-    """Digest of ``batch``, equal in all processes that hold equal data.
+    """Return a digest of ``batch`` that is equal in all processes with equal data.
 
     Args:
-        batch: tensors, arrays, strings and numbers in any nesting of containers.
-        identify: ``batch`` → what identifies it, such as its sample ids; None: the whole batch.
+        batch: Tensors, arrays, strings and numbers in any nesting of containers.
+        identify: Returns the identity of a batch, such as its sample ids, which is then digested
+            instead of the whole batch.
 
     Returns:
         16 hexadecimal digits.
@@ -45,10 +46,13 @@ def digest_of(batch: Any, identify: Callable[[Any], Any] | None = None) -> str:
 
 
 def ids_of(identity: Any) -> list[int] | list[str] | None:
-    """The ids in what identifies a batch, for the trace; None: it is no list of them, or too long.
+    """Return the ids in the identity of a batch, for the trace.
 
     Args:
-        identity: an integer or a string, or several in a tensor, an array, a list or a tuple.
+        identity: An integer or a string, or several in a tensor, an array, a list or a tuple.
+
+    Returns:
+        The ids, or None if ``identity`` has another form or more than `MOST_IDS` ids.
     """
     if isinstance(identity, torch.Tensor | np.ndarray):
         identity = identity.reshape(-1).tolist() if math.prod(identity.shape) <= MOST_IDS else None
@@ -61,15 +65,15 @@ def ids_of(identity: Any) -> list[int] | list[str] | None:
 
 
 def combined(digests: list[str]) -> str:
-    """One digest of several, in their order."""
+    """Combine several digests, in their order, into one."""
     return hashlib.blake2b("/".join(digests).encode(), digest_size=8).hexdigest()
 
 
 def runs_no_code(data: Any) -> bool:
-    """Return whether no code of the user runs when ``data`` is indexed, so all reads are alike.
+    """Return whether indexing ``data`` runs no code of the user, so that all reads are equal.
 
-    A dataset with code may augment its samples by a generator of its own. Two equal reads do not
-    prove that it does not.
+    A dataset with code may augment its samples with a generator of its own, which two equal reads
+    do not exclude.
     """
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
@@ -182,5 +186,5 @@ def _add_array(put: Callable[[bytes], None], array: np.ndarray[Any, Any], depth:
 
 
 def _stride(elements: int) -> int:
-    """The distance between two sampled elements: odd, so that it meets all columns of a row."""
+    """Return the distance between two sampled elements; it is odd, to reach all columns."""
     return -(-elements // SAMPLES) | 1

@@ -1,4 +1,4 @@
-"""What one attempt at a step takes of the data, and what there is to say of it. Pure."""
+"""The input of one attempt at a step, with its position in the data. Pure."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ class Drawn:
     """The input of one attempt."""
 
     batch: Any
-    """A copy: the body may do with it what it likes."""
+    """A copy, which the step function may change."""
     is_last: bool
     """There are no items for another txn of all groups."""
     waited_ms: float
-    """For the input of this step, by all attempts at it so far; the copy included."""
+    """Time spent on the input of this step in all attempts so far, including the copy."""
     slice: int | None
-    """Number of the slice of the data that it is a part of; None: it does not count."""
+    """Number of the batch's slice of the data, or None if the batch does not count."""
     item: int
     """Number of the item of the data."""
     counted: DataEpochs | str = NO_DATA_EPOCHS
     """Data epochs of the loader, or the reason why there are none."""
     digest: str | None = None
-    """Digest of the data that all ranks must draw alike; None: it cannot be compared."""
+    """Digest of the data that must be equal on all ranks, or None if it cannot be compared."""
     shard: str = ""
-    """Name of the shard that the data are drawn from; empty: all ranks draw the same data."""
+    """Name of the shard that the data are drawn from; empty if all ranks draw the same data."""
 
     ids: list[int] | list[str] | None = None
-    """Ids of the samples, for the audit; None: they are not known."""
+    """Ids of the samples for the audit, or None if they are not known."""
     consumed: float | None = None
-    """Fraction of the data that is consumed with this txn; None: they have no known end."""
+    """Fraction of the data that is consumed with this txn, or None if the data have no known
+    end."""
 
     @property
     def progress(self) -> float:
@@ -75,7 +76,7 @@ class Drawn:
         return self.counted
 
     def in_words(self, step: int, peer: object) -> str:
-        """Which batch it is, for who looks for what was wrong with it; ``step``: of its txn."""
+        """Describe the batch in messages about a failure; ``step`` is that of its txn."""
         where = f"in the txn of step {step}, on {peer}"
         if self.slice is None:
             return f"{where}, with a batch that does not count"

@@ -1,10 +1,10 @@
-"""Loaders by item number, on torch's ``DataLoader``: workers load this rank's items only, ahead.
+"""Loaders by item number, on torch's ``DataLoader``: workers prefetch only this rank's items.
 
-torch's iterator asks a batch sampler what to load next. Here that is a `_Schedule`, which knows the
-items that are due if the members stay (`fft.train.data.source.Due`). It never ends: where there is
-nothing to load it asks for nothing, so one iterator, and its workers, live as long as the training.
-Answers carry their number. After a change of the members, answers that still fit are kept, others
-are dropped, and requests that are not yet begun are not loaded.
+torch's iterator asks a batch sampler for the next item to load. Here that is a `_Schedule`, which
+knows the items that are due if the members stay (`fft.train.data.source.Due`). It never ends: if
+there is nothing to load it sends an empty request, so one iterator and its workers live as long as
+the training. Answers carry their item number. After a change of the members, answers that still fit
+are kept, others are dropped, and workers skip obsolete requests that they have not begun.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fft.util.temp_dir import refuse_long_temp_dir
 logger = logging.getLogger(__name__)
 
 _ENDING_S = 1.0
-"""For a worker whose connection is closed to have ended."""
+"""Time for a worker to end after its connection was closed, in seconds."""
 _OPTIONS = (
     "num_workers",
     "prefetch_factor",
@@ -73,7 +73,7 @@ _REFUSED = {
 
 
 class _Schedule:
-    """The batch sampler: which item is asked for next."""
+    """The batch sampler, which decides the next item to request."""
 
     def __init__(
         self, samples: Callable[[int], list[int] | None], items: int | None, workers: int
@@ -81,11 +81,11 @@ class _Schedule:
         self.samples, self.items = samples, items
         self.due: Due | None = None
         self.asked: set[int] = set()
-        """Requests under way."""
+        """Numbers of open requests."""
         self.ready: dict[int, Answer] = {}
-        """Answers that came and are, or will be, taken."""
+        """Received answers that this rank takes now or later."""
         self._ahead = max(1, workers)
-        """Requests go to the workers in turn."""
+        """Number of requests until the same worker is asked again; torch asks them in turn."""
 
     def __iter__(self) -> _Schedule:
         return self
@@ -109,13 +109,13 @@ class _Schedule:
         return None if self.items is not None and number >= self.items else number
 
     def wants(self, number: int) -> bool:
-        """Whether this rank takes item ``number``, now or later, if the members stay."""
+        """Return whether this rank takes item ``number``, now or later, if the members stay."""
         due = self.due
         return due is not None and number >= due.number and (number - due.number) % due.step == 0
 
 
 class _Loader(Identified):
-    """What loaders by number have in common: a `DataSource` on torch's ``DataLoader``."""
+    """Base class of loaders by number: a `DataSource` on torch's ``DataLoader``."""
 
     in_any_order = True
 
@@ -136,7 +136,7 @@ class _Loader(Identified):
         if workers:
             refuse_long_temp_dir(f"{self._name} with num_workers={workers}")
         self._items = self.items_in_all = items
-        """Number of items, on all ranks and in all data epochs; None: without end."""
+        """Number of items, on all ranks and in all data epochs, or None if there is no end."""
         self._identity = identity
         self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None
         if self._window is not None:
@@ -160,7 +160,7 @@ class _Loader(Identified):
 
     def _make(self) -> tuple[_Schedule, DataLoader[Any]]:
         schedule = _Schedule(self._samples, self._items, self._workers)
-        # its own generator: torch draws a seed for the workers when they start
+        # a generator of its own, because torch draws a seed for the workers when they start
         own = torch.Generator().manual_seed(self._seed)
         made: DataLoader[Any] = DataLoader(
             self._reader,
@@ -172,13 +172,13 @@ class _Loader(Identified):
         return schedule, made
 
     def __getitem__(self, number: int) -> Any:
-        """Item ``number``, loaded by the calling thread."""
+        """Load item ``number`` on the calling thread."""
         return self._reader.read_here(Request(number, 1, self._samples(number)))
 
     # --- DataSource ---
 
     def open(self) -> None:
-        """Start the workers. They idle until it is known what is due."""
+        """Start the workers, which idle until the first `take`."""
         if self._iterator is None:
             if self._window is not None:
                 self._window.zero_()
@@ -189,10 +189,12 @@ class _Loader(Identified):
         return self._items is None or first + count <= self._items
 
     def take(self, due: Due) -> Any:
-        """Item ``due.number``: waits for it if it is not there yet.
+        """Return item ``due.number``, waiting until it is loaded.
 
-        Raises what the loading raised, with the number of the item; what torch's loader raises if a
-        worker has died, with the exit code, or ``timeout`` is over.
+        Raises:
+            Exception: The error of loading the item, with a note that names it. Or the error of
+                torch's loader if a worker has died, with a note on its exit code, or if
+                ``timeout`` has passed.
         """
         self.open()
         schedule = self._schedule
@@ -210,7 +212,7 @@ class _Loader(Identified):
                     forbid_retry(error)  # new workers would inherit the sockets of the job
                 for worker, code in self._dead_workers(error).items():
                     error.add_note(f"{self._name}: worker {worker} has ended, exit code {code}")
-                self.close()  # what was under way is lost
+                self.close()  # open requests are lost
                 raise
             if answer.number is None:
                 continue
@@ -224,25 +226,26 @@ class _Loader(Identified):
         return answer.value
 
     def _dead_workers(self, error: BaseException) -> dict[int, int]:
-        """Exit codes of workers that have ended, by their numbers."""
+        """Return the exit codes of workers that have ended, by their numbers."""
         workers = self._iterator._workers if self._workers > 0 else ()
-        if isinstance(error, OSError | EOFError):  # told by a connection, before it can be reaped
+        if isinstance(error, OSError | EOFError):  # the connection ends before the process
             ended = wait([w.sentinel for w in workers], _ENDING_S)
             for w in workers:
                 w.join(_ENDING_S if w.sentinel in ended else 0)
         return {i: w.exitcode for i, w in enumerate(workers) if not w.is_alive()}
 
     def export(self, first: int) -> Any:
-        """Only what tells equal loaders from others: any item can be had at any time."""
+        """Return only the settings that equal loaders share; items can be loaded in any order."""
         return self._identity
 
     def load(self, state: Any, first: int) -> None:
         same_data(self, self._identity, state)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Digest of the settings, and of a part of the data where each rank reads the same from it.
+        """Return a digest of the settings and, if possible, of a part of the data.
 
-        A rank reads only its own items, so the items of two ranks cannot be compared.
+        A rank reads only its own items, so the items of two ranks cannot be compared. The part is
+        one that every rank reads alike.
         """
         if self._fingerprint is None or self._fingerprint[0] is not self.identify:
             identity = sorted(self._identity.items())
@@ -251,7 +254,7 @@ class _Loader(Identified):
         return self._fingerprint[1]
 
     def _probe(self) -> str | None:
-        """Digest of a part of the data that all ranks can read; None: there is none."""
+        """Return a digest of a part of the data that all ranks can read, or None."""
         return None
 
     def close(self) -> None:
@@ -264,18 +267,18 @@ class _Loader(Identified):
 class CursorLoader(_Loader):
     """Batches of a map-style dataset by number, in an order that every group computes alike.
 
-    Item ``n`` is batch ``n % batches`` of data epoch ``n // batches``, which visits every sample
-    once in a new random order. Nothing needs to be transferred to a group that joins.
+    Item ``n`` is batch ``n % batches`` of data epoch ``n // batches``. A data epoch visits every
+    sample once in a new random order. A group that joins needs no state of the loader.
 
     Before each item the global generators of torch, numpy and random are seeded from (seed, item
-    number), so an item with random augmentation has the same bits however often it is loaded, and
-    by whichever process. (Generators that the dataset creates itself are not seeded.) On the main
-    thread the generators are restored afterwards.
+    number). So an item with random augmentation has the same bits each time and in each process
+    that loads it. Generators that the dataset creates itself are not seeded. On the main thread the
+    generators are restored afterwards.
 
     Args:
-        dataset: ``len()`` and ``[index]``; ``__getitems__`` is used if it is there.
-        batch_size: samples per item, that is, for one rank in one step.
-        seed: equal on all ranks.
+        dataset: An object with ``len()`` and ``[index]``; ``__getitems__`` is used if it exists.
+        batch_size: Number of samples per item, that is, for one rank in one step.
+        seed: Seed of the order and of the generators; equal on all ranks.
         data_epochs: Number of data epochs after which the data end, or None for no end.
         sampler: An iterable of sample indexes with ``len()``, such as torch's
             ``WeightedRandomSampler``. It gives the order of the samples in one data epoch, instead
@@ -283,23 +286,24 @@ class CursorLoader(_Loader):
             seeds the global generators, and the sampler's attribute ``generator``, from (``seed``,
             number of the data epoch), and calls ``set_epoch``, where the sampler has them. The
             order must depend on nothing else.
-        order: The same as a function from the number of the data epoch to sample indexes. It must
-            return the same on all ranks whenever it is called, and as many indexes in each data
-            epoch.
-        collate: another name of ``collate_fn``.
-        collate_fn: list of samples → batch; default: torch's ``default_collate``.
-        shuffle: Whether each data epoch has a random order, or that of the dataset. Without
-            meaning if ``sampler`` or ``order`` is given.
-        drop_last: leave the last, incomplete batch of a data epoch out.
+        order: A function from the number of the data epoch to sample indexes, instead of
+            ``sampler``. Each call must return the same indexes on all ranks, and the number of
+            indexes must be the same in each data epoch.
+        collate: Another name of ``collate_fn``.
+        collate_fn: Function from a list of samples to a batch; torch's ``default_collate`` by
+            default.
+        shuffle: Whether each data epoch has a random order, rather than that of the dataset.
+            Ignored if ``sampler`` or ``order`` is given.
+        drop_last: Leave out the last, incomplete batch of a data epoch.
         passes: Deprecated name of ``data_epochs``.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
-            with their meaning there. ``persistent_workers`` is accepted and changes nothing:
-            workers live from the beginning of ``transactions`` to its end.
+            with the same meaning. ``persistent_workers`` is accepted and has no effect: workers
+            live from the beginning of ``transactions`` to its end.
 
     Raises:
-        DataError: there is no full batch in the dataset, or an option is unknown.
-        ValueError: torch's own check of an option.
+        DataError: The dataset has no full batch, or an option is unknown.
+        ValueError: torch refuses an option.
     """
 
     def __init__(
@@ -358,9 +362,9 @@ class CursorLoader(_Loader):
         data = Samples(dataset, collate_fn or collate)
         self._order = made
         self.items_of_pass = made.batches
-        """Batches of one data epoch, those of all ranks of all groups together."""
+        """Number of batches in one data epoch, over all ranks of all groups."""
         self.indices = made.samples
-        """Item number → sample indexes."""
+        """Function from an item number to sample indexes."""
         super().__init__(data, seed, made.samples, items, identity, options)
 
     def load(self, state: Any, first: int) -> None:
@@ -369,7 +373,7 @@ class CursorLoader(_Loader):
         super().load(state, first)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """As `_Loader`'s, with the orders of the data epochs of these items."""
+        """Return the digest of `_Loader` with the orders of the data epochs of these items."""
         common = super().fingerprint(first, count)
         size = self.items_of_pass
         epochs = range(first // size, (first + count - 1) // size + 1)
@@ -377,11 +381,11 @@ class CursorLoader(_Loader):
         return common if common is None or None in orders else digest_of((common, orders))
 
     def _probe(self) -> str | None:
-        """Digest of what ``identify`` returns for item 0, or of its first sample.
+        """Return a digest of the identity of item 0, or of its first sample without ``identify``.
 
-        None if a right job could read different ones: the dataset has code of its own, or needs
-        ``worker_init_fn``. Raises what the reading raises: a digest without the probe would differ
-        from the digests of the other ranks.
+        None if ranks of a correct job could read different data, because the dataset has code of
+        its own or needs ``worker_init_fn``. An error of reading is raised, because a digest without
+        the probe would differ from those of other ranks.
         """
         dataset = self._reader.data.origin
         try:
@@ -396,25 +400,23 @@ class CursorLoader(_Loader):
 
 
 class StreamLoader(_Loader):
-    """Batches of a stream that can be opened anywhere: each rank reads only its own items.
+    """Batches of a stream that can be opened at any item; each rank reads only its own items.
 
-    With workers, each of them opens a part of the rank's items; an open stream is
-    continued, and opened again only when the members change. The generators are seeded as for a
-    `CursorLoader`.
+    Each worker opens the stream for a part of the rank's items. An open stream is continued, and
+    opened again only when the members change. The generators are seeded as for a `CursorLoader`.
 
     Args:
         open: A function ``open_stream(first, stride)`` that returns an iterable of batches: items
             ``first``, ``first + stride``, ``first + 2 * stride`` and so on. All ranks number the
-            items of the whole data alike. Item ``n`` must be the same batch whichever way the
-            stream was opened. If the iterator has ``close()``, it is called before another is
-            opened.
-        items: how many items there are, on all ranks together; None: the stream never ends.
-        seed: for the global generators while an item is read; equal on all ranks.
-        options: as `CursorLoader`'s.
+            items of the whole data alike. Item ``n`` must be the same batch for every ``first`` and
+            ``stride``. If the iterator has ``close()``, it is called before another is opened.
+        items: Number of items on all ranks together, or None if the stream never ends.
+        seed: Seed of the global generators while an item is read; equal on all ranks.
+        options: The options of `CursorLoader`.
 
     Raises:
-        DataError: an option is unknown.
-        ValueError: torch's own check of an option.
+        DataError: ``open`` is not callable, or an option is unknown.
+        ValueError: torch refuses an option.
     """
 
     def __init__(
@@ -434,13 +436,13 @@ class StreamLoader(_Loader):
 
 
 class _Order:
-    """Which samples make up which item. Pure.
+    """The assignment of samples to items. Pure.
 
     Args:
         own: Function from the number of the data epoch to sample indexes, or None.
 
     Raises:
-        DataError: ``own`` gives too few indexes, or some that the dataset does not have.
+        DataError: ``own`` returns too few indexes, or indexes that the dataset does not have.
     """
 
     def __init__(
@@ -455,7 +457,7 @@ class _Order:
         self._samples, self._batch_size = samples, batch_size
         self._seed, self._shuffle, self._own = seed, shuffle, own
         self._orders: dict[int, torch.Tensor] = {}
-        """Orders of at most two data epochs: loading ahead reads across a border."""
+        """Orders of at most two data epochs, because prefetching may cross into the next one."""
         self._digests: dict[int, str] = {}
         """Digests of the orders of all data epochs so far, to find an order that changes."""
         self._length = samples
@@ -463,7 +465,7 @@ class _Order:
             first = own(0)
             self._length, self._digests[0] = len(first), digest_of(first)
         self.batches = self._length // batch_size if drop_last else -(-self._length // batch_size)
-        """Items of one data epoch."""
+        """Number of items in one data epoch."""
         if self.batches < 1:
             raise DataError(
                 f"fft.CursorLoader: expected at least batch_size={batch_size} sample indexes from "
@@ -472,7 +474,7 @@ class _Order:
             )
 
     def samples(self, number: int) -> list[int]:
-        """Sample indexes of item ``number``."""
+        """Return the sample indexes of item ``number``."""
         which, place = divmod(number, self.batches)
         first = place * self._batch_size
         end = min(first + self._batch_size, self._length)
@@ -482,7 +484,7 @@ class _Order:
         return found
 
     def digest(self, which: int) -> str | None:
-        """Digest of the order of data epoch ``which``; None if it follows from the settings."""
+        """Return a digest of the order of data epoch ``which``, or None without ``own``."""
         if self._own is None:
             return None
         self._order_of(which)
@@ -555,7 +557,7 @@ def order_of(
     Returns None if no order was given.
 
     Raises:
-        DataError: both were given, or ``sampler`` gives a share of the data.
+        DataError: Both were given, or ``sampler`` is an iterator or divides the data among ranks.
     """
     if sampler is None and order is None:
         return None
@@ -587,7 +589,7 @@ def _as_indexes(found: Any, which: int) -> torch.Tensor:
     if not isinstance(found, torch.Tensor | np.ndarray):
         found = list(found)
     try:
-        # a copy, because torch takes no array with negative strides
+        # a copy, because torch refuses arrays with negative strides
         made = torch.as_tensor(found.copy() if isinstance(found, np.ndarray) else found)
         kind = f"{made.dtype} of shape {tuple(made.shape)}"
     except (TypeError, ValueError, RuntimeError) as error:
@@ -604,7 +606,7 @@ def _as_indexes(found: Any, which: int) -> torch.Tensor:
 
 
 def _drawn(sampler: Any, seed: int, which: int) -> Iterable[int]:
-    """The indexes that ``sampler`` gives in data epoch ``which``."""
+    """Return the indexes of ``sampler`` in data epoch ``which``."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(which)

@@ -1,4 +1,4 @@
-"""Repeats the loading of an item that has failed: a network or a file system may recover."""
+"""Retry the loading of an item, because a network or a file system may recover."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fft.util.errors import FftError
 
 
 class Superseded(Exception):
-    """The txn that an item was waited for is rolled back, so the item is not needed any more."""
+    """The txn that waited for an item is rolled back, so the item is not needed any more."""
 
 
 PAUSES_S = (0.1, 0.5, 2.0)
-"""Waits before further attempts after an error of a network or a file system."""
+"""Pauses before further attempts after an error of a network or a file system, in seconds."""
 PAUSES_OF_OTHERS_S = (0.1,)
-"""Waits after any other error, which is likely to be permanent."""
+"""Pauses after any other error, which is likely to be permanent, in seconds."""
 _ALIVE_S = 0.2
-"""Interval of signs of life during a pause; less than any threshold for hangs."""
+"""Interval of signs of life during a pause, in seconds; less than any threshold for hangs."""
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def forbid_retry(error: Exception) -> None:
-    """Mark ``error``: another attempt could load another item, or harm the process."""
+    """Mark ``error``, because another attempt could load another item or harm the process."""
     error.fft_retry = False  # type: ignore[attr-defined]
 
 

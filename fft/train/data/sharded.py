@@ -1,11 +1,11 @@
 """Loaders over a share of the data: each group, or each rank, draws from a shard of its own.
 
-Every rank counts how many slices each group has consumed; the counts are part of the job's state.
-The loader of a shard is only in the processes of its group, so its state is published on the bus
-from time to time, with the count that it belongs to. A process that comes back loads the newest
-published state, and draws the items again that its group has consumed since.
+Every rank counts the slices that each group has consumed; the counts are part of the job's state.
+Only the processes of a group have the loader of its shard. So they publish its state on the bus
+from time to time, with the count that it belongs to. A restarted process loads the newest published
+state, and draws again the items that its group has consumed since.
 
-Main thread, between two bodies.
+Runs on the main thread, between two step functions.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 Sharded = Literal["group", "rank"]
 PUBLISH_S = 1.0
-"""Time between two publications of a state."""
+"""Minimum time between two publications of a state, in seconds."""
 LONGEST_STATE = 4 * 1024 * 1024
-"""Bytes of a state that is published."""
+"""Maximum size of a state that is published, in bytes."""
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """Where the states of the shards are published.
+    """The place where the states of the shards are published.
 
     Attributes:
-        read: name → the published bytes, or None.
-        write: publishes bytes under a name.
+        read: Returns the bytes published under a name, or None.
+        write: Publishes bytes under a name.
     """
 
     read: Callable[[str], bytes | None]
@@ -57,13 +57,14 @@ class ShardedSource:
     It is opened, exported, loaded and closed like a `DataSource`, and drawn from by `draw`.
 
     Args:
-        loader: has ``state_dict`` and ``load_state_dict``, and gives the batches of this shard.
-        kind: whose shard it is: that of the ``group``, whose ranks all draw the same and take an
-            item each, or that of the ``rank``.
-        group: the replica group of this process.
-        rank, ranks: number of this rank, and of the ranks of a group that take items of their own.
-        shelf: where states are published.
-        identify: as of `StreamSource`.
+        loader: A loader of the batches of this shard, with ``state_dict`` and ``load_state_dict``.
+        kind: ``"group"`` if the ranks of a group all draw the same shard and take an item each;
+            ``"rank"`` if each rank has a shard of its own.
+        group: The replica group of this process.
+        rank: Number of this rank.
+        ranks: Number of ranks of a group that take items of their own.
+        shelf: The place where states are published.
+        identify: The function for `StreamSource`.
 
     Raises:
         DataError: ``loader`` has no state, or divides the data by itself.
@@ -84,27 +85,31 @@ class ShardedSource:
         _refuse_unfit(loader, kind)
         self.kind, self.shard = kind, group if kind == "group" else f"{group}/{rank}"
         self.positions: dict[str, int] = {}
-        """Slices that each group has consumed."""
+        """Number of slices that each group has consumed."""
         self._loader, self._group, self._shelf = loader, group, shelf
         self._rank, self._takers = rank, ranks if kind == "group" else 1
-        """Number of this rank, and items of a slice."""
+        """Number of this rank, and number of items in a slice."""
         self._ranks = ranks
         self._publishes = kind == "rank" or rank == 0
         self._published_at = -PUBLISH_S
         self._expected: set[str] = set()
-        """Groups whose shards are in the checkpoint that this job resumes from."""
+        """Groups with a shard in the checkpoint that this job resumes from."""
         self._stream = StreamSource(loader, identify, f" of shard {self.shard}")
         self.alive: Callable[[], object] = lambda: None
         """Called while a failed item waits for its next attempt."""
 
     @property
     def _first(self) -> int:
-        """Number in the shard of the first item that is not consumed."""
+        """Number, within the shard, of the first item that is not consumed."""
         return self.positions.get(self._group, 0) * self._takers
 
     def draw(self, plan: StartTxn) -> tuple[Any, bool, int, str | None] | None:
-        """The batch for ``plan``, whether it is the last, the number of its slice in the shard, and
-        a digest of what all ranks of the shard must draw alike. None: the shard has ended."""
+        """Draw the batch for ``plan``.
+
+        Returns:
+            The batch, whether it is the last, the number of its slice in the shard, and a digest of
+            the items that all ranks of the shard must draw alike; None if the shard has ended.
+        """
         first, count = self._first, self._takers
         self._refuse_missing(plan)
         self._publish()
@@ -129,18 +134,18 @@ class ShardedSource:
         return f"an item of shard {self.shard}"
 
     def ids(self, batch: Any) -> list[int] | list[str] | None:
-        """As of `StreamSource`."""
+        """Return the sample ids in ``batch`` for the trace, or None if they are not known."""
         return self._stream.ids(batch)
 
     def committed(self, plan: StartTxn) -> None:
-        """The txn of ``plan`` is committed, and consumes a slice of each group that contributes."""
+        """Count the commit of ``plan``, which consumes a slice of each contributing group."""
         for group in plan.members:
             self.positions.setdefault(group, 0)
         for group in plan.contributors:
             self.positions[group] += 1
 
     def _publish(self) -> None:
-        """Publish the state of this shard, unless that was done a moment ago."""
+        """Publish the state of this shard, at most once in `PUBLISH_S`."""
         now = time.monotonic()
         if not self._publishes or now - self._published_at < PUBLISH_S:
             return
@@ -150,7 +155,7 @@ class ShardedSource:
         if buffer.tell() <= LONGEST_STATE:
             try:
                 self._shelf.write(_key(self.shard), buffer.getvalue())
-            except BusError as error:  # the engine notices if the bus is gone
+            except BusError as error:  # the engine detects and handles a lost bus
                 logger.warning("the state of shard %s was not published: %s", self.shard, error)
             return
         self._publishes = False
@@ -163,28 +168,28 @@ class ShardedSource:
         )
 
     def _own(self) -> dict[str, Any]:
-        """The state of this shard."""
+        """Return the state of this shard."""
         position = self.positions.get(self._group, 0)
         return {"position": position, "state": self._stream.export(self._first)}
 
     def _published(self, shard: str) -> dict[str, Any] | None:
-        """The newest published state of ``shard``."""
+        """Return the newest published state of ``shard``, or None."""
         if (found := self._shelf.read(_key(shard))) is None:
             return None
         state: dict[str, Any] = torch.load(io.BytesIO(found), weights_only=True)
         return state
 
-    # --- as of DataSource ---
+    # --- the interface of DataSource ---
 
     def open(self) -> None:
-        """Nothing to start: the first item is drawn when its txn begins."""
+        """Do nothing: the first item is drawn when its txn begins."""
 
     def export(self, first: int) -> Any:
-        """The counts of all shards, and the state of this one."""
+        """Return the counts of all shards, and the state of this one."""
         return self._header() | {"states": {self.shard: self._own()}}
 
     def export_all(self) -> Any:
-        """The counts and the newest published states of all shards, for a checkpoint."""
+        """Return the counts and the newest published states of all shards, for a checkpoint."""
         states = {self.shard: self._own()}
         for group in self.positions:
             shard = group if self.kind == "group" else f"{group}/{self._rank}"
@@ -200,17 +205,17 @@ class ShardedSource:
         }
 
     def load(self, state: Any, first: int) -> None:
-        """Take over the counts, and continue this shard where its group stands."""
+        """Load the counts, and continue this shard at the count of its group."""
         self._refuse_other(state)
         self.positions = dict(state["positions"])
         start = self._stream.start
-        if start is not None and start <= self._first:  # this process has drawn it
+        if start is not None and start <= self._first:  # this process can reach it by drawing on
             self._skip()
         else:
             self._restore(state["states"].get(self.shard))
 
     def resume(self, state: Any, first: int) -> None:
-        """As `load`, from a checkpoint: the groups must be those that wrote it."""
+        """Load the state of a checkpoint; the groups must be those that wrote it."""
         self._refuse_other(state)
         if (groups := set(state["positions"])) and self._group not in groups:
             raise DataError(
@@ -248,7 +253,7 @@ class ShardedSource:
         logger.info("shard %s continues at slice %d, from slice %d", self.shard, position, at)
 
     def _skip(self) -> None:
-        """Drop the items that the group has consumed."""
+        """Draw and drop the items that the group has consumed."""
         skip = partial(self._stream.skip, self._first)
         if not retried(skip, self._some_item, self.alive):
             raise DataError(
@@ -258,7 +263,7 @@ class ShardedSource:
             )
 
     def _refuse_other(self, state: Any) -> None:
-        """Raise DataError if ``state`` is that of data that are divided otherwise."""
+        """Raise DataError if ``state`` belongs to data that are divided differently."""
         is_sharded = isinstance(state, dict) and "sharded" in state
         theirs = f"sharded={state['sharded']!r}" if is_sharded else "a loader that is not sharded"
         if not is_sharded or state["sharded"] != self.kind:
@@ -273,7 +278,7 @@ class ShardedSource:
             )
 
     def close(self) -> None:
-        """Warn if shards are not consumed alike: some data were trained less often than others."""
+        """Warn if some shards were consumed less than others, since their data lack training."""
         if self.positions and len(set(self.positions.values())) > 1:
             told = ", ".join(f"{g}: {n}" for g, n in sorted(self.positions.items()))
             logger.warning(
@@ -284,7 +289,7 @@ class ShardedSource:
 
 
 class ShardedInputs:
-    """The input of one rank from its shard, txn by txn."""
+    """The inputs of one rank from its shard, txn by txn."""
 
     def __init__(self, source: ShardedSource) -> None:
         self._source = source
@@ -292,7 +297,7 @@ class ShardedInputs:
 
     @property
     def alive(self) -> Callable[[], object]:
-        """As of ``Inputs``."""
+        """Called while a failed item waits for its next attempt."""
         return self._source.alive
 
     @alive.setter
@@ -300,7 +305,7 @@ class ShardedInputs:
         self._source.alive = alive
 
     def draw(self, plan: StartTxn) -> Drawn | None:
-        """The input for ``plan``; None: the shard has ended. Outside of bodies."""
+        """Return the input for ``plan``, or None if the shard has ended; not in a step function."""
         began, source = time.monotonic(), self._source
         try:
             if (taken := source.draw(plan)) is None:

@@ -1,13 +1,13 @@
-"""Data by the committed global cursor: which item a rank takes, and the source that provides it.
+"""Data by the committed global cursor: the item that a rank takes, and the source of the items.
 
-The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
-loader (a batch) for each of its ranks, or one for all of them, if they are stages of a pipeline.
-In a txn the i-th participating group takes the i-th slice
-after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Where
-groups step alone, a slice has the items of all steps up to the next synchronisation, and a group
-takes the one that it holds a lease on. Sources
-count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``.
-Touches only the loader it is given; everything runs on the thread that trains, between two bodies.
+The cursor counts *slices*. A slice is the data that one replica group consumes in one txn: one item
+of the loader (a batch) for each of its ranks, or one for all ranks, if they are pipeline stages. In
+a txn the i-th participating group takes the i-th slice after the cursor. COMMIT advances the cursor
+by the number of participating groups; ABORT leaves it. If groups take local steps, a slice has the
+items of all steps up to the next synchronization, and a group takes the slice of its lease.
+
+Sources count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``. Accesses
+only the given loader, and runs on the training thread between two step functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fft.util.temp_dir import refuse_long_temp_dir
 logger = logging.getLogger(__name__)
 
 Identify = Callable[[Any], Any]
-"""Batch → what identifies it, such as its sample ids."""
+"""Function from a batch to its identity, such as its sample ids."""
 ORDER_MEND = (
     "give transactions() a loader whose state restores the order, such as fft.CursorLoader or "
     "fft.StreamLoader"
@@ -46,48 +46,48 @@ OPEN_STREAM = (
     "from batch first on"
 )
 _STATE, _NEXT = "loader_state", "next_digests"
-"""Keys of what a `StreamSource` exports."""
+"""Keys of the exported state of a `StreamSource`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The item that a rank takes, and those that follow as long as the members stay."""
+    """The item that a rank takes, and the following ones as long as the members stay."""
 
     first: int
-    """Everything before it is committed."""
+    """All items before this one are committed."""
     number: int
     """The item of this rank; ``number + k * step`` is that of the k-th txn after this one."""
     step: int
-    """Items that all ranks of all groups take in one txn."""
+    """Number of items that all ranks of all groups take in one txn."""
 
 
 @runtime_checkable
 class DataSource(Protocol):
-    """What ``transactions`` draws from. All ranks of all groups must have equal sources.
+    """The source that ``transactions`` draws from. All ranks of all groups must have equal sources.
 
     Attributes:
-        in_any_order: items can be had before ``load`` has said where the others are.
+        in_any_order: Items can be taken in any order, without a prior ``load``.
     """
 
     in_any_order: bool
 
     def open(self) -> None:
-        """Called once before the first txn: start what takes time to start."""
+        """Start slow parts, such as workers; called once before the first txn."""
 
     def holds(self, first: int, count: int) -> bool:
-        """Whether there are items ``first`` … ``first + count - 1``. The same on every rank."""
+        """Return whether items ``first`` … ``first + count - 1`` exist, alike on all ranks."""
 
     def take(self, due: Due) -> Any:
-        """Item ``due.number``, again and again the same object until ``due.first`` passes it."""
+        """Return item ``due.number``, as the same object until ``due.first`` has passed it."""
 
     def export(self, first: int) -> Any:
-        """State from which an equal source can continue at ``first``: plain values, tensors."""
+        """Return plain values and tensors from which an equal source can continue at ``first``."""
 
     def load(self, state: Any, first: int) -> None:
         """Continue at item ``first`` from the ``export`` of another group."""
 
     def close(self) -> None:
-        """End what ``open`` and ``take`` have started. Idempotent; may be opened again."""
+        """End everything that ``open`` and ``take`` started. Idempotent; it may be reopened."""
 
 
 @runtime_checkable
@@ -100,7 +100,7 @@ class Identified:
     """A source whose batches ``identify`` can name.
 
     Attributes:
-        identify: batch → what identifies it; None: its content.
+        identify: Function from a batch to its identity; None uses the content of the batch.
     """
 
     identify: Identify | None = None
@@ -111,7 +111,7 @@ class Identified:
 
 
 class ItemsSource(Identified):
-    """A list or another sequence of batches: item ``n`` is ``items[n]``; it ends with the last."""
+    """A list or another sequence of batches, where item ``n`` is ``items[n]``."""
 
     in_any_order = True
 
@@ -120,7 +120,7 @@ class ItemsSource(Identified):
         self._digest: str | None = None
 
     def open(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def holds(self, first: int, count: int) -> bool:
         return first + count <= len(self._items)
@@ -140,7 +140,7 @@ class ItemsSource(Identified):
         return len(self._items)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Digest of the length and the first item, where each rank reads the same from it."""
+        """Return a digest of the length and, if all ranks read it alike, of the first item."""
         if self._digest is None and len(self._items) > 0:
             found: Any = None
             if self.identify is not None:
@@ -151,22 +151,22 @@ class ItemsSource(Identified):
         return self._digest
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class StreamSource(Identified):
     """Any stateful loader as a source: every rank draws the whole stream and keeps its items.
 
-    Items that were drawn but not committed stay here, so that a replay sees the same objects.
-    The loader must give the same items in the same order on every rank, and have
-    ``state_dict`` / ``load_state_dict`` so that a joining group can continue where the others are.
-    Both are verified: the votes carry digests of the items, and a state carries the digests of
-    the items that were drawn after it.
+    Items that were drawn but not committed stay here, so that a replay gets the same objects. The
+    loader must return the same items in the same order on every rank. It needs ``state_dict`` and
+    ``load_state_dict``, so that a joining group can continue at the common cursor. Both are
+    verified: the votes carry digests of the items, and a state carries the digests of the items
+    that were drawn after it.
 
     Args:
-        loader: an iterable of batches.
-        identify: batch → what identifies it; None: its content.
-        of: Follows the number of an item in its name; empty: the items are those of all data.
+        loader: An iterable of batches.
+        identify: Function from a batch to its identity; None uses the content of the batch.
+        of: Suffix of an item's name in messages, such as the shard; empty without shards.
     """
 
     in_any_order = False
@@ -179,14 +179,14 @@ class StreamSource(Identified):
         self._start: int | None = None
         self._items: list[Any] = []
         self._states: list[Any] = []
-        """Loader state before each of ``_items``."""
+        """State of the loader before each of ``_items``."""
         self._digests: list[str] = []
-        """One for each of ``_items``."""
+        """Digest of each of ``_items``."""
         self._expected: list[str] = []
         """Digests of the next items, as drawn by the process that exported the loaded state."""
 
     def open(self) -> None:
-        """Nothing to start: the first item is drawn when its txn begins."""
+        """Do nothing: the first item is drawn when its txn begins."""
 
     def holds(self, first: int, count: int) -> bool:
         self._forget(first)
@@ -234,7 +234,7 @@ class StreamSource(Identified):
 
     @property
     def start(self) -> int | None:
-        """The number of the first item that can be taken; None before the loader is read."""
+        """Number of the first item that can be taken, or None before the loader is read."""
         return self._start
 
     def skip(self, end: int) -> bool:
@@ -250,14 +250,14 @@ class StreamSource(Identified):
         return True
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Digest of the items ``first`` … ``first + count - 1``, which must be drawn already."""
+        """Return a digest of items ``first`` … ``first + count - 1``, which must be drawn."""
         self._forget(first)
         return combined(self._digests[:count])
 
     def _put_back(self, state: Any, error: Exception) -> None:
         """Return the loader to ``state``, so that the item whose loading failed can be drawn again.
 
-        An iterator that has raised ends, or goes on behind the item, depending on its class.
+        Depending on its class, an iterator that has raised ends or continues after the item.
         """
         if isinstance(self._loader, _Stateful):
             self._loader.load_state_dict(copy.deepcopy(state))
@@ -266,7 +266,11 @@ class StreamSource(Identified):
             forbid_retry(error)
 
     def _digest(self, item: Any, number: int) -> str:
-        """The digest of item ``number``. Raises UnequalData: it is not the item that was due."""
+        """Return the digest of item ``number``.
+
+        Raises:
+            UnequalData: After `load`, this is not the item that the exporting process drew.
+        """
         digest = digest_of(item, self.identify)
         if self._expected and (expected := self._expected.pop(0)) != digest:
             raise UnequalData(
@@ -305,10 +309,10 @@ class StreamSource(Identified):
         self._items, self._states, self._digests = [], [], []
 
     def close(self) -> None:
-        """Nothing to end: the loader is the user's."""
+        """Do nothing: the loader belongs to the user."""
 
     def _forget(self, first: int) -> None:
-        """Drop what was committed: everything before ``first``."""
+        """Drop the committed items, which are those before ``first``."""
         if self._start is None:
             if first > 0 and not isinstance(self._loader, _Stateful):
                 raise DataError(
@@ -336,12 +340,15 @@ class StreamSource(Identified):
 def as_source(
     loader: Any, replay_only: bool = False, identify: Identify | None = None
 ) -> DataSource:
-    """The source for what the user passed to ``transactions``.
+    """Return the source for the loader that the user passed to ``transactions``.
 
-    ``identify``: as of `StreamSource`.
+    Args:
+        loader: A `DataSource`, a stateful loader, or a sequence of batches.
+        replay_only: Accept a loader whose position cannot be restored.
+        identify: The function for `StreamSource`.
 
     Raises:
-        DataError: it cannot be restored, and ``replay_only`` does not say that it need not.
+        DataError: The position of ``loader`` cannot be restored, and ``replay_only`` is not set.
     """
     if isinstance(loader, DataSource):
         if isinstance(loader, Identified):
@@ -382,14 +389,14 @@ _ONE_LOADER = (
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether ``value`` is a loader, and no batch."""
+    """Return whether ``value`` is a loader, rather than a batch."""
     return isinstance(value, DataSource) or (
         hasattr(value, "dataset") and hasattr(value, "batch_sampler")
     )
 
 
 def _mend(loader: Any) -> str:
-    """The expression to write in the place of ``loader``."""
+    """Return the expression that can replace ``loader`` in the script."""
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
         return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open_stream)"
@@ -405,11 +412,11 @@ def _mend(loader: Any) -> str:
 
 
 def _order_options(loader: Any) -> list[str]:
-    """Arguments for a CursorLoader that keep the order of a DataLoader."""
+    """Return arguments for a CursorLoader that keep the order of a DataLoader."""
     sampler: Any = getattr(loader, "sampler", None)
     own = type(sampler).__name__
     options = [] if getattr(loader, "drop_last", True) else ["drop_last=False"]
-    if getattr(loader, "batch_size", 1) is None:  # a batch sampler of the user's
+    if getattr(loader, "batch_size", 1) is None:  # the user passed a batch sampler
         return [BATCHES_AS_ORDER]
     if own == "SequentialSampler":
         return ["shuffle=False", *options]
@@ -422,15 +429,15 @@ def _order_options(loader: Any) -> list[str]:
 
 
 def named(loader: Any) -> str:
-    """The class of ``loader`` for messages."""
+    """Return the class of ``loader`` for messages."""
     return f"a {type(loader).__module__}.{type(loader).__qualname__}".replace("builtins.", "")
 
 
 def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
-    """Check the ``export`` of a peer against what this source would export.
+    """Compare the ``export`` of a peer with that of this source.
 
     Raises:
-        DataError: they would give other items; names what differs.
+        DataError: The sources would return different items; the message names the difference.
     """
     if not isinstance(theirs, dict) or set(theirs) != set(mine):
         raise DataError(
@@ -446,11 +453,12 @@ def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
 
 
 class Inputs:
-    """What one rank takes from ``source``, txn by txn.
+    """The inputs of one rank from ``source``, txn by txn.
 
     Args:
-        ranks: of each replica group, that take an item each; 1, if all take the same.
-        rank: which of them this process is; 0, if all take the same.
+        source: The source of the items.
+        ranks: Number of ranks per replica group that take an item each; 1 if all take the same.
+        rank: Number of this process among them; 0 if all take the same.
 
     Attributes:
         alive: Called while a failed item waits for its next attempt.
@@ -462,11 +470,11 @@ class Inputs:
         self._step, self._waited_s = -1, 0.0
 
     def draw(self, plan: StartTxn) -> Drawn | None:
-        """The input for ``plan``; None: the data have ended. Outside of bodies.
+        """Return the input for ``plan``, or None if the data have ended; not in a step function.
 
-        A spare, and a group whose weights come in this txn, compute on the first group's items.
+        A spare, and a group that fetches its state in this txn, take the first group's items.
         """
-        from fft.train.data.batch_copy import copied  # with torch
+        from fft.train.data.batch_copy import copied  # imports torch
 
         began = time.monotonic()
         ranks = self._ranks
@@ -516,7 +524,7 @@ class Inputs:
         )
 
     def _consumed(self, plan: StartTxn, is_last: bool) -> float | None:
-        """As of `Drawn`. Items that are too few for another txn count as consumed."""
+        """Return `Drawn.consumed`. Items too few for another txn count as consumed."""
         total = getattr(self._source, "items_in_all", None)
         if total is None:
             return None
@@ -524,8 +532,7 @@ class Inputs:
         return 1.0 if is_last else min(1.0, done)
 
     def _data_epochs(self, plan: StartTxn, is_last: bool) -> DataEpochs | str:
-        """As of `Drawn`. What is left at the end of the data, too little for all groups, is over
-        with the last txn."""
+        """Return `Drawn.counted`. The last txn ends the data epoch even if a few items remain."""
         size = getattr(self._source, "items_of_pass", None)
         if size is None:
             return NO_DATA_EPOCHS
@@ -533,7 +540,7 @@ class Inputs:
         return DataEpochs(first // size, -(-after // size) if is_last else after // size)
 
     def _due(self, plan: StartTxn, number: int) -> str:
-        """In words, for who looks for what could not be loaded."""
+        """Describe the item that could not be loaded, for the error."""
         which = plan.cursor + (plan.index or 0)
         counts = "" if plan.index is not None else ", in which this group does not count"
         return (
@@ -549,12 +556,13 @@ def _ids_in(source: DataSource, batch: Any) -> list[int] | list[str] | None:
 
 
 class LeasedInputs:
-    """What one rank takes from ``source``, step by step of the slice that its group has a lease on.
+    """The inputs of one rank from ``source``, step by step of the slice of its group's lease.
 
     Args:
-        source: gives its items in any order.
-        steps: items of a slice, for each rank.
-        ranks, rank: as of `Inputs`.
+        source: A source that returns its items in any order.
+        steps: Number of items in a slice, for each rank.
+        ranks: Number of ranks per replica group that take an item each.
+        rank: Number of this process among them.
 
     Raises:
         DataError: ``source`` must be read from its beginning.
@@ -567,16 +575,16 @@ class LeasedInputs:
                 "be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
             )
         self.alive: Callable[[], object] = lambda: None
-        """As of ``Inputs``."""
+        """Called while a failed item waits for its next attempt."""
         self._source, self._steps, self._ranks, self._rank = source, steps, ranks, rank
         self._at, self._waited_s = -1, 0.0
 
     def suffice(self, plan: StartTxn) -> bool:
-        """Whether there are items for all slices that are granted by now."""
+        """Return whether there are items for all slices that are granted by now."""
         return self._hold(plan.cursor)
 
     def too_few(self, plan: StartTxn) -> str:
-        """That there are not, with the mend."""
+        """Return the message for data that do not suffice, with the fix."""
         each = self._steps * self._ranks
         return (
             f"the data end before the first synchronisation: {plan.participants} groups take "
@@ -585,15 +593,20 @@ class LeasedInputs:
         )
 
     def suffice_after(self, plan: StartTxn) -> bool:
-        """Whether there are items for those that ``plan``'s COMMIT grants."""
+        """Return whether there are items for the slices that ``plan``'s COMMIT grants."""
         return self._hold(plan.next_cursor)
 
     def _hold(self, slices: int) -> bool:
         return self._source.holds(0, slices * self._steps * self._ranks)
 
     def draw(self, lease: int, position: int) -> Drawn:
-        """The input of a step, ``position`` steps into the slice. Outside of bodies."""
-        from fft.train.data.batch_copy import copied  # with torch
+        """Return the input of a step; not in a step function.
+
+        Args:
+            lease: Number of the slice.
+            position: Number of steps before this one in the slice.
+        """
+        from fft.train.data.batch_copy import copied  # imports torch
 
         began, ranks = time.monotonic(), self._ranks
         number = (lease * self._steps + position) * ranks + self._rank

@@ -1,7 +1,7 @@
-"""The side of a loader where samples are read: in torch's worker processes, or on the main thread.
+"""The reading side of a loader, in torch's worker processes or on the main thread.
 
-What is read for an item depends on (seed, item number) only, never on who reads it or when: the
-global random generators of torch, numpy and random are seeded for each item.
+The content of an item depends only on (seed, item number), not on the process or the time, because
+the global random generators of torch, numpy and random are seeded for each item.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from torch.utils.data import Dataset, get_worker_info
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
 
 _random_lock = threading.Lock()
-"""The global generators are one for all threads of the process."""
+"""Held while items are read, because all threads of the process share the global generators."""
 
 
 class Request(NamedTuple):
-    """What a worker is asked for: item ``number``, then the one ``step`` further, and so on."""
+    """A request to a worker for item ``number``; its next request is likely ``step`` further."""
 
     number: int | None
-    """None: nothing. torch keeps as many requests under way as it was told to."""
+    """The item, or None for an empty request, since torch keeps a fixed number of requests open."""
     step: int
     samples: list[int] | None
-    """Indexes of the dataset; None: the data are a stream."""
+    """Indexes of the dataset, or None for a stream."""
 
 
 class Answer(NamedTuple):
-    """What came of it."""
+    """The answer to a request."""
 
     number: int | None
     kind: Literal["batch", "failed", "unwanted"]
     value: Any
-    """The batch, or the ``ExceptionWrapper`` of what its reading raised."""
+    """The batch, or the ``ExceptionWrapper`` of the error that reading raised."""
 
 
 class Data(Protocol):
-    """What the batches are read from. Lives in each worker."""
+    """The data that batches are read from. Each worker has its own copy."""
 
     origin: Any
-    """The object that the user gave; what torch's ``get_worker_info().dataset`` says."""
+    """The user's object, which is also torch's ``get_worker_info().dataset``."""
 
     def read(self, request: Request) -> Any:
-        """The batch of one request."""
+        """Read the batch of one request."""
 
 
 class Samples:
@@ -71,7 +71,7 @@ class Samples:
     def read(self, request: Request) -> Any:
         assert request.samples is not None
         several = getattr(self.origin, "__getitems__", None)
-        if several is not None:  # as torch's loader does
+        if several is not None:  # preferred, as in torch's loader
             return self._collate(several(request.samples))
         return self._collate([self._sample(i) for i in request.samples])
 
@@ -84,20 +84,20 @@ class Samples:
 
 
 class Substreams:
-    """A function that opens streams. One is open at a time, and gone on with if it fits."""
+    """A function that opens streams. One stream is open at a time and continued if it fits."""
 
     def __init__(self, opens: Callable[[int, int], Any]) -> None:
         self.origin = opens
         self._stream: Iterator[Any] | None = None
         self._at = (0, 0)
-        """Number of the next item of ``_stream``, and the distance to the one after it."""
+        """Number of the next item of ``_stream``, and the distance to the following one."""
 
     def read(self, request: Request) -> Any:
         assert request.number is not None
         if self._stream is None or self._at != (request.number, request.step):
             self._close()
             self._stream = iter(self.origin(request.number, request.step))
-        stream, self._stream = self._stream, None  # what raised is not gone on with
+        stream, self._stream = self._stream, None  # a stream that raises is not continued
         try:
             batch = next(stream)
         except StopIteration:
@@ -116,18 +116,20 @@ class Substreams:
 
 
 _LAUNCHERS_S = 30.0
-"""Seconds from SIGTERM to SIGKILL by a launcher that does not name a limit, as torchrun."""
+"""Time from SIGTERM to SIGKILL by a launcher that sets no limit, such as torchrun, in seconds."""
 _AFTER_S = 10.0
-"""Seconds from the limit of a drain to the end of a worker whose trainer still lives."""
+"""Time from the limit of a drain to the end of a worker whose trainer still lives, in seconds."""
 
 
 class Reader(Dataset[Any]):
-    """The dataset that torch's loader sees: answers requests.
+    """The dataset that torch's loader sees; it answers requests.
 
     Args:
-        window: (number, step) of the items that the trainer wants now, in shared memory: what was
-            asked for before the members changed is not read any more. Only advice. None: there
-            are no workers.
+        name: Name of the loader in messages.
+        data: The data to read from.
+        seed: Seed of the global generators.
+        window: (number, step) of the items that the trainer wants now, in shared memory. Workers
+            skip older requests, made before the members changed. None if there are no workers.
     """
 
     def __init__(self, name: str, data: Data, seed: int, window: torch.Tensor | None) -> None:
@@ -146,12 +148,12 @@ class Reader(Dataset[Any]):
             _seed(self._seed, request.number)
             return Answer(request.number, "batch", self._read(request))
         except Exception:  # noqa: BLE001 - raised again where the item is taken
-            wrapper: Any = ExceptionWrapper  # which torch does not type
+            wrapper: Any = ExceptionWrapper  # has no types in torch
             where = f"in DataLoader worker process {worker.id}"
             return Answer(request.number, "failed", wrapper(where=where))
 
     def read_here(self, request: Request) -> Any:
-        """The batch, read by the calling thread, whose generators are put back afterwards."""
+        """Read the batch on the calling thread, and restore the global generators afterwards."""
         assert request.number is not None
         with seeded(self._seed, request.number):
             return self._read(request)
@@ -172,17 +174,22 @@ class Reader(Dataset[Any]):
 
 
 def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
-    """``worker_init_fn`` of torch's loader; ``users``: the one that the user gave.
+    """Set up a worker; this is the ``worker_init_fn`` of torch's loader.
 
-    A worker ends with the trainer: torch's own watch takes 5 s, in which it would hold the
-    trainer's connections open. Ctrl-C is for the trainer, which may need data to drain.
+    A worker ends with the trainer, because torch's own watch takes 5 s, in which the worker would
+    hold the trainer's connections open. A worker ignores Ctrl-C, because the trainer may need data
+    to drain.
+
+    Args:
+        users: The ``worker_init_fn`` of the user, or None.
+        worker: Number of the worker.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, Reader)
-    # What user code expects there. It is frozen.
+    # User code expects its own dataset there; the object is frozen.
     object.__setattr__(info, "dataset", info.dataset.data.origin)
     atexit.register(_end_now)
     Queue._on_queue_feeder_error = _instead_of_what_cannot_be_sent  # type: ignore[attr-defined]
@@ -191,11 +198,11 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
 
 
 def _end_later(_number: int, _frame: FrameType | None) -> None:
-    """Handle SIGTERM in a worker: end it after the time for a drain.
+    """Handle SIGTERM in a worker by ending it after the time for a drain.
 
-    A scheduler may send SIGTERM to all processes of a SLURM job step. The trainer needs its data
-    to commit once more, and ends its workers itself then. Python ends by SIGTERM what it could not
-    end otherwise, so the signal must have an effect.
+    A scheduler may send SIGTERM to all processes of a SLURM job step. The trainer then needs data
+    to commit once more, and ends its workers itself. Python ends remaining child processes by
+    SIGTERM, so the signal must have an effect.
     """
     timer = threading.Timer(_limit_s() + _AFTER_S, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
@@ -203,7 +210,7 @@ def _end_later(_number: int, _frame: FrameType | None) -> None:
 
 
 def _limit_s() -> float:
-    """Return the seconds that a drain may take; the trainer has refused a value that is invalid."""
+    """Return the time limit of a drain in seconds; the trainer has refused an invalid value."""
     try:
         return float(os.environ["FFT_DRAIN_WITHIN"])
     except (KeyError, ValueError):
@@ -211,10 +218,10 @@ def _limit_s() -> float:
 
 
 def _end_now() -> None:
-    """End a spawned worker without tearing its interpreter down, as a forked one ends anyway.
+    """End a spawned worker without interpreter shutdown, as a forked one ends anyway.
 
-    torch does not wait for the thread that still sends batches. Torn down under it, the thread is
-    unwound inside torch's C++, which aborts the worker; and torch raises that in the trainer.
+    torch does not wait for the thread that still sends batches. Interpreter shutdown would unwind
+    that thread inside torch's C++, which aborts the worker, and torch raises that in the trainer.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -223,16 +230,16 @@ def _end_now() -> None:
 
 
 def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> None:
-    """In a worker, where an answer cannot be pickled: send why, for the trainer waits for one.
+    """Send the reason why an answer cannot be pickled, because the trainer waits for an answer.
 
-    Takes the place of the hook that ``multiprocessing`` has for this, which only prints.
+    Replaces ``multiprocessing``'s hook in a worker, which only prints the error.
     """
     number, answer = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
-    if not isinstance(answer, Answer):  # torch's own word
+    if not isinstance(answer, Answer):  # a message of torch itself
         traceback.print_exception(error)
         return
-    wrapper: Any = ExceptionWrapper  # which torch does not type
-    if answer.kind == "failed":  # by an exception of a class that only the worker has
+    wrapper: Any = ExceptionWrapper  # has no types in torch
+    if answer.kind == "failed":  # the class of the exception exists only in the worker
         told = answer.value
         said = f"{told.exc_type.__qualname__}, told as a RuntimeError: {told.exc_msg}"
         told.exc_type, told.exc_msg = RuntimeError, said
@@ -243,7 +250,7 @@ def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> 
 
 
 def same(answer: Any) -> Any:
-    """``collate_fn`` of torch's loader: the reader has collated already."""
+    """Return ``answer``; the ``collate_fn`` of torch's loader, since the reader collates."""
     return answer
 
 
@@ -256,7 +263,7 @@ def seeded(seed: int | str, number: int) -> Iterator[None]:
 
 
 def _seed(seed: int | str, number: int) -> None:
-    """Seed the global generators for one item. Not CUDA's: samples are read on the CPU."""
+    """Seed the global generators for one item, except CUDA's: samples are read on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     mixed = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(mixed)
