@@ -1,1 +1,1 @@
-"""The checks that a rank carries out when it is asked who is at fault."""
+"""The checks that a rank carries out in a diagnosis."""

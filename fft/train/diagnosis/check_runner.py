@@ -1,7 +1,8 @@
-"""Where a participant carries out the checks it is asked for, beside whatever its main thread does.
+"""Carry out the checks that a participant is asked for, beside its main thread.
 
-Owns at most two threads and the sockets of one meeting, and ends them; a computation that hangs on
-its device is left to the end of the process. Answers on the bus, into the inbox of who asked.
+Owns at most two threads and the sockets of one connection test, and ends them. A computation that
+hangs on its device lasts until the end of the process. The answers go over the bus into the inbox
+of the requester.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _END_S = 2.0
 
 
 class CheckRunner:
-    """Does one check at a time. ``note`` hears each result; on the station's thread."""
+    """Carries out one check at a time and passes each result to ``note``, on its own thread."""
 
     def __init__(
         self, place: Place, bus: ErrorBus, note: Callable[[str, dict[str, Any]], None]
@@ -39,12 +40,15 @@ class CheckRunner:
         self._line = checks.Line()
         self._thread: threading.Thread | None = None
         self._worker: threading.Thread | None = None
-        """Of a check that cannot be cut short; one that was given up may still run."""
+        """Thread of a check that cannot be interrupted; it may still run after its time limit."""
         self._busy = False
         self._closed = False
 
     def take(self, check: Check) -> CheckTask | None:
-        """Begin this rank's task of ``check``, if it has one. Returns at once; for one thread."""
+        """Begin this rank's task of ``check``, if there is one, and return it at once.
+
+        Call it from one thread only.
+        """
         mine = (t for t in check.tasks if (t.group, t.rank) == self._place)
         task = next(mine, None)
         if task is None or self._closed:
@@ -61,20 +65,20 @@ class CheckRunner:
         return task
 
     def close(self) -> None:
-        """Cut short what is under way."""
+        """Interrupt a running check."""
         self._closed = True
         self._line.cut()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_END_S)
 
-    # --- the station's thread ---
+    # --- the thread of a check ---
 
     def _work(self, check: Check, task: CheckTask, line: checks.Line) -> None:
         try:
             told = self._results(check, task, line)
             self._note("check", {"id": check.id, "round": check.round, "found": told})
         finally:
-            self._busy = False  # before the answer: whoever hears it may ask for the next check
+            self._busy = False  # before the answer, after which the next request may come
         self._answer(check, "done", told)
 
     def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
@@ -112,7 +116,10 @@ class CheckRunner:
             listening.close()
 
     def _bounded(self, check: Callable[[], Outcome], deadline: float) -> Outcome:
-        """What ``check`` finds; failed if it is not through in time, as on a device that hangs."""
+        """Return the result of ``check``, or a failure if it does not end in time.
+
+        A device that hangs is an example.
+        """
         began = time.monotonic()
         if self._worker is not None and self._worker.is_alive():
             return Outcome(False, 0.0, "not begun: an earlier check never ended")
@@ -121,7 +128,7 @@ class CheckRunner:
         def work() -> None:
             try:
                 found.append(check())
-            except Exception as error:  # noqa: BLE001 -- whatever it is, it is the finding
+            except Exception as error:  # noqa: BLE001 -- any error is the result of the check
                 found.append(Outcome(False, 0.0, f"{type(error).__name__}: {error}"))
 
         self._worker = threading.Thread(target=work, name="fft-check-work", daemon=True)
@@ -134,5 +141,5 @@ class CheckRunner:
         word = Answer(check.id, self._who, verdict, json.dumps(data, ensure_ascii=False))
         try:
             self._bus.send(answer_inbox(check.id), encode_answer(word))
-        except BusError as error:  # who asked will miss it, and say so
+        except BusError as error:  # the requester reports the missing answer
             logger.warning("could not answer a check: %s", error)

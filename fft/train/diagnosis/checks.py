@@ -1,8 +1,8 @@
-"""What one rank checks: that it computes right, that its memory keeps, that it reaches a partner.
+"""The checks of one rank: correct computation, reliable memory, and a connection to a partner.
 
-Takes at most `MEMORY_BYTES` of memory on the accelerator (the processor, if torch has none), one
-core, and one TCP connection; ends everything it opens. Needs no process group. Imports torch when
-a check is made.
+Uses at most `MEMORY_BYTES` of memory on the accelerator (or on the processor, if torch has none),
+one core, and one TCP connection; closes everything that it opens. Needs no process group. Imports
+torch when a check runs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ COMPUTE_REPEATS = 3
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of matrix products, and the digest of what must come out.
+    """A chain of matrix products, and the digest of the correct result.
 
-    Small whole numbers, so that all sums are exact, in every order and on every device: whoever
-    gets another digest computes wrong.
+    The numbers are small integers, so all sums are exact in every order and on every device. A rank
+    with another digest computes incorrectly.
     """
 
     size: int
@@ -36,13 +36,13 @@ class Chain:
 
 
 ON_PROCESSOR = Chain(16, 2048, "141a4cd826a19a95f6ffca3cef2e34b5")
-"""So small that torch does it on one thread: several wait for each other on a busy machine, and the
-trainer's threads are none of ours."""
+"""Small enough for torch to use one thread, because several threads wait for each other on a busy
+machine, and the threads belong to the trainer."""
 ON_ACCELERATOR = Chain(1024, 64, "75eb33a7ca8c8c7c7674af53b8c972f1")
 
 MEMORY_BYTES = 64 * 1024 * 1024
 _PART = 16 * 1024
-"""Words filled and compared at a time; more would take several threads."""
+"""Number of words filled and compared at a time; torch would use several threads for more."""
 _MEMORY_PATTERNS = (0x5555555555555555, -0x5555555555555556)
 
 ROUND_TRIPS = 20
@@ -55,14 +55,14 @@ _GOOD, _BAD = b"+", b"-"
 
 
 class CheckError(Exception):
-    """A check that failed: its text says how."""
+    """A check failed; the message has the reason."""
 
 
 # --- compute ---------------------------------------------------------------------------------
 
 
 def compute() -> Outcome:
-    """A fixed chain of matrix products, repeated: always the digest that is known to be right."""
+    """Compute a fixed chain of matrix products several times and compare the digests."""
     import torch
 
     device = _device(torch)
@@ -82,7 +82,7 @@ def compute() -> Outcome:
 
 
 def _product(torch: Any, device: str, chain: Chain) -> str:
-    """Digest of the products, each brought back to small whole numbers."""
+    """Return the digest of the products, each of which is reduced to small integers."""
     numbers = torch.arange(chain.size * chain.size, dtype=torch.int64)
     shape = (chain.size, chain.size)
     factor = ((numbers * 7919 % 1009) % 17 - 8).reshape(shape).to(torch.float32).to(device)
@@ -102,7 +102,7 @@ def _digest(data: bytes) -> str:
 
 
 def memory() -> Outcome:
-    """Fill memory with a pattern and its inverse, other at every place, and read it back."""
+    """Fill memory with a pattern and its inverse, different at every place, and read it back."""
     import torch
 
     device = _device(torch)
@@ -122,7 +122,7 @@ def memory() -> Outcome:
 
 
 def _changed(held: Any, places: Any, pattern: int) -> int:
-    """How many words of ``held`` do not come back as they were put."""
+    """Write to ``held`` and return the number of words that read back differently."""
     for start in range(0, len(held), _PART):
         held[start : start + _PART] = (places + start) ^ pattern
     return sum(
@@ -132,7 +132,7 @@ def _changed(held: Any, places: Any, pattern: int) -> int:
 
 
 def _device(torch: Any) -> str:
-    """The accelerator that the process uses, or the processor."""
+    """Return the accelerator that the process uses, or the processor."""
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_accelerator())
     return "cpu"
@@ -142,7 +142,7 @@ def _device(torch: Any) -> str:
 
 
 class Line:
-    """The sockets of one meeting, so that another thread can cut it short."""
+    """The sockets of one connection test, which another thread can cut."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -150,7 +150,7 @@ class Line:
         self._lock = threading.Lock()
 
     def hold(self, end: socket.socket) -> None:
-        """This socket belongs to the meeting."""
+        """Add a socket of the test."""
         with self._lock:
             self._sockets.append(end)
             cut = self._cut
@@ -158,7 +158,7 @@ class Line:
             self.cut()
 
     def cut(self) -> None:
-        """Fail whatever waits on the meeting's sockets."""
+        """Shut down the sockets, so that every wait on them fails."""
         with self._lock:
             self._cut = True
             sockets = list(self._sockets)
@@ -168,7 +168,7 @@ class Line:
 
 
 class Listening:
-    """The side of a meeting that waits for the other. Raises ``OSError`` if it cannot listen."""
+    """The listening side of a connection test. Raises ``OSError`` if it cannot listen."""
 
     def __init__(self, host: str, key: str, line: Line) -> None:
         self._key = key
@@ -204,7 +204,7 @@ class Listening:
                 if hmac.compare_digest(hello, _HELLO + self._key.encode()):
                     return connection
             except (CheckError, OSError):
-                pass  # somebody else's; the partner is still waited for
+                pass  # not the partner, which may still come
             connection.close()
         raise CheckError("only strangers connected")
 
@@ -214,7 +214,7 @@ class Listening:
 
 
 def connect(address: str, key: str, deadline: float, line: Line) -> Outcome:
-    """Meet who listens at ``address``, until ``deadline`` (monotonic, s)."""
+    """Connect to the partner at ``address`` and test, until ``deadline`` (monotonic, s)."""
     host, _, port = address.rpartition(":")
     try:
         left = _left(deadline, "no time to connect")
@@ -227,7 +227,7 @@ def connect(address: str, key: str, deadline: float, line: Line) -> Outcome:
 
 
 def _exchange(partner: socket.socket, key: str, deadline: float, *, first: bool) -> Outcome:
-    """Round trips, then much data in both directions, held against what it must be."""
+    """Exchange round trips, then bulk data in both directions, and verify all bytes."""
     partner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     began = time.monotonic()
     for number in range(ROUND_TRIPS):
@@ -269,7 +269,7 @@ def _take_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> N
 
 
 def _bytes(key: str, what: str, size: int) -> bytes:
-    """Bytes that both sides know, and that no fault gives by chance."""
+    """Return bytes that both sides can compute and that no fault produces by chance."""
     return hashlib.shake_128(f"{key} {what}".encode()).digest(size)
 
 

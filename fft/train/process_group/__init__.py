@@ -1,6 +1,6 @@
 """Process groups whose collectives can be aborted and whose members can be replaced.
 
-`AbortableGroup` and `ShardProcessGroupGloo` are the parts that others use; the rest serves them.
+`AbortableGroup` and `ShardProcessGroupGloo` are the interface; the other modules support them.
 """
 
 from __future__ import annotations

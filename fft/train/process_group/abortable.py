@@ -1,11 +1,11 @@
-"""Process groups that can really be aborted, and rebuilt under the objects that hold them.
+"""Process groups that can be aborted at any time and rebuilt under the objects that hold them.
 
-`AbortableGroup` adopts a torchft process group object, the user's own. For gloo it makes the
-device itself, so that it knows the addresses of the group's connections and can shut exactly those
-down: nothing else frees a thread that waits in a gloo collective. Other backends abort their own
-way. What is pending, and how it is waited for, is in `works`; what tracks it, in `backend`.
+`AbortableGroup` adopts a torchft process group object of the user. For gloo it creates the device
+itself, so that it knows the addresses of the group's connections and can shut down exactly those.
+Nothing else frees a thread that waits in a gloo collective. Other backends have an abort of their
+own. `works` has the pending operations and their waits; `backend` tracks them.
 
-Touches the adopted object (never its class or module), the group's own sockets, and the keys of
+Accesses the adopted object (never its class or module), the group's own sockets, and the keys of
 the group's own rendezvous. One short-lived thread runs while a group is configured.
 """
 
@@ -50,85 +50,85 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS_KEY = "fft/listeners/{rank}"
 _MET_KEY = "fft/met/{rank}"
-# Pauses, in seconds, between two looks at pending Works: torch offers nothing to wait on that
-# neither raises the op's error nor blocks an accelerator stream.
+# Pauses between two polls of pending Works, in seconds. torch's waits are no alternative, because
+# they raise the op's error or block an accelerator stream.
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.002
 _OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
 _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
 _ROUNDS_NS = 5_000_000
-# How long close() waits for what the last configure() left behind, in seconds.
+# How long close() waits for pending ops and for the thread of the last configure(), in seconds.
 _CLOSE_LIMIT = 5.0
 _PATIENCE_S = 3.0
-"""Seconds without a connection of gloo until `_unreached` looks for the members that are missing.
+"""Time without a connection of gloo until `_unreached` searches for missing members, in seconds.
 
 With `PROBE_S` it stays below the 10 s in which the address of a missing member is reported.
 """
 _STORE_S = 8.0
-"""For a connection to a store: the kernel sends the first packet 4 times meanwhile."""
+"""Time limit for a connection to a store, in seconds, in which the kernel sends the first packet 4
+times."""
 _stranded_backends: list[tuple[object, deque[Any]]] = []
 _stranded_lock = threading.Lock()
 
 
 @dataclass
 class _Still:
-    """A look at ops of gloo that do not end: two alike show that these write nothing any more.
+    """A snapshot of gloo ops that do not end. Two equal ones show that the ops no longer write.
 
-    Each op thread sleeps from the one to the other, and nothing can wake it but its timeout: every
-    connection is closed, or is one that gloo will not read from again. Such a one is left by an op
-    that failed between the head and the body of a message: gloo waits for the op's buffer, which is
-    gone, reads neither the rest nor the end of the connection, and turns in circles until some
-    op's timeout. Both ends of it are shut down, so nothing arrives; gloo's loop has gone round it
-    ``_ROUNDS_NS`` long, thousands of times, and not one byte was read.
+    Each op thread sleeps between the two, and only its timeout can wake it: every connection is
+    closed, or is one that gloo will not read again. Such a connection remains after an op failed
+    between the head and the body of a message. gloo then waits for the op's buffer, which is gone,
+    and polls the connection without reading it until some op's timeout. Both ends are shut down, so
+    no data arrive. gloo's loop has polled for ``_ROUNDS_NS``, thousands of times, and read no byte.
     """
 
     parked: dict[str, str]
-    """Op threads with their context switches."""
+    """Context switches of each op thread."""
     open: dict[str, int]
-    """Connections with the bytes that lie in them."""
+    """Unread bytes of each open connection."""
     ran: dict[str, int]
-    """Nanoseconds that those of gloo's loops have run that do not sleep."""
+    """Run time of each gloo loop that does not sleep, in nanoseconds."""
 
     def like(self, before: _Still) -> bool:
-        """Whether nothing but loops has moved since."""
+        """Return whether nothing except loops has moved since ``before``."""
         return self.parked == before.parked and self.open == before.open
 
     def is_for_good(self, before: _Still) -> bool:
-        """Whether this look and one like it before show that nothing will move."""
+        """Return whether this snapshot and an equal earlier one show that nothing will move."""
         if not self.open:
             return True
-        # A loop that has been asleep had nothing to read; one that waits for a core may yet.
+        # A sleeping loop has nothing to read; a loop that waits for a core may still read.
         rounds = [ran - before.ran.get(task, ran) for task, ran in self.ran.items()]
         return bool(rounds) and min(rounds) >= _ROUNDS_NS
 
 
 class AbortableGroup:
-    """Handle on one torchft process group that FFT can abort, wait out and configure again.
-
-    Args:
-        pg: the group, not yet configured. It is hooked as an object: its ``configure``, ``abort``
-            and ``shutdown`` lead here from now on, until `close`.
-        name: what it is called in errors: "shard", for "on the shard group".
+    """Handle on one torchft process group that FFT can abort, quiesce and configure again.
 
     All methods may be called from any thread. If several members of one process group live in
     one process, an abort by one of them also ends the connections between the others.
 
+    Args:
+        pg: The group, not yet configured. Its methods ``configure``, ``abort`` and ``shutdown`` are
+            replaced on the object until `close`.
+        name: The group's name in errors, such as "shard" for "on the shard group".
+
     Raises:
-        ValueError: `pg` has been configured already, so its connections cannot be told any more.
-        FftError: GLOO_SOCKET_IFNAME names no interface of this host.
+        ValueError: `pg` has been configured already, so its connections cannot be identified.
+        FftError: GLOO_SOCKET_IFNAME names an interface that gloo cannot listen on.
     """
 
     def __init__(self, pg: ProcessGroup, name: str = "process") -> None:
         self.pg = pg
         self.name = name
         self.waiting: AbstractContextManager[None] = nullcontext()
-        """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
+        """Context that a thread enters around every wait for a gloo op; it is never nested."""
         self.note = ""
-        """What the other members are told with the rendezvous."""
+        """Text that the other members receive in the rendezvous."""
         self.address: str | None = None
-        """IP address of this host for gloo's connections; None: gloo looks up the host's name."""
+        """IP address of this host for gloo's connections; None lets gloo resolve the host name."""
         self.notes: dict[int, str] = {}
-        """Theirs, by rank, of the last rendezvous."""
+        """Notes of the other members in the last rendezvous, by rank."""
         self._target: Any = _innermost(pg)
         self._wrapper = isinstance(self._target, ProcessGroupWrapper)
         if self._wrapper and self._target._pg is not None:
@@ -140,9 +140,9 @@ class AbortableGroup:
         self._configuring = threading.Lock()
         self._era = Era(name)
         self._past: list[Era] = []
-        # Store clients by host:port, kept for the next rendezvous there. A new connection makes
-        # torch look up host names on both ends, the store's only thread included: seconds, where
-        # a name server is slow to answer.
+        # Store clients by host:port, kept for the next rendezvous there. For a new connection torch
+        # looks up host names on both ends, also on the store's only thread. That takes seconds with
+        # a slow name server.
         self._clients: dict[str, list[Any]] = {}
         self._devices: list[tuple[Any, Address]] = []
         self._worker: threading.Thread | None = None
@@ -165,17 +165,20 @@ class AbortableGroup:
         global_ranks: list[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Abort what there is, meet the other members at `store_addr`, and build the group anew.
+        """Abort the present group, meet the other members at `store_addr`, and build a new one.
 
-        Arguments are torchft's; `store_addr` must never have been used before. `timeout` bounds
-        the whole call (None: the group's own timeout).
+        The arguments are those of torchft, except `timeout`.
+
+        Args:
+            store_addr: An address and prefix that was never used before.
+            timeout: Limit of the whole call; by default the group's own timeout.
 
         Raises:
             GroupAborted: `abort` was called meanwhile.
-            TimeoutError: a member did not come; the text names the missing ranks.
-            ValueError: rank or world size do not fit the mesh made of this group.
-            RuntimeError: the backend could not connect, as when a member aborts or dies meanwhile.
-                The group is aborted then; configure it again at another `store_addr`.
+            TimeoutError: A member did not come; the text names the missing ranks.
+            ValueError: Rank or world size do not fit the mesh made of this group.
+            RuntimeError: The backend could not connect, as when a member aborts or dies meanwhile.
+                The group is then aborted; configure it again at another `store_addr`.
         """
         call = ConfigureCall(
             store_addr,
@@ -215,8 +218,8 @@ class AbortableGroup:
     def abort(self, cause: str) -> None:
         """Fail every op that is pending on this group in this process, and refuse new ones.
 
-        Idempotent, returns in milliseconds; the first `cause` of a configuration stays. A thread
-        that is blocked in a collective or in `configure` comes free at once. Tensors of the failed
+        Idempotent; returns in milliseconds. The first `cause` of a configuration stays. A thread
+        that is blocked in a collective or in `configure` is freed at once. Tensors of the failed
         ops may still be written until `quiesce` has returned.
         """
         with self._lock:
@@ -232,8 +235,8 @@ class AbortableGroup:
         if store is not None:
             store.cancel(cause)
         if self._gloo:
-            # Reading first: gloo then closes the connection by itself, whereas a write that fails
-            # before it has done so would leave its waiter asleep.
+            # Shut down reading first, so that gloo closes the connection by itself. A write that
+            # failed before that would leave its waiter asleep.
             sockets.shut_down(era.own, era.peers, writing=False)
             for work in list(era.works):
                 work.free()
@@ -242,22 +245,25 @@ class AbortableGroup:
             self._entomb(era)
 
     def cut(self) -> int:
-        """End the group's connections as a network would, without a word; how many there were.
+        """Shut down the group's connections like a failing network, to inject a fault.
 
-        For faults injected on purpose. The group's next ops fail; configure it again.
+        The group's next ops fail; configure it again.
+
+        Returns:
+            The number of connections.
         """
         era = self._era
         return len(sockets.shut_down(era.own, era.peers, writing=True))
 
     def quiesce(self, timeout: timedelta) -> None:
-        """After `abort`: wait until no op of the old group can write a tensor any more.
+        """Wait after `abort` until no op of the old group can write a tensor any more.
 
-        Then the group lets go of the old backend, which ends with the next `configure` or `close`.
+        The next `configure` or `close` then drops the old backend.
 
         Raises:
-            TimeoutError: ops, or what they queued on a device, do not end within `timeout`.
-            DeviceLost: the device has failed.
-            RuntimeError: the group is not aborted.
+            TimeoutError: Ops, or their work on a device, do not end within `timeout`.
+            DeviceLost: The device has failed.
+            RuntimeError: The group is not aborted.
         """
         era = self._era
         if era.cause is None:
@@ -281,15 +287,16 @@ class AbortableGroup:
                 else:
                     era.stranded = closely and now.is_for_good(seen)
         self._entomb(era)
-        # what the ops have queued on a device, such as the copy back of what was reduced
+        # wait for work that the ops queued on a device, such as copying back reduced tensors
         accelerator.wait(time_left(deadline))
 
     def _look(self, era: Era, closely: bool) -> _Still | None:
-        """How the group's ops stand; None if one of them moves.
+        """Return a snapshot of the group's ops, or None if one of them moves.
 
-        ``closely``: at connections, too, that gloo has not closed: mostly it is about to.
+        Without ``closely``, a connection that gloo has not closed counts as a move, because gloo is
+        usually about to close it.
         """
-        # an op that was just starting may have made a connection since
+        # an op that was just starting may have opened a connection since
         open_ = sockets.shut_down(era.own, era.peers, writing=True)
         for work in list(era.works):
             if isinstance(work, TrackedWork):
@@ -301,15 +308,15 @@ class AbortableGroup:
         return None if parked is None else _Still(parked, open_, ran)
 
     def pending(self) -> int:
-        """How many ops issued through the group since the last configure() are not complete."""
+        """Return the number of incomplete ops issued through the group since configure()."""
         return self._era.count()
 
     def close(self) -> None:
-        """Abort, drop the backend, delete this member's rendezvous keys, unhook the object."""
+        """Abort, drop the backend, delete this member's rendezvous keys, and unhook the object."""
         self.abort("the process group is closed")
         try:
             self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
-        except DeviceLost as lost:  # it writes nothing any more, and nobody reads it
+        except DeviceLost as lost:  # a lost device writes nothing any more
             logger.warning("the %s group is closed without its device: %s", self.name, lost)
         if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
@@ -338,7 +345,10 @@ class AbortableGroup:
         return era
 
     def _build(self, era: Era, call: ConfigureCall, deadline: float, device: int | None) -> None:
-        """Thread body: meet and build. Outlives its configure() only if that one gave up."""
+        """Meet the members and build the backend, on a thread of its own.
+
+        The thread outlives its configure() only if that one gave up.
+        """
         backend: object | None = None
         try:
             if device is not None:
@@ -390,10 +400,10 @@ class AbortableGroup:
         return made
 
     def _take_devices(self) -> list[tuple[Any, Address]]:
-        """gloo's devices with their listeners: kept from one configuration to the next.
+        """Return gloo's devices with their listeners, kept from the last configuration if possible.
 
-        To drop one takes gloo 10 ms, in which no Python runs. After a configuration that failed
-        they are made anew, since connections of it may still lie unclaimed at the listener.
+        gloo takes 10 ms to drop a device, in which no Python runs. New devices are created after a
+        failed configuration, whose connections may still wait unaccepted at the listener.
         """
         with self._lock:
             devices, self._devices = self._devices, []
@@ -417,7 +427,7 @@ class AbortableGroup:
             raise era.error
 
     def _take_client(self, address: str, deadline: float) -> Any:
-        """A store client that nobody else uses meanwhile."""
+        """Return a store client for exclusive use."""
         with self._lock:
             free = self._clients.get(address)
             kept = free.pop() if free else None
@@ -438,16 +448,16 @@ class AbortableGroup:
             ) from error
 
     def _retire(self, era: Era, everyone: bool) -> None:
-        """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
+        """Drop the resources of an ended configuration, and its keys (RendezvousStore.reclaim)."""
         _drop_woken()
         if era.stranded:
             _keep_stranded(era)
-        era.backend = None  # joins gloo's threads; they have nothing left to do
+        era.backend = None  # joins gloo's threads, which are idle
         reached = era.store is not None and era.store.reclaim(everyone)
         with self._lock:
             client, era.client, era.store = era.client, None, None
             if client is not None and reached:
-                # one host:port at a time: when the store moves, the old connections go
+                # keep clients of one host:port only, so that old connections close when it changes
                 self._clients = {era.store_addr: self._clients.get(era.store_addr, [])}
                 self._clients[era.store_addr].append(client)
 
@@ -460,7 +470,7 @@ class AbortableGroup:
         return self.waiting
 
     def _entomb(self, era: Era) -> None:
-        """Refuse every op, until another backend is there."""
+        """Refuse every op until there is another backend."""
         if self._wrapper:
             with self._lock:
                 if self._era is era:
@@ -483,14 +493,14 @@ class AbortableGroup:
 
 
 def _innermost(pg: Any) -> Any:
-    """The torchft group that owns a backend, behind torchft wrappers around other groups."""
+    """Return the torchft group that owns a backend, inside torchft's wrappers."""
     while isinstance(pg, ProcessGroupWrapper) and isinstance(pg._pg, ProcessGroup):
         pg = pg._pg
     return pg
 
 
 def _can_tell_sockets(target: Any) -> bool:
-    """Whether the sockets of this group will be known, and say so once where they will not be."""
+    """Return whether the sockets of this group can be identified; log if they cannot."""
     if not isinstance(target, ProcessGroupGloo):
         return False
     own_device = type(target)._create_pg is ProcessGroupGloo._create_pg
@@ -505,17 +515,18 @@ def _can_tell_sockets(target: Any) -> bool:
 
 
 def _discard(backend: Any) -> None:
-    """End the connections and threads of a backend that was built for nobody."""
+    """End the connections and threads of a backend that is not needed any more."""
     try:
         backend.abort()
-    except RuntimeError as error:  # one that cannot be aborted ends with its last reference
+    except RuntimeError as error:  # a backend without abort ends with its last reference
         logger.debug("a group that is not needed was not aborted: %s", error)
 
 
 def _refuse_used(store: RendezvousStore, rank: int, address: str) -> None:
     """Raise ValueError if this member has met others in ``store`` before.
 
-    The others would read what rank 0 wrote there then: NCCL's unique id of a group that is gone.
+    The others would read the values of the earlier rendezvous, such as NCCL's unique id of a group
+    that is gone.
     """
     if store.add(_MET_KEY.format(rank=rank), 1) != 1:
         raise ValueError(f"{address} was used for an earlier group of rank {rank}: give another")
@@ -524,7 +535,11 @@ def _refuse_used(store: RendezvousStore, rank: int, address: str) -> None:
 def _exchange(
     store: RendezvousStore, era: Era, note: str
 ) -> tuple[frozenset[Address], dict[int, str]]:
-    """Publish this member's listeners and its note; those of all the others, and waits for them."""
+    """Publish this member's listeners and note, and wait for those of all others.
+
+    Returns:
+        The listeners of the other members, and their notes by rank.
+    """
     word = {"listeners": sorted(era.own), "note": note}
     store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(word))
     others = [r for r in range(era.world_size) if r != era.rank]
@@ -535,10 +550,10 @@ def _exchange(
 
 
 def _unreached(era: Era) -> str | None:
-    """Return why ``era`` cannot be built if an address of another member cannot be connected to.
+    """Return why an address of another member cannot be connected to, or None if all can.
 
-    gloo itself reports neither address nor cause before its timeout. A listener of gloo takes no
-    harm from a connection that is closed at once.
+    gloo itself reports neither address nor cause before its timeout. A connection that is closed at
+    once does not disturb a listener of gloo.
     """
     if not era.peers:  # not all members have come
         return None
@@ -564,16 +579,18 @@ def _unreached(era: Era) -> str | None:
 
 
 def _keep_stranded(era: Era) -> None:
-    """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout. It
-    costs two threads, a listener and its tensors, until `_drop_woken`."""
-    # one reference more than Python knows of: at its exit the interpreter drops the others
+    """Keep a backend with a sleeping op, because dropping it would wait for the op's timeout.
+
+    It holds two threads, a listener and its tensors until `_drop_woken`.
+    """
+    # an extra reference, because the interpreter drops the others at exit
     with _stranded_lock:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
         _stranded_backends.append((era.backend, era.works))
 
 
 def _drop_woken() -> None:
-    """Drop the backends whose stranded ops have timed out since."""
+    """Drop the backends whose stranded ops have timed out."""
     with _stranded_lock:
         for backend, works in list(_stranded_backends):
             forget_ended(works)
@@ -583,7 +600,7 @@ def _drop_woken() -> None:
 
 
 def _current_accelerator() -> int | None:
-    """The caller's accelerator, for the thread that works for it; None without one."""
+    """Return the caller's accelerator index, which its worker thread sets as well, or None."""
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.current_device_index()

@@ -1,7 +1,7 @@
-"""What stands between a torchft process group and its backend, and tracks every op.
+"""The object between a torchft process group and its backend, which tracks every op.
 
-torchft's groups pass each op on to an object of theirs, and so do ours: that object is a
-`TrackedBackend`. An op that it does not know, the backend beneath has not seen either.
+torchft's groups, and ours, forward each op to an object. Here that object is a `TrackedBackend`,
+through which every op reaches the backend.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SCATTERS = ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coa
 
 
 class TrackedBackend:
-    """A backend of which every op is tracked in `era`, and refused once that is aborted.
+    """A backend that tracks every op in `era`, and refuses ops once that is aborted.
 
     Args:
-        native: the backend; None: there is none any more, and all is refused.
-        era: the configuration that it belongs to.
-        gloo: whether it is gloo, so that waits must be freed by us.
-        around: gives what is to be entered around every wait.
+        native: The backend, or None if it is gone and every op is refused.
+        era: The configuration that the backend belongs to.
+        gloo: The backend is gloo, whose waits FFT must free.
+        around: Returns the context to enter around every wait.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class TrackedBackend:
         self._around = around
 
     def size(self) -> int:
-        """How many members the group has, or had."""
+        """Return the number of members that the group has, or had before an abort."""
         return self._era.world_size
 
     def rank(self) -> int:
-        """This member's rank."""
+        """Return this member's rank."""
         return self._era.rank
 
     def abort(self) -> None:
-        """As the backend's; nothing where it is gone."""
+        """Abort the backend, if there is one."""
         if self._native is not None:
             self._native.abort()
 
     def shutdown(self) -> None:
-        """As the backend's; nothing where it is gone."""
+        """Shut down the backend, if there is one."""
         if self._native is not None:
             self._native.shutdown()
 
@@ -95,11 +95,11 @@ class TrackedBackend:
     def _refusal(self, place: str = "") -> GroupAborted:
         return GroupAborted(self._era.cause or "the process group is being configured", place)
 
-    @guarded  # what is issued is tracked: nothing comes between
+    @guarded  # no interrupt between issuing an op and tracking it
     def _issue(self, op: str, args: tuple[Any, ...]) -> Any:
         era, mark = self._era, object()
         try:
-            era.entering.add(mark)  # before the look: quiesce() waits for who looked too early
+            era.entering.add(mark)  # before the check of the cause, so that quiesce() waits for us
             if era.cause is not None or self._native is None:
                 raise self._refusal(era.place(op, args))
             try:
@@ -125,7 +125,7 @@ class TrackedBackend:
         return work
 
     def _scatter(self, op: str, args: tuple[Any, ...]) -> Work:
-        """What gloo's own does, all-reduces of copies, but on Works that can be aborted."""
+        """Issue a reduce-scatter as all-reduces of copies, as gloo does, on abortable Works."""
         outputs, inputs = args[:2]
         if op == "_reduce_scatter_base":
             outputs, inputs = [outputs], [[inputs]]
@@ -146,7 +146,7 @@ class TrackedBackend:
 
 
 def _part(op: str, era: Era, output: torch.Tensor, inputs: list[torch.Tensor]) -> int:
-    """Where this rank's part of the joined `inputs` begins, for `output`."""
+    """Return the offset of this rank's part, for `output`, in the concatenated `inputs`."""
     sizes = [t.numel() for t in inputs]
     if op != "reduce_scatter":
         sizes = [output.numel()] * era.world_size

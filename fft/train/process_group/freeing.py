@@ -1,4 +1,4 @@
-"""What frees a caller from gloo: threads that wait in its place, and futures that can be failed."""
+"""Free callers from gloo: threads that wait in their place, and futures that can be failed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MILLISECOND = timedelta(milliseconds=1)
 
 
 class Attendants:
-    """Threads that wait in gloo for sends and receives, in place of callers who can so be freed.
+    """Threads that wait in gloo for sends and receives, so that their callers can be freed.
 
-    As many as there are such waits at one time. An idle one ends with `close`, one that waits when
-    gloo lets it go: at once as a rule, else by the op's own timeout.
+    There are as many threads as simultaneous waits. An idle thread ends with `close`. A waiting one
+    ends when gloo releases it: usually at once, otherwise at the op's own timeout.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Attendants:
 
     @guarded
     def take(self, task: Callable[[], None]) -> None:
-        """Have `task` done by a thread."""
+        """Run `task` on a thread."""
         with self._lock:
             desk = self._idle.pop() if self._idle else None
         if desk is None:
@@ -42,7 +42,7 @@ class Attendants:
         desk.put(task)
 
     def close(self) -> None:
-        """Have every thread end when it has nothing to do."""
+        """End every thread once it is idle."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -52,7 +52,7 @@ class Attendants:
     def _serve(self, desk: SimpleQueue[Callable[[], None] | None]) -> None:
         while (task := desk.get()) is not None:
             task()
-            del task  # and its tensors
+            del task  # releases its tensors
             with self._lock:
                 if self._closed:
                     return
@@ -60,7 +60,7 @@ class Attendants:
 
 
 class FreedFuture:
-    """A future in front of gloo's, which can be failed. gloo's cannot."""
+    """A future in front of gloo's own, which FFT can fail, unlike gloo's."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class FreedFuture:
     ) -> None:
         self.outer: torch.futures.Future[Any] = torch.futures.Future()
         self._failure: Callable[[BaseException], RuntimeError] | None = failure
-        """The op's, which holds tensors: let go of when the op has ended."""
-        self._first = itertools.count()  # its next() is one operation of the interpreter's
+        """Makes the op's error. It holds tensors, so it is released when the op has ended."""
+        self._first = itertools.count()  # its next() is atomic in the interpreter
         inner.add_done_callback(self._settle)
 
     def _settle(self, inner: torch.futures.Future[Any]) -> None:
@@ -90,10 +90,10 @@ class FreedFuture:
 
 
 def deadline_of(timeout: timedelta | None) -> float | None:
-    """The monotonic second at which a wait is over; None: it knows no limit.
+    """Return the time, in monotonic seconds, at which a wait ends, or None without a limit.
 
-    torch counts whole milliseconds, and takes zero for no limit (``kNoTimeout``). Native code,
-    such as ``wait_tensor``, always gives it. Less than zero is over at once.
+    torch counts whole milliseconds, and zero means no limit (``kNoTimeout``). Native code, such as
+    ``wait_tensor``, always passes zero. A negative timeout ends at once.
     """
     if timeout is None:
         return None
@@ -102,5 +102,5 @@ def deadline_of(timeout: timedelta | None) -> float | None:
 
 
 def time_left(deadline: float) -> timedelta:
-    """Time until `deadline` (monotonic seconds), at least a millisecond."""
+    """Return the time until `deadline` (monotonic seconds), at least a millisecond."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -1,4 +1,4 @@
-"""gloo's own group and devices, made as torchft and torch make them, of devices that FFT knows."""
+"""Create gloo's group as torchft and torch do, but on devices that FFT creates and knows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def device_makers(address: str | None) -> list[Callable[[], Any]]:
-    """Return a maker for each gloo device: of the interfaces that GLOO_SOCKET_IFNAME names, or else
-    of ``address``; None: of the address that torch finds by the host's name."""
+    """Return one function per gloo device, which creates the device.
+
+    The devices are those of the interfaces in GLOO_SOCKET_IFNAME. Without these there is one device
+    on ``address``, or, if that is None, on the address that torch finds by the host's name.
+    """
     gloo = dist.ProcessGroupGloo
     names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     if not names and address is not None:
@@ -33,7 +36,7 @@ def device_makers(address: str | None) -> list[Callable[[], Any]]:
 def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
     """Raise FftError if GLOO_SOCKET_IFNAME names an interface that gloo cannot listen on.
 
-    Without this check each epoch would fail when its process groups are built, and be tried again.
+    Without this check every epoch would fail while it builds its process groups, and be retried.
     """
     value = environ.get(VARIABLE, "")
     there = [name for _, name in socket.if_nameindex()]
@@ -60,11 +63,11 @@ def gloo_group(
     timeout: timedelta,
     deadline: float,
 ) -> dist.ProcessGroup:
-    """What torchft's ProcessGroupGloo._create_pg builds, on devices of our own."""
+    """Build what torchft's ProcessGroupGloo._create_pg builds, on ``devices``."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = devices
     options._threads = 2 * len(devices)
-    # for connecting, where gloo waits up to five times as long; ops get the group's own below
+    # for connecting, where gloo waits up to five times as long; ops use the group's timeout below
     options._timeout = time_left(deadline) / 5
     backend: Any = dist.ProcessGroupGloo(store, call.rank, call.world_size, options)
     backend._set_default_timeout(timeout)

@@ -1,8 +1,8 @@
-"""The process group that a model is sharded over on GPUs: NCCL's, rebuilt for every epoch.
+"""The NCCL process group that a model is sharded over on GPUs, rebuilt for every epoch.
 
-NCCL connects the ranks by a unique id that rank 0 draws, and torch's backend puts into the store
-of the rendezvous. That store is the one of the epoch's record, and this member has met nobody
-there before (`AbortableGroup` refuses it else), so no two epochs share an id.
+NCCL connects the ranks by a unique id that rank 0 draws. torch's backend puts it into the store of
+the rendezvous, which the epoch's record names. `AbortableGroup` refuses a rendezvous that was used
+before, so no two epochs share an id.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from fft.train.nccl_library import (
 from fft.train.process_group.shard import ShardGroup
 
 _ABORT_S = 5.0
-"""For an abort: milliseconds as a rule. What it has not ended then, the device is still busy with,
-and a rollback waits for that (`AbortableGroup.quiesce`)."""
+"""Time limit of an abort, in seconds, which usually takes milliseconds. If it takes longer, the
+device is still busy, and a rollback waits for it (`AbortableGroup.quiesce`)."""
 _ABORT_CONNECTING_S = 0.05
-"""For one of a group that is connecting: torch may hold it up until connecting has timed out."""
+"""Time limit for the abort of a connecting group, in seconds; torch may delay it until connecting
+has timed out."""
 
 
 class ShardProcessGroupNCCL(ShardGroup):
-    """The process group that FSDP2 shards over on GPUs: rebuilt under the model, not replaced.
+    """The process group that FSDP2 shards over on GPUs; it is rebuilt under the model.
 
-    Pass it as ``shard_pg=``. One device in a process: set it (``torch.cuda.set_device``) before the
-    manager is made. Has not been run on a GPU yet.
+    Pass it as ``shard_pg=``. A process uses one device: call ``torch.cuda.set_device`` before the
+    manager is constructed. This class has not been run on a GPU yet.
 
     Args:
-        timeout: how long connecting may take. Ops have no limit of their own: a rollback ends them.
-        library: what makes communicators; None: NCCL.
+        timeout: Time limit for connecting. Ops have no limit of their own; a rollback ends them.
+        library: Creates communicators; NCCL by default.
     """
 
     backend = "nccl"
@@ -52,7 +53,7 @@ class ShardProcessGroupNCCL(ShardGroup):
         self._connecting: Communicator | None = None
 
     def getBackendName(self) -> str:
-        """torchft's name for it."""
+        """Return torchft's name for the backend."""
         return "torchft-nccl"
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> Communicator:
@@ -71,23 +72,24 @@ class ShardProcessGroupNCCL(ShardGroup):
         return made
 
     def abort(self, errored: bool = True) -> None:
-        """End all ops of the group, or its connecting. As torchft's; any thread.
+        """End all ops of the group, or its connecting. Safe on any thread.
 
-        Returns after 5 s at most: `AbortableGroup.quiesce` tells whether the device is still busy.
+        Returns after about 5 s at most; `AbortableGroup.quiesce` waits for a device that is still
+        busy.
         """
         with self._lock:
             connecting, self._connecting = self._connecting, None
         pg: Any = vars(self).get("_pg")
         self._pg = None
-        if connecting is not None:  # nothing of the user's is in it, so nobody need wait
+        if connecting is not None:  # it holds no tensors of the user, so there is no need to wait
             abort_within(connecting.abort, _ABORT_CONNECTING_S, "a group that is connecting")
         if pg is not None:
             abort_within(pg.abort, _ABORT_S, f"the group of epoch {self._quorum_id}")
 
     def _take_connecting(self, made: Communicator) -> bool:
-        """Whether ``made`` was still connecting, for all that is known here, and nobody aborts it.
+        """Return whether ``made`` was still connecting and not aborted, and clear that state.
 
-        A later one may be connecting by now: it is not touched.
+        A later communicator may be connecting by now; it is left alone.
         """
         with self._lock:
             is_mine = self._connecting is made

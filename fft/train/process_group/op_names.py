@@ -1,4 +1,4 @@
-"""How an op of a process group is called in texts, and the errors that say it."""
+"""Names of process group ops in messages, and the errors with these names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PUBLIC_NAMES = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
-"""What users call the methods of a process group."""
+"""Public names of the methods of a process group."""
 _WITH_PEER = {"send": "to", "recv": "from"}
 
 
 class GroupAborted(RuntimeError):
-    """The process group was aborted, and nobody has configured it since. Says the cause.
+    """The process group was aborted and not configured since; the message has the cause.
 
-    ``fft_place``: the op that was pending or refused, on which group; empty where there was none.
+    ``fft_place`` names the pending or refused op and its group; it is empty without an op.
     """
 
     def __init__(self, cause: str, place: str = "") -> None:
@@ -37,7 +37,7 @@ class GroupAborted(RuntimeError):
 
 
 class CollectiveFailed(RuntimeError):
-    """An op of a process group failed. Says which (``fft_place``), then what the backend says."""
+    """An op of a process group failed; the message has the op (``fft_place``) and its error."""
 
     def __init__(self, place: str, error: BaseException | str) -> None:
         super().__init__(f"{place}: {_first_line(error)}")
@@ -45,7 +45,7 @@ class CollectiveFailed(RuntimeError):
 
 
 def what(op: str, args: tuple[Any, ...]) -> str:
-    """A method of a process group with its arguments: name, peer and tensors."""
+    """Describe a call of a process group method: name, peer and tensors."""
     name = _PUBLIC_NAMES.get(op, op)
     if op in _WITH_PEER and len(args) > 1:
         name += f" {_WITH_PEER[op]} rank {args[1]}"
@@ -61,7 +61,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _sizes(args: tuple[Any, ...]) -> str:
-    """The tensors of the first argument that has some: its output, for ops with two."""
+    """Describe the tensors of the first argument that has some, which is the output if any."""
     tensors = next((found for a in args if (found := list(_tensors(a)))), [])
     if not tensors:
         return ""
@@ -81,6 +81,6 @@ def _bytes(count: float) -> str:
 
 
 def _first_line(error: BaseException | str) -> str:
-    """What an error of gloo's says, without its source path and general advice."""
+    """Return the first line of a gloo error without its source path and general advice."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]

@@ -1,9 +1,8 @@
-"""The store a process group meets its members through: cancellable, and cleared behind it.
+"""A cancellable store for the rendezvous of a process group, which deletes its keys.
 
-torch's own store client waits out its timeout for a member that never comes, and nobody deletes
-the keys of a rendezvous. `RendezvousStore` asks for a key again and again instead, so that it can
-be cancelled, and remembers its keys so that they can be taken back. Touches only keys of its own
-rendezvous.
+torch's own store client waits until its timeout for a member that never comes, and does not delete
+the keys of a rendezvous. `RendezvousStore` polls for a key instead, so that it can be cancelled,
+and records its keys, so that they can be deleted. Accesses only keys of its own rendezvous.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from torch.distributed.distributed_c10d import Store
 
 from fft.util.hedged import hedged
 
-# Pauses between two looks for a key, in seconds. A look costs about 25 us. The store's own wait is
-# no choice: it cannot be cancelled, and one that runs out logs two warnings.
+# Pauses between two checks of a key, in seconds. A check costs about 25 us. The store's own wait
+# cannot be cancelled, and logs two warnings when it times out.
 _FIRST_PAUSE = 0.0002
 _LONGEST_PAUSE = 0.002
 
 _READ_LIMIT = timedelta(seconds=1)
-"""For the store's answer with values that were there a moment ago: it waits for one that is not."""
+"""Time limit for reading values that existed a moment ago; the store waits for a missing one."""
 
 _ABSENT = "fft: no such key"
 """A value that no member writes."""
 
-_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # missing in torch's own stubs
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ConfigureCall:
     global_ranks: list[int] | None
 
     def note_in(self, pg: Any) -> None:
-        """Leave in `pg` what torchft's own configure() leaves there."""
+        """Set the attributes of `pg` that torchft's own configure() sets."""
         pg._replica_id = self.replica_id
         pg._rank = self.rank
         pg._quorum_id = self.quorum_id
@@ -80,12 +79,12 @@ class RendezvousStore(Store):
     """A `torch.distributed.Store` for one rendezvous, in front of another store.
 
     Args:
-        inner: the real store, with a prefix that no other rendezvous uses.
-        timeout: how long a wait for a key may take.
+        inner: The real store, with a prefix that no other rendezvous uses.
+        timeout: Time limit of a wait for a key.
 
     Raises (from every operation):
-        RendezvousCancelled: after `cancel`.
-        TimeoutError: a key did not appear in time; the text names it.
+        RendezvousCancelled: The rendezvous was cancelled.
+        TimeoutError: A key did not appear in time; the text names it.
     """
 
     def __init__(self, inner: Store, timeout: timedelta) -> None:
@@ -99,20 +98,24 @@ class RendezvousStore(Store):
         self._missing: tuple[str, ...] = ()
 
     def cancel(self, cause: str) -> None:
-        """Make every operation, also one that waits, raise. From any thread; never blocks."""
+        """Make every operation raise, also a waiting one. Safe on any thread; never blocks."""
         self._cause = cause
         self._cancelled.set()
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Keys that a wait is waiting for now; empty when nothing waits."""
+        """Keys that a wait is missing now; empty without a wait."""
         return self._missing
 
     def reclaim(self, everyone: bool) -> bool:
-        """Delete the keys this member wrote, or with `everyone` all keys of the rendezvous.
+        """Delete the keys of the rendezvous; this also works after `cancel`.
 
-        With `everyone` only when all members are past this rendezvous: then also the keys of
-        members that died in it go. Works after `cancel`. Returns False if the store is gone.
+        Args:
+            everyone: Delete the keys of all members, including those that died, rather than only
+                the keys of this member. All members must be past this rendezvous.
+
+        Returns:
+            False if the store is gone.
         """
         try:
             keys = stored_keys(self._inner) if everyone else sorted(self._written)
@@ -144,8 +147,14 @@ class RendezvousStore(Store):
         self._check()
 
     def _held(self, key: str) -> bytes:
-        """The value. A TCPStore says that it is empty, too, where the key is deleted between its
-        wait and its read; gloo ends the process if an address is. Raises DistStoreError then."""
+        """Return the value of a key that was read as empty.
+
+        A TCPStore also returns an empty value if the key is deleted between its wait and its read,
+        and gloo ends the process if an address is empty.
+
+        Raises:
+            DistStoreError: The key was deleted.
+        """
         held = self._inner.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
         if held == _ABSENT.encode():
             raise DistStoreError(f"{key} was taken back while it was read")
@@ -167,9 +176,7 @@ class RendezvousStore(Store):
             try:
                 values = self._inner.multi_get(keys)
                 return [value or self._held(k) for k, value in zip(keys, values, strict=True)]
-            except (
-                DistStoreError
-            ):  # a writer has taken its key back meanwhile, or the store is slow
+            except DistStoreError:  # a writer has deleted its key meanwhile, or the store is slow
                 if time.monotonic() >= deadline:
                     raise
 
@@ -217,12 +224,15 @@ class RendezvousStore(Store):
 
 
 def store_client(host: str, port: int, timeout: float) -> Any:
-    """A new client of torch's, or an `OSError` that says why not, within `timeout` seconds.
+    """Connect a new torch store client within `timeout` seconds.
 
-    A plain connection is tried first, because torch logs and retries when nobody listens. torch's
-    own connecting has two waits that it does not bound: it asks the name service for the server's
-    name (one lost packet costs 5 s), and it waits for the server's answer. So tries are hedged; one
-    that is left behind ends with its lookup or its connection.
+    A plain connection is tried first, because torch logs and retries if no server listens. torch's
+    own connecting has two unbounded waits: for the name service (one lost packet costs 5 s) and for
+    the server's answer. So attempts are hedged; an abandoned one ends with its lookup or its
+    connection.
+
+    Raises:
+        OSError: The store cannot be reached; the message has the reason.
     """
     socket.create_connection((host, port), timeout).close()
     limit = timedelta(seconds=timeout)
@@ -237,10 +247,10 @@ def store_client(host: str, port: int, timeout: float) -> Any:
 
 
 def stored_keys(store: Any) -> list[str]:
-    """All keys of a TCPStore, or those below the prefix of a PrefixStore.
+    """Return all keys of a TCPStore, or those below the prefix of a PrefixStore.
 
-    torch's ``list_keys`` keeps the interpreter's lock until the store has answered: of one whose
-    host has vanished, for good. ``num_keys`` waits too, but stops no other thread.
+    torch's ``list_keys`` holds the interpreter's lock until the store answers, which is forever if
+    its host has vanished. So ``num_keys`` is called first, which waits without that lock.
     """
     store.num_keys()
     return list(store.list_keys())

@@ -1,8 +1,8 @@
-"""The process groups that a model is sharded over: rebuilt under it, not replaced.
+"""Process groups that a model is sharded over; they are rebuilt under the model, not replaced.
 
-torchft's groups, and every operation that FSDP2, DTensor, pipelining or their users need and
-torchft does not pass on. Touches torch's registries of process groups, between `mesh` and
-`unregister`.
+They extend torchft's groups by the operations that FSDP2, DTensor, pipelining or their users need
+and that torchft does not forward. Between `mesh` and `unregister` they are in torch's registries of
+process groups.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper
 
 try:
     from torch.distributed.distributed_c10d import GroupName
-except ImportError:  # torch 2.11, on which `make gpu` may run: a str there
+except ImportError:  # torch 2.11, on which `make gpu` may run, uses str
     GroupName = str  # type: ignore[misc, assignment]
 
 _numbers = itertools.count(1)
 
 
 class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
-    """What such groups have in common; a subclass makes the backend (``_create_pg``)."""
+    """Base class of shard groups; a subclass creates the backend (``_create_pg``)."""
 
     backend: ClassVar[str]
-    """torch's name for it."""
+    """torch's name for the backend."""
     device_type: ClassVar[str]
-    """Of the mesh."""
+    """Device type of the mesh."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
@@ -50,11 +50,11 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         self._shape: tuple[int, int] | None = None
 
     def rank(self) -> int:
-        """Rank in the group as configured last; 0 before."""
+        """Return the rank of the last configuration, or 0 before the first."""
         return self._rank or 0
 
     def check_shape(self, rank: int, world_size: int) -> None:
-        """Raise ValueError if a mesh was made of this group with another rank or size."""
+        """Raise ValueError if a mesh was created from this group with another rank or size."""
         if self._shape not in (None, (rank, world_size)):
             raise ValueError(
                 f"the model is sharded as rank {self._shape[0]} of {self._shape[1]}; the group "
@@ -62,20 +62,22 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
             )
 
     def be_alone(self, rank: int, world_size: int) -> None:
-        """Be a group whose operations end at once and exchange nothing, until `configure`.
+        """Use, until `configure`, a backend whose operations end at once and exchange nothing.
 
-        For building a model whose weights are fetched then; what is computed with it is void.
+        A model can then be built before its weights are fetched; its results are invalid.
         """
         alone: Any = FakeProcessGroup._create_internal(rank, world_size)
         self._pg, self._rank = alone, rank
 
     def mesh(self, name: str = "shard") -> DeviceMesh:
-        """A one-dimensional mesh over this group, its dimension called `name`.
+        """Return a one-dimensional mesh over this group, with a dimension called `name`.
 
-        Needs no default process group. The mesh stays good over later configurations of the same
+        Needs no default process group. The mesh stays valid over later configurations of the same
         shape. From now on functional collectives find the group by its name, and functions of
-        ``torch.distributed`` take its ranks for global ones. Raises RuntimeError before the first
-        configure().
+        ``torch.distributed`` take its ranks as global ones.
+
+        Raises:
+            RuntimeError: The group has not been configured yet.
         """
         if self._rank is None or self._pg is None:
             raise RuntimeError("configure() the shard process group before mesh()")
@@ -91,17 +93,19 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
             _init_backend=False,
             _rank=self._rank,
         )
-        # DTensor keeps what it has worked out for a mesh, and takes it for any that is equal. One
-        # over another group must not be; torch tells meshes of threads apart, whose numbers are
-        # positive.
+        # DTensor caches results per mesh and reuses them for an equal mesh, so meshes over
+        # different groups must differ. torch compares thread numbers, which are positive.
         mesh._thread_id = -self._number
         mesh._dim_group_names = [group_name]
         mesh._pg_registry[group_name] = self
         return mesh
 
     def _register_in_torch(self, name: GroupName) -> None:
-        """What ``new_group`` notes, too. Without it torch finds no ranks, and where there is a
-        default process group it raises a ValueError in place of any error of this one."""
+        """Register the group as ``new_group`` does.
+
+        Otherwise torch finds no ranks, and if there is a default process group, it replaces every
+        error of this group by a ValueError.
+        """
         _register_process_group(name, self)
         _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
         _world.pg_map[self] = (self.backend, None)  # type: ignore[assignment]
@@ -109,15 +113,15 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         _world.pg_backend_config[self] = f"{self.device_type}:{self.backend}"
 
     def be_default(self) -> None:
-        """Be torch's default process group, where there is none: pipelining asks it for ranks.
+        """Become torch's default process group if there is none; pipelining needs its ranks.
 
-        After `mesh`.
+        Call it after `mesh`.
         """
         if not torch.distributed.is_initialized():
             _update_default_pg(self)
 
     def unregister(self) -> None:
-        """Take the group out of torch's registries; meshes made of it are void after."""
+        """Remove the group from torch's registries; its meshes become invalid."""
         if self._group_name is None:
             return
         if _world.default_pg is self:
@@ -239,15 +243,15 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
             return work
 
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: it waits where nothing can free it."""
+        """Raise NotImplementedError, because nothing could free a thread that waits in it."""
         raise NotImplementedError("monitored_barrier() cannot be aborted: use barrier()")
 
 
 class ShardProcessGroupGloo(ShardGroup, ProcessGroupGloo):  # type: ignore[misc]
-    """The process group that FSDP2 shards over on CPU: rebuilt under the model, not replaced.
+    """The process group that FSDP2 shards over on CPU; it is rebuilt under the model.
 
-    torchft's gloo group with all of gloo's operations but ``monitored_barrier``. Outside of an
-    `AbortableGroup` they are as gloo has them.
+    It is torchft's gloo group with all of gloo's operations except ``monitored_barrier``. Outside
+    an `AbortableGroup` they behave as in gloo.
     """
 
     backend = "gloo"

@@ -1,8 +1,8 @@
-"""The TCP sockets of this process, found by their addresses, and shut down one by one.
+"""Find TCP sockets of this process by their addresses, and shut them down one by one.
 
-gloo gives no handle on its connections, and shutting them down is the only way to free a thread
+gloo exposes no handles of its connections, and shutting them down is the only way to free a thread
 that waits in a gloo collective. So they are looked up in ``/proc/self/fd`` by an address that only
-they can have. Touches nothing but the sockets that match; a listening socket never matches.
+they can have. Only matching sockets are shut down; a listening socket never matches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _FD_DIR = "/proc/self/fd"
 _TASK_DIR = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _UNTOUCHED = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-"""Python's socket objects then leave the descriptor's flags alone, which are its owner's: that one
-may be just connecting, on another thread. Else they follow ``socket.setdefaulttimeout()``."""
+"""Type with which Python's socket objects do not change the descriptor's flags. The descriptor's
+owner may be connecting on another thread. Otherwise they follow ``socket.setdefaulttimeout()``."""
 _MAPPED_V4 = "::ffff:"
-# Two threads that each look for "the one new listener" must not look at the same time.
+# Two threads that each search for "the one new listener" must not do so at the same time.
 _create_lock = threading.Lock()
 
 
 def supported() -> bool:
-    """True where this process can list its own file descriptors (Linux)."""
+    """Return whether this process can list its own file descriptors (Linux)."""
     return os.path.isdir(_FD_DIR)
 
 
 def _plain(address: object) -> Address | None:
-    """Host and port of a socket address; an IPv4 address mapped into IPv6 reads as IPv4."""
+    """Return host and port of a socket address; an IPv4 address mapped into IPv6 becomes IPv4."""
     if not isinstance(address, tuple) or len(address) < 2:
         return None
     host = str(address[0]).removeprefix(_MAPPED_V4).partition("%")[0]
@@ -46,7 +46,7 @@ def _plain(address: object) -> Address | None:
 
 
 def _links() -> dict[int, str]:
-    """Every socket descriptor of this process with its ``socket:[inode]`` link."""
+    """Return every socket descriptor of this process with its ``socket:[inode]`` link."""
     found: dict[int, str] = {}
     for name in os.listdir(_FD_DIR):
         try:
@@ -60,10 +60,9 @@ def _links() -> dict[int, str]:
 
 @contextmanager
 def _borrowed(fd: int, link: str) -> Iterator[socket.socket | None]:
-    """A second descriptor for socket `fd`, or None if `fd` is no longer the socket `link`.
+    """Yield a duplicate of socket `fd`, or None if `fd` is no longer the socket `link`.
 
-    What is looked at and shut down is the duplicate: whatever happens to the number `fd`
-    meanwhile, it stays the same socket.
+    The duplicate stays the same socket even if the number `fd` is closed and reused meanwhile.
     """
     try:
         copy = os.dup(fd)
@@ -92,7 +91,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _listeners() -> dict[str, Address]:
-    """The listening TCP sockets of this process, by link."""
+    """Return the listening TCP sockets of this process, by link."""
     found: dict[str, Address] = {}
     for fd, link in _links().items():
         with _borrowed(fd, link) as sock:
@@ -107,12 +106,12 @@ def _listeners() -> dict[str, Address]:
 def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address]:
     """Call `create`, which opens one listening socket, and return its result and the address.
 
-    `create` must be local and quick: a lock is held meanwhile, so that two groups of one process
-    do not take each other's listener. Code outside FFT may open a listener in the same instant;
-    then the result is dropped and `create` is called again.
+    `create` must be local and quick, because a lock is held meanwhile, so that two groups of one
+    process do not take each other's listener. If code outside FFT opens a listener in the same
+    instant, the result is dropped and `create` is called again.
 
     Raises:
-        RuntimeError: not exactly one new listener in any of `attempts` calls.
+        RuntimeError: No call of `attempts` showed exactly one new listener.
     """
     seen = 0
     for _ in range(attempts):
@@ -133,8 +132,14 @@ def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address
 def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool) -> dict[str, int]:
     """Shut down each connection accepted at an `own` listener or made to a `peers` one.
 
-    Reading always ends; ``writing``: writing too. Returns such connections that are open, by link,
-    with how many bytes lie in them unread: gloo closes them once it has seen their end.
+    Args:
+        own: Addresses of listeners of this process.
+        peers: Addresses of listeners of other processes.
+        writing: Shut down writing as well as reading.
+
+    Returns:
+        The number of unread bytes of each matching open connection, by link. gloo closes a
+        connection once it has read its end.
     """
     if not own and not peers:
         return {}
@@ -144,7 +149,7 @@ def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool)
         with _borrowed(fd, link) as sock:
             if sock is not None and sock.family in _FAMILIES and _matches(sock, own, peers):
                 found[link] = _unread(sock)
-                with suppress(OSError):  # the peer was faster
+                with suppress(OSError):  # the peer has closed it already
                     sock.shutdown(how)
     return found
 
@@ -159,9 +164,13 @@ def _unread(sock: socket.socket) -> int:
 
 
 def lose_connections(url: str) -> int:
-    """Shut down every connection of this process to the server at ``url``; how many there were.
+    """Shut down every connection of this process to the server at ``url``, to inject a fault.
 
-    For faults injected on purpose. Raises ``ValueError`` if the URL names no host and port.
+    Returns:
+        The number of connections.
+
+    Raises:
+        ValueError: The URL has no host and port.
     """
     parts = urlsplit(url)
     if not parts.hostname or not parts.port:
@@ -172,7 +181,7 @@ def lose_connections(url: str) -> int:
 
 
 def _threads(name: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The threads of this process called `name`: number, and what the kernel tells of each."""
+    """Yield number and kernel status of each thread of this process called `name`."""
     for task in os.listdir(_TASK_DIR):
         try:
             with open(f"{_TASK_DIR}/{task}/status", encoding="ascii", errors="replace") as file:
@@ -188,9 +197,9 @@ def _sleeps(fields: dict[str, str]) -> bool:
 
 
 def parked_threads(name: str) -> dict[str, str] | None:
-    """The threads of this process called `name`, with their context switches; None if one runs.
+    """Return the context switches of each thread called `name`, or None if one of them runs.
 
-    Two equal answers some time apart: all of them have slept from the one to the other.
+    Two equal results show that all of these threads have slept in between.
     """
     found: dict[str, str] = {}
     for task, fields in _threads(name):
@@ -202,7 +211,7 @@ def parked_threads(name: str) -> dict[str, str] | None:
 
 
 def run_times(name: str) -> dict[str, int]:
-    """For how long each thread of this process called `name` that does not sleep has run, in ns."""
+    """Return the run time, in ns, of each thread called `name` that does not sleep."""
     found: dict[str, int] = {}
     for task, fields in _threads(name):
         if _sleeps(fields):

@@ -1,10 +1,10 @@
-"""What is pending on a process group, and how each op is waited for.
+"""The pending ops of a process group, and the waits for them.
 
-gloo forgets some waiters when their connection ends: of a send that is queued, of a receive that
-has begun, of a receive from anybody. They sleep until the op's own timeout. So no wait here
-relies on gloo alone: it looks for an abort every `_SLICE`. A collective's wait may be cut short and
-repeated. That of a send or receive may not: gloo closes all connections when it ends early. So a
-thread of ours waits for those, instead of the caller.
+gloo forgets some waiters when their connection ends: those of a queued send, of a receive that has
+begun, and of a receive from any rank. They sleep until the op's own timeout. So no wait here relies
+on gloo alone; each checks for an abort every `_SLICE`. The wait of a collective may be cut short
+and repeated. The wait of a send or receive may not, because gloo then closes all connections. So a
+thread of FFT waits for those in place of the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fft.train.process_group.rendezvous import RendezvousStore
 from fft.train.process_group.sockets import Address
 from fft.train.unsafe_places import guarded
 
-# How long, at most, a wait for a gloo op goes on after an abort that gloo has not told it of.
+# Maximum time that a wait for a gloo op continues after an abort that gloo does not report.
 _SLICE = timedelta(milliseconds=50)
 
 
@@ -42,13 +42,13 @@ class Era:
     """One configuration of a group: from one configure() to the next."""
 
     group: str = "process"
-    """What the group is called in texts: "shard", say."""
+    """Name of the group in messages, such as "shard"."""
     rank: int = 0
     world_size: int = 1
     timeout: timedelta = timedelta(seconds=60)
-    """Of ops, after which gloo lets them fail."""
+    """Time after which gloo fails an op."""
     cause: str | None = None
-    """Why it was aborted; None: it was not."""
+    """Cause of the abort, or None if it was not aborted."""
     settled: threading.Event = field(default_factory=threading.Event)
     backend: object | None = None
     error: Exception | None = None
@@ -58,28 +58,28 @@ class Era:
     own: frozenset[Address] = frozenset()
     peers: frozenset[Address] = frozenset()
     works: deque[Any] = field(default_factory=deque)
-    """Works that are not known to be over, oldest first; to be changed under `lock`."""
+    """Works that are not known to be over, oldest first; protected by `lock`."""
     entering: set[object] = field(default_factory=set)
-    """One for each op that is just being issued."""
+    """One mark for each op that is just being issued."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     stranded: bool = False
-    """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
+    """Aborted with ops that gloo has forgotten, which no longer write but end only by timeout."""
     attendants: Attendants = field(default_factory=Attendants)
 
-    @guarded  # a work that is just being looked at must not be lost
+    @guarded  # an interrupt must not lose a work that is just being checked
     def forget(self) -> None:
-        """Let go of the works that are over, and so of their tensors."""
+        """Drop the works that are over, and with them their tensors."""
         with self.lock:
             forget_ended(self.works)
 
     def count(self) -> int:
-        """How many ops are being issued or pending."""
+        """Return the number of ops that are being issued or pending."""
         with self.lock:
             forget_ended(self.works)
             return len(self.works) + len(self.entering)
 
     def describe(self) -> str:
-        """What is pending, for people."""
+        """Describe the pending ops in a message."""
         with self.lock:
             kinds = Counter(getattr(w, "place", "") or "op" for w in self.works)
         parts = [f"{n} x {kind}" if n > 1 else kind for kind, n in sorted(kinds.items())]
@@ -88,21 +88,21 @@ class Era:
         return "; ".join(parts) or "nothing"
 
     def place(self, op: str, args: tuple[Any, ...]) -> str:
-        """One op with its tensors and peer, and this group: for people."""
+        """Describe an op with its tensors, its peer and this group in a message."""
         return (
             f"{what(op, args)}, on the {self.group} group (rank {self.rank} of {self.world_size})"
         )
 
 
 class TrackedWork(Work):
-    """A gloo Work that an abort frees in any case, and that knows its place.
+    """A gloo Work that an abort always frees, and whose errors name the op.
 
     Args:
-        work: gloo's.
-        era: of the group that it was issued on.
-        op: the method's name.
-        args: its arguments, for texts.
-        around: entered around every wait.
+        work: gloo's Work.
+        era: The configuration of the group that the op was issued on.
+        op: Name of the method.
+        args: Its arguments, for messages.
+        around: Context to enter around every wait.
     """
 
     def __init__(
@@ -122,18 +122,18 @@ class TrackedWork(Work):
 
     @property
     def place(self) -> str:
-        """Operation, tensors, peer and group, as `CollectiveFailed` says them."""
+        """Operation, tensors, peer and group, as in the message of `CollectiveFailed`."""
         return self._era.place(self._op, self._args)
 
     def is_over(self) -> bool:
-        """Whether the op writes nothing any more."""
+        """Return whether the op cannot write any more."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """After an abort, in `AbortableGroup.quiesce`: help the op to be over."""
+        """Help the op to end after an abort; `AbortableGroup.quiesce` calls it."""
 
     def free(self) -> None:
-        """Right after an abort: free who waits by a future."""
+        """Fail the op's future right after an abort, to free a thread that waits on it."""
 
     def is_completed(self) -> bool:
         # an aborted op has failed, though gloo may not know it yet
@@ -164,7 +164,7 @@ class TrackedWork(Work):
         return GroupAborted(self._era.cause or "the process group was aborted", self.place)
 
     def _failure(self, error: BaseException | str) -> RuntimeError:
-        """The exception for an op that failed: by our own abort, or else."""
+        """Return the exception for an op that failed, by our own abort or otherwise."""
         if self._era.cause is not None:
             return self._aborted()
         return CollectiveFailed(self.place, error)
@@ -175,7 +175,7 @@ class TrackedWork(Work):
 
 
 class CollectiveWork(TrackedWork):
-    """A collective, which one of gloo's own threads carries out."""
+    """A collective, which runs on one of gloo's own threads."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class CollectiveWork(TrackedWork):
         self._future: FreedFuture | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's: None and zero know no limit but the group's own."""
+        """Wait as in torch: with None or zero only the group's own timeout applies."""
         deadline = deadline_of(timeout)
         work, era = self._work, self._era
         with self._around:
@@ -203,7 +203,7 @@ class CollectiveWork(TrackedWork):
                 except RuntimeError as error:
                     if over:
                         raise self._failure(error) from error
-                    # Either the slice ended or the op did: the next round tells.
+                    # Either the slice or the op ended; the next round shows which.
                     if work.is_completed():
                         continue
                     if era.cause is not None:
@@ -218,7 +218,7 @@ class CollectiveWork(TrackedWork):
         return self._work.is_completed() and self._work.is_success()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that completes with the op, or fails when the group is aborted."""
+        """Return a future that completes with the op, or fails when the group is aborted."""
         if self._future is None:
             self._future = FreedFuture(self._work.get_future(), self._failure)
         if self._era.cause is not None:
@@ -231,7 +231,7 @@ class CollectiveWork(TrackedWork):
 
 
 class PeerWork(TrackedWork):
-    """A send or a receive, which is over when gloo's own wait for it has ended, however it did."""
+    """A send or a receive, which is over when gloo's own wait for it has ended or failed."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class PeerWork(TrackedWork):
         self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's: None and zero know no limit but the group's own. May be repeated."""
+        """Wait as in torch: with None or zero only the group's own timeout applies. Repeatable."""
         deadline = deadline_of(timeout)
         if not self._ended.is_set():
             self._attend()
@@ -269,7 +269,7 @@ class PeerWork(TrackedWork):
 
     def _wait_in_gloo(self) -> None:
         try:
-            # gloo's own limit would be that of connecting
+            # without an argument gloo would use the limit for connecting
             done = self._work.wait(self._era.timeout)
         except RuntimeError as error:
             self._settle(False, error)
@@ -293,10 +293,10 @@ class PeerWork(TrackedWork):
                 self._ended.set()
 
     def end(self) -> None:
-        """Have gloo close the op's connections: its answer to a wait that ends early.
+        """Make gloo close the op's connections, which it does when a wait ends early.
 
-        Then nothing reads into the tensor any more, nor from it, whether or not gloo tells the
-        thread that attends to the op.
+        Then no data move into the tensor or out of it, even if gloo does not wake the thread that
+        waits for the op.
         """
         if self._ended.is_set():
             return
@@ -318,12 +318,12 @@ class PeerWork(TrackedWork):
 
 
 class ScatterWork(Work):
-    """All-reduces of which this rank keeps its part, when it has waited for them.
+    """A reduce-scatter made of all-reduces, whose results this rank copies after its wait.
 
     Args:
-        reductions: one for each of the reduced tensors; tracked by themselves.
-        keep: copies the parts to where the caller wants them.
-        outputs: there.
+        reductions: One Work for each of the reduced tensors, which are tracked separately.
+        keep: Copies this rank's parts into ``outputs``.
+        outputs: The output tensors of the caller.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class ScatterWork(Work):
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's: None and zero know no limit but the group's own."""
+        """Wait as in torch: with None or zero only the group's own timeout applies."""
         deadline = deadline_of(timeout)
         for work in self._reductions:
             work.wait(None if deadline is None else time_left(deadline))
@@ -368,7 +368,7 @@ class ScatterWork(Work):
 
 
 def forget_ended(works: deque[Any]) -> None:
-    """Drop Works that are over, wherever they stand, and their tensors with them."""
+    """Drop Works that are over, at any position, and with them their tensors."""
     for _ in range(len(works)):
         work = works.popleft()
         over = work.is_over() if isinstance(work, TrackedWork) else work.is_completed()
