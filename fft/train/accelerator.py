@@ -1,13 +1,13 @@
-"""What a step leaves running on accelerators, their random states, and their loss.
+"""Waits for the work that a step leaves on accelerators; their random states and their loss.
 
 A kernel or a copy that an aborted attempt has queued writes when its turn comes, whatever the
-process does meanwhile. So before a vote and before anything is put back all streams are waited for
-on which something is queued, each by an event of its own: that wait has a limit, which a wait for
-the whole device has not. Streams that PyTorch made are found in its pools; one that other code
-made (``ExternalStream``) is seen while it is the current one, and else has to be waited for by the
-body itself.
+process does meanwhile. So before a vote, and before state is restored, all streams with queued work
+are waited for, each by an event of its own: that wait has a limit, which a wait for the whole
+device has not. PyTorch's streams are found in its pools. A stream made by other code
+(``ExternalStream``) is seen only while it is the current one; otherwise the step function has to
+wait for it.
 
-Touches only devices that this process uses already, and never begins to use one.
+This module touches only devices that this process uses already, and never begins to use one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fft.util.errors import DeviceLost
 
 _FIRST_PAUSE = 0.00002
 _LONGEST_PAUSE = 0.0005
-"""Seconds between two looks at events: so late, at most, the end of a stream is seen."""
+"""Seconds between two queries of the events, so the end of a stream is seen at most that late."""
 _FATAL = {
     214: "cudaErrorECCUncorrectable",
     220: "cudaErrorNvlinkUncorrectable",
@@ -38,12 +38,13 @@ _FATAL = {
     718: "cudaErrorInvalidPc",
     719: "cudaErrorLaunchFailure",
 }
-"""Of CUDA's errors those after which "the process must be terminated and relaunched" (CUDA Runtime
-API, cudaError_t)."""
+"""The CUDA errors after which "the process must be terminated and relaunched" (CUDA Runtime API,
+cudaError_t)."""
 
 
 def in_use() -> Any | None:
-    """torch's module of the accelerator that this process uses, such as ``torch.cuda``, if any."""
+    """Return torch's module of the accelerator that this process uses, such as ``torch.cuda``, if
+    any."""
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized():
             return module
@@ -51,17 +52,18 @@ def in_use() -> Any | None:
 
 
 def rng_states() -> list[tuple[Callable[[Any], object], Any]]:
-    """Where the random generators of all devices are, each with what puts it back."""
+    """Return the random states of all devices, each with the function that restores it."""
     module = in_use()
     return [] if module is None else [(module.set_rng_state_all, module.get_rng_state_all())]
 
 
 def wait(limit: timedelta) -> int:
-    """Wait for all that is queued now on this process's devices; on how many streams it was.
+    """Wait for all work that is queued now on this process's devices; return the number of busy
+    streams.
 
     Raises:
-        TimeoutError: something is still running after ``limit``.
-        DeviceLost: the device has failed.
+        TimeoutError: Some work is still running after ``limit``.
+        DeviceLost: The device has failed.
     """
     module = in_use()
     if module is None:
@@ -85,10 +87,10 @@ def wait(limit: timedelta) -> int:
 
 
 def refuse_lost(error: Exception) -> None:
-    """Raise DeviceLost if ``error`` left a device that this process can use no more.
+    """Raise DeviceLost if ``error`` left a device that this process cannot use any more.
 
-    Some errors say so by their number; behind others the device is asked, since after a failure
-    that it does not outlive every call fails. Nothing is asked where no device is in use.
+    Some errors are recognized by their number. For others the device is queried, since every call
+    fails after a fatal error. Nothing is queried if no device is in use.
     """
     if _code(error) in _FATAL:
         raise _lost(error) from error
@@ -103,7 +105,7 @@ def refuse_lost(error: Exception) -> None:
 
 
 def _streams(module: Any) -> Iterator[Any]:
-    """Of every device that this process has a context on: those of the pools, and the others."""
+    """Yield the streams of every device that this process has a context on, in pools and others."""
     for device in _devices(module):
         known: dict[int, Any] = {s.stream_id: s for s in _pools(module, device)}
         for stream in (module.default_stream(device), module.current_stream(device)):
@@ -112,7 +114,7 @@ def _streams(module: Any) -> Iterator[Any]:
 
 
 def _devices(module: Any) -> list[int]:
-    # there is no public question for it; to ask for a stream of a device would make the context
+    # there is no public function for this; asking for a stream of a device would make the context
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if module is not torch.cuda or has_context is None:
         return [module.current_device()]
@@ -121,7 +123,7 @@ def _devices(module: Any) -> list[int]:
 
 @cache
 def _pools(module: Any, device: int) -> list[Any]:
-    """Every stream of PyTorch's pools on ``device``.
+    """Return every stream of PyTorch's pools on ``device``.
 
     A new ``Stream`` is the next one of its pool, in turn.
     """
@@ -129,7 +131,8 @@ def _pools(module: Any, device: int) -> list[Any]:
     found: dict[int, Any] = {}
     for priority in range(greatest, least + 1):
         seen, again = len(found), 0
-        while again <= 2 * (len(found) - seen):  # two turns: others may take some of one meanwhile
+        # two rounds, since other threads may take streams in between
+        while again <= 2 * (len(found) - seen):
             stream = module.Stream(device=device, priority=priority)
             again = again + 1 if stream.stream_id in found else 0
             found[stream.stream_id] = stream
@@ -137,7 +140,7 @@ def _pools(module: Any, device: int) -> list[Any]:
 
 
 def _code(error: BaseException) -> int | None:
-    """The device's own number of ``error``, a ``torch.AcceleratorError``; else None."""
+    """Return the device's own number of ``error``, a ``torch.AcceleratorError``; else None."""
     return getattr(error, "error_code", None)
 
 

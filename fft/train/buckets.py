@@ -1,8 +1,8 @@
-"""Buckets of gradients: where each lies in one flat buffer, so that many are reduced as one.
+"""Buckets of gradients: many gradients in one flat buffer, which are reduced together.
 
-A `Bucket` brings the gradients into its buffer, gives them back when they are reduced, and knows
-which were edited since. What is reduced when is the reducer's matter. Touches gradients of
-parameters, and no process group.
+A `Bucket` copies gradients into its buffer, returns them when they are reduced, and detects later
+edits. The reducer decides when to reduce. This module touches gradients of parameters, but no
+process group.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fft.train.local_tensors import edit_count, local_of, same_bits
 BUCKET_MB = 25.0
 """As DDP's ``bucket_cap_mb``."""
 _FIRST_BUCKET_MB = 1.0
-"""Of the parameters that backward reaches first, so that reducing begins early; as DDP's."""
+"""Size of the second bucket, so that reducing begins early; as in DDP."""
 _ALIGNMENT = 16
-"""Elements: each gradient begins at a multiple, for vectorised kernels."""
+"""Every gradient begins at a multiple of this many elements, for vectorized kernels."""
 
 
 class GradBucket:
-    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``.
+    """The argument of a communication hook; has the methods of ``torch.distributed.GradBucket``.
 
-    It stays with the buffer of its attempt: a hook that comes late, after a rollback, writes there,
-    and not to the gradients of the replay.
+    It keeps the buffer of its attempt: a hook that runs late, after a rollback, writes there and
+    not into the gradients of the next attempt.
     """
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
@@ -41,23 +41,23 @@ class GradBucket:
         self._last = last
 
     def index(self) -> int:
-        """Number of the bucket, in the order of reduction."""
+        """Return the number of the bucket in the order of reduction."""
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, flat: to be averaged across the groups."""
+        """Return all gradients of the bucket as a flat tensor, to be averaged across the groups."""
         return self._flat[: self._bucket.size]
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor``, of the same number of elements, in the place of the gradients."""
+        """Replace the gradients by ``tensor``, which has as many elements."""
         self.buffer().copy_(tensor.reshape(-1))
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, as views of ``buffer()``, in the order of ``parameters()``."""
+        """Return the gradients, as views of ``buffer()``, in the order of ``parameters()``."""
         return [_view(self._flat, slot) for slot in self._bucket.slots]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the bucket."""
+        """Return the parameters of the bucket."""
         return [slot.parameter for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
@@ -80,12 +80,12 @@ class Slot:
     in_place: bool
     """Whether the gradient is the buffer's part itself, not a copy of it."""
     copy: tuple[int, int] | None = None
-    """Of one that is not: which tensor held the reduced gradient, and its count of edits."""
+    """If it is a copy: id of the tensor that held the reduced gradient, and its edit count."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients of one type on one device that are reduced together, and where they are in it."""
+    """Gradients of one type on one device that are reduced together, and their buffer."""
 
     index: int
     dtype: torch.dtype
@@ -93,25 +93,26 @@ class Bucket:
     slots: list[Slot]
     size: int
     buffer: torch.Tensor | None = None
-    """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
+    """``size`` elements of gradients, and one more per slot: whether the slot has a gradient."""
     views: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    """The places of the gradients in it."""
+    """The parts of the buffer by slot."""
     own_uses: int = 0
-    """How many tensors of ours share its memory."""
+    """Number of tensors of this module that share its memory."""
     share: float = 1.0
-    """What each gradient is multiplied by on its way into the buffer, so that a sum over the
-    groups is their average; as DDP does it, a pass over the buffer less than to divide it."""
+    """Factor for each gradient when it is copied into the buffer, so that a sum over the groups is
+    their average. DDP does the same; it saves one pass over the buffer for the division."""
     missing: set[Slot] = field(default_factory=set)
-    """Slots whose gradient has not come in this backward, or is not to be taken as it comes."""
+    """Slots whose gradient has not come in this backward, or is not taken as it comes."""
     touched: bool = False
     again: bool = False
-    """A gradient came after the bucket was issued: it has to be reduced once more."""
+    """A gradient came after the bucket was issued, so the bucket must be reduced once more."""
     work: Work | Future[Any] | None = None
     version: int = -1
-    """Of the buffer when it was reduced: in-place edits of the gradients raise it."""
+    """Version counter of the buffer when it was reduced; in-place edits of the gradients raise
+    it."""
 
     def flat(self) -> torch.Tensor:
-        """Gradients and what says which there are; a fresh buffer if it has none."""
+        """Return gradients and flags; allocates a buffer if there is none."""
         if self.buffer is None:
             size = self.size + len(self.slots)
             self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -120,8 +121,8 @@ class Bucket:
         return self.buffer
 
     def leave_to_user(self) -> None:
-        """Use another buffer if somebody has kept a gradient of the last step, such as an
-        optimizer that looks back on it: it shall not change."""
+        """Switch to another buffer if the user has kept a gradient of the last step, which must not
+        change. An optimizer may compare with it, for example."""
         if self.buffer is not None and _uses(self.buffer) > self.own_uses:
             self.drop()
 
@@ -131,21 +132,21 @@ class Bucket:
         self.views = {}
 
     def gradients(self) -> torch.Tensor:
-        """All gradients, flat."""
+        """Return all gradients as a flat tensor."""
         return self.flat()[: self.size]
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """The place of one gradient, in the layout of its parameter."""
+        """Return the place of one gradient, in the layout of its parameter."""
         self.flat()
         return self.views[slot]
 
     def take(self, slot: Slot) -> None:
-        """Bring one gradient into the buffer as it comes, while it is in the processor's cache."""
+        """Copy one gradient into the buffer as it comes, while it is in the CPU cache."""
         if (grad := slot.parameter.grad) is not None and slot.in_place:
             self._bring(slot, grad)
 
     def gather(self) -> list[bool]:
-        """Bring the gradients that were not taken into the buffer; which slots have one."""
+        """Copy the remaining gradients into the buffer; return for each slot whether it has one."""
         used = []
         with torch.no_grad():
             for slot in self.slots:
@@ -164,18 +165,19 @@ class Bucket:
             slot.parameter.grad = view
 
     def wait(self) -> None:
-        """Until it is reduced, if that was begun; the result is in the buffer then."""
+        """Wait until a reduction in progress is over, with its result in the buffer."""
         if isinstance(self.work, Future):
-            if isinstance(self.work, _ManagedFuture):  # of `manager.allreduce`: torchft's is filled
-                self.work._managed_work().wait()  # in by who waits for the work
+            if isinstance(self.work, _ManagedFuture):  # of `manager.allreduce`: torchft fills it
+                self.work._managed_work().wait()  # in when the work is waited for
             self.gradients().copy_(_tensor_of(self.work.wait()).reshape(-1))
         elif self.work is not None:
             self.work.wait()
 
     def scatter(self, tail: torch.Tensor) -> None:
-        """Give each parameter its reduced gradient; those that no group used keep none.
+        """Give each parameter its reduced gradient; a parameter that no group used keeps none.
 
-        ``tail``: a number for each slot, which is not 0 if some group had a gradient of it.
+        Args:
+            tail: A number per slot, which is not 0 if some group had a gradient of it.
         """
         unused = [i for i, slot in enumerate(self.slots) if slot.parameter.grad is None]
         somewhere = tail.tolist() if unused else []
@@ -198,7 +200,7 @@ class Bucket:
                 torch._foreach_copy_(copies, views)
 
     def note(self, pristine: dict[Slot, torch.Tensor] | None) -> None:
-        """Remember what `is_edited` compares with; ``pristine``, if given, gets copies."""
+        """Store what `is_edited` compares with; if ``pristine`` is given, it receives copies."""
         self.version = self.flat()._version
         for slot in self.slots:
             grad = slot.parameter.grad
@@ -208,7 +210,7 @@ class Bucket:
                 pristine[slot] = local_of(grad).clone()
 
     def is_edited(self, pristine: dict[Slot, torch.Tensor] | None) -> bool:
-        """Whether a gradient has changed since `note` was called. ``pristine``: as given to it."""
+        """Whether a gradient has changed since `note`, which got the same ``pristine``."""
         return any(self._is_edited(slot, pristine) for slot in self.slots)
 
     def _is_edited(self, slot: Slot, pristine: dict[Slot, torch.Tensor] | None) -> bool:
@@ -233,9 +235,11 @@ class Bucket:
 def fill(
     named: list[tuple[str, nn.Parameter]], cap_mb: float, reduce_dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Buckets by size of the whole parameters, so that all ranks of a group have as many.
+    """Fill buckets by the size of whole parameters, so that all ranks of a group have as many.
 
-    ``cap_mb``: of a bucket, in MiB; ``reduce_dtype``: of all of floating point; None: their own.
+    Args:
+        cap_mb: Maximum size of a bucket in MiB.
+        reduce_dtype: Type of all floating-point buckets, or None for that of the parameters.
     """
     buckets: list[Bucket] = []
     used = 0.0
@@ -256,7 +260,7 @@ def fill(
 
 
 def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
-    """Weights whose gradients are sparse, as DDP tells them: by their module's own argument."""
+    """Return the weights whose gradients are sparse, by their module's argument, as in DDP."""
     return {
         module.weight
         for module in model.modules()
@@ -265,36 +269,38 @@ def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
 
 
 def in_words(named: list[tuple[str, nn.Parameter]]) -> str:
-    """Names, types and shapes."""
+    """Return names, types and shapes as text."""
     return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors share its memory."""
+    """Return how many tensors share its memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The place of the gradient in the buffer, in the layout of its parameter."""
+    """Return the place of the gradient in the buffer, in the layout of its parameter."""
     return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
 
 
 def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
-    """A place at the end of ``bucket``, in the memory layout of the parameter where it is dense."""
+    """Make a slot at the end of ``bucket``, in the memory layout of the parameter if it is
+    dense."""
     local = local_of(parameter)
-    stride = torch.empty_like(local, device="meta").stride()  # its own, where it is dense
-    # FSDP2 holds to the tensor that it made, and may add to it while the bucket is reduced.
+    stride = torch.empty_like(local, device="meta").stride()  # its own if it is dense
+    # FSDP2 keeps the tensor that it made, and may add to it while the bucket is reduced.
     in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
     return Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
 
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """Changes when a gradient is edited in place, or another is put in its place."""
+    """Return a value that changes when a gradient is edited in place or replaced."""
     return None if grad is None else (id(grad), edit_count(grad))
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """The result of a communication hook: a tensor, or a list of one, as torch's own Works give."""
+    """Return the result of a communication hook: a tensor, or a list of one, as torch's Works
+    return."""
     result = value[0] if isinstance(value, list | tuple) else value
     assert isinstance(result, torch.Tensor)
     return result

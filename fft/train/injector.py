@@ -1,9 +1,9 @@
-"""The injector: carries faults out inside one participant, at exact places of its steps.
+"""The injector: carries out faults inside one participant, at exact places of its steps.
 
 It raises, hangs, stops or kills its own process, sends itself a SIGTERM, and cuts its own
-connections through the ``Hands`` it is given; it touches nothing else. A fault of a plan happens
-once per job, however often a process starts again: the caller's ``claim`` decides that. A fault
-that was commanded is heard once, by those who live, and needs no claim.
+connections through the given ``Hands``; it touches nothing else. A planned fault happens once per
+job, however often a process restarts; the caller's ``claim`` ensures that. A commanded fault is
+received once, by the live processes, and needs no claim.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Claim = Callable[[str], bool]
 
 
 class InjectedFault(RuntimeError):
-    """What an injected exception raises; also the description handed to ``on_inject``."""
+    """The exception that an injected fault raises; also its description for ``on_inject``."""
 
     def __init__(
         self, name: str, kind: str, phase: str, *, group: str, rank: int, step: int
@@ -56,7 +56,7 @@ class _Removable(Protocol):
 
 
 class Hands(Protocol):
-    """What only the owner of the connections can do."""
+    """Actions that only the owner of the connections can perform."""
 
     def cut_network(self) -> None:
         """End the connections of this rank's process groups."""
@@ -66,15 +66,17 @@ class Hands(Protocol):
 
 
 class Injector:
-    """Carries out inside one participant what a plan, or a command, says.
-
-    ``claim(key)`` returns True to exactly the first caller ever in the job, restarts
-    included. ``on_inject`` is called before the fault happens, so that it can be traced.
-    ``drain`` is what a drain does here; by default the process sends itself a SIGTERM. ``hands``
-    may be left out where no fault needs them.
+    """Carries out the faults of a plan, or of commands, inside one participant.
 
     Call it from the training thread only, except `add`. All conditions are equal on all ranks of a
     group, so a planned fault for the whole group is armed on all of them in the same txn.
+
+    Args:
+        claim: Returns True to exactly the first caller ever with that key in the job, including
+            restarts.
+        on_inject: Called before the fault happens, so that it can be traced.
+        drain: Performs a drain; by default the process sends itself a SIGTERM.
+        hands: May be left out if no fault needs it.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Injector:
         self._commanded: set[str] = set()
         self._incoming: queue.SimpleQueue[Fault] = queue.SimpleQueue()
         self.open = False
-        """Whether faults may be added, and so might need the hooks of a model."""
+        """Whether faults may be added, which might need the hooks of a model."""
         self._armed: list[Fault] = []
         self._held: set[str] = set()
         self._step = -1
@@ -120,9 +122,10 @@ class Injector:
         env: Mapping[str, str] = os.environ,
         hands: Hands | None = None,
     ) -> Injector | None:
-        """The injector of the participant that the environment names, None if it may have none.
+        """Make the injector of the participant that the environment names, or None if it may have
+        none.
 
-        Reads FFT_FAULTS, FFT_INJECT (1: open to commands, as with a plan), REPLICA_GROUP_ID, RANK,
+        Reads FFT_FAULTS, FFT_INJECT (1: accept commands, as with a plan), REPLICA_GROUP_ID, RANK,
         WORLD_SIZE and NUM_REPLICA_GROUPS. Raises FaultPlanError.
         """
         path = env.get("FFT_FAULTS")
@@ -137,14 +140,14 @@ class Injector:
         return made
 
     def add(self, fault: Fault) -> None:
-        """Carry this out too, from the next place on that the training thread comes to.
+        """Carry this fault out too, from the next place on that the training thread reaches.
 
-        For a fault that concerns this participant, under a name of its own. From any thread.
+        The fault must concern this participant and have a name of its own. Runs on any thread.
         """
         self._incoming.put(fault)
 
     def begin(self, step: int, groups: int, commits_in_epoch: int) -> None:
-        """A txn begins that attempts ``step`` in an epoch of ``groups`` groups."""
+        """Begin a txn that attempts ``step`` in an epoch of ``groups`` groups."""
         self._step, self._epoch = step, (groups, commits_in_epoch)
         self._armed, self._delayed = [], False
         for fault in list(self._mine):
@@ -152,7 +155,7 @@ class Injector:
         self._admit()
 
     def at(self, phase: str) -> None:
-        """The txn reached ``phase``: do what is planned there, if anything.
+        """Carry out the faults that are due at ``phase``, which the txn has reached.
 
         Raises InjectedFault (an exception), does not return (a kill), or returns when it is done.
         """
@@ -168,7 +171,7 @@ class Injector:
     def fails_after_allreduce(self) -> bool:
         """Whether to report the last reduction of the txn as failed.
 
-        To be asked once all reductions of the txn were waited for and have succeeded.
+        Call it once all reductions of the txn were waited for and have succeeded.
         """
         self._admit()
         for fault in list(self._armed):
@@ -178,9 +181,9 @@ class Injector:
         return False
 
     def poisons(self, where: Literal["before", "after"]) -> bool:
-        """Whether to put a NaN into a gradient ``where`` of its reduction.
+        """Whether to put a NaN into a gradient ``where`` ("before" or "after") its reduction.
 
-        To be asked before every reduction, and after the last one of a txn.
+        Call it before every reduction, and after the last one of a txn.
         """
         self._admit()
         for fault in list(self._armed):
@@ -192,16 +195,16 @@ class Injector:
     def attach(self, model: Any) -> None:
         """Hook a middle submodule of a torch ``model`` (FSDP2 too) for forward and backward.
 
-        What is compiled has no hook inside: Dynamo traces those of the submodule, finds that they
-        do nothing while it compiles, and so the graphs are those of a run without faults. There the
-        gradients tell: of any parameter that forward is over, of the submodule's own that backward
-        has come as far. Does nothing unless such a fault is planned for this participant, or may
-        yet be commanded. `detach` undoes it.
+        A compiled model has no hooks inside: Dynamo traces the hooks of the submodule and finds
+        that they do nothing while it compiles, so the graphs are those of a run without faults.
+        There the gradients show the progress: the gradient of any parameter shows that forward is
+        over, one of the submodule shows that backward has reached it. Does nothing unless such a
+        fault is planned for this participant, or may still be commanded. `detach` reverses it.
         """
         phases = {getattr(fault, "phase", None) for fault in self._mine}
         if not self.open and phases.isdisjoint(MODEL_PHASES):
             return
-        from torch.compiler import is_compiling  # whoever has a model has loaded it
+        from torch.compiler import is_compiling  # a caller that has a model has loaded torch
 
         def before(_module: Any, _args: Any) -> None:
             if not is_compiling():
@@ -229,13 +232,13 @@ class Injector:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
-        """Take all hooks off the models."""
+        """Remove all hooks from the models."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def _watch(self, output: Any) -> None:
-        """Fire when the gradient of a middle output is there: halfway through backward."""
+        """Fire when the gradient of a middle output is available, halfway through backward."""
         if not any(getattr(fault, "phase", None) == "backward" for fault in self._armed):
             return
         tensor = next(_tensors(output), None)
@@ -243,14 +246,14 @@ class Injector:
             tensor.register_hook(lambda _grad: self.at("backward"))
 
     def _catch_up(self, *phases: str) -> None:
-        """Backward has come here without passing the place of an armed fault: carry it out now."""
+        """Carry out an armed fault whose place backward has not passed through."""
         for fault in list(self._armed):
             place = getattr(fault, "phase", None)
             if place in phases and _is_place(fault, place) and self._take(fault):
                 self._carry_out(fault, self._announce(fault, "backward"))
 
     def _admit(self) -> None:
-        """Take in what was added meanwhile, and arm what is due in the present txn."""
+        """Take in added faults, and arm those that are due in the current txn."""
         with suppress(queue.Empty):
             while True:
                 fault = self._incoming.get_nowait()
@@ -259,13 +262,13 @@ class Injector:
                 self._arm(fault)
 
     def _arm(self, fault: Fault) -> None:
-        """Arm the fault if it is due in the present txn."""
+        """Arm the fault if it is due in the current txn."""
         held = fault.name in self._held
         if not held and not fault.due(self._step, *self._epoch):
             return
         if _whole_group(fault) and not held and fault.name not in self._commanded:
-            # It is claimed when armed, not when it fires: a mate that fires first ends this
-            # process too, which then must not do it again.
+            # It is claimed when armed, not when it fires: another rank that fires first ends this
+            # process too, which must not repeat the fault afterwards.
             if not self._claim(self._key(fault)):
                 self._mine.remove(fault)
                 return
@@ -295,7 +298,7 @@ class Injector:
         return f"faults/{fault.name}/{fault.group}/{self._rank if rank is None else rank}"
 
     def _take(self, fault: Fault) -> bool:
-        """Whether it is for us to fire now; either way we are done with it afterwards."""
+        """Whether this rank fires the fault now; either way it is not armed any more."""
         self._armed.remove(fault)
         self._mine.remove(fault)
         if fault.name in self._commanded:
@@ -303,7 +306,7 @@ class Injector:
             return True
         if _whole_group(fault):
             self._held.discard(fault.name)
-            for mate in range(self._ranks):  # one that has not begun this txn shall not fire
+            for mate in range(self._ranks):  # a rank that has not begun this txn must not fire
                 if mate != self._rank:
                     self._claim(self._key(fault, mate))
             return True
@@ -328,7 +331,7 @@ def _concerns(fault: Fault, rank: int) -> bool:
 
 
 def _is_place(fault: Fault, phase: str) -> bool:
-    """Whether `Injector.at` carries the fault out when it comes to ``phase``."""
+    """Whether `Injector.at` carries the fault out when it reaches ``phase``."""
     match fault:
         case DrainFault():
             return phase == "vote"
@@ -343,10 +346,11 @@ def _terminate_oneself() -> None:
 
 
 def _middle_module(model: Any) -> Any:
-    """The middle of the longest stack of blocks, else of the children, else the model itself.
+    """Return the middle of the longest stack of blocks, else of the children, else the model
+    itself.
 
-    Known by class name, so that this module needs no torch; ``fully_shard`` prefixes the name.
-    A ModuleList comes first: it is never called itself, but its members are.
+    Containers are recognized by class name, so that this module needs no torch; ``fully_shard``
+    prefixes the name. A ModuleList comes first: it is never called itself, but its members are.
     """
     for container in ("ModuleList", "Sequential"):
         stacks = [m for m in model.modules() if type(m).__name__.endswith(container) and len(m)]
@@ -358,7 +362,7 @@ def _middle_module(model: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors of a (nested) module output that take part in the backward pass."""
+    """Yield the tensors of a (nested) module output that take part in the backward pass."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)

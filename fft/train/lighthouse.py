@@ -1,17 +1,18 @@
-"""What is left of torchft's lighthouse: heartbeats for its dashboard, and its say, if it is asked.
+"""torchft's lighthouse under FFT: heartbeats for its dashboard, and its quorum on request.
 
-The job's membership is decided in the head register. A lighthouse that is given gets torchft's
-heartbeats; with ``membership="lighthouse"`` it is asked in every txn too, and no txn commits
-without a quorum of it that names every group of the epoch. Uses torchft and threads of its own;
-knows nothing of the engine.
+The head register decides the job's membership. If a lighthouse is given, it receives torchft's
+heartbeats. With ``membership="lighthouse"`` it is also asked in every txn, and no txn commits
+without a lighthouse quorum that names every group of the epoch. This module uses torchft and
+threads of its own; it does not use the engine.
 
-Only the first rank of a group asks. COMMIT needs everyone's YES, so that its waiting holds for all;
-and torchft's own way, by a call of every rank to the group's server, does not outlive a rollback:
-that server pairs calls by their order, so a rank that was rolled back before it called stays one
-quorum behind its mates for ever.
+Only the first rank of a group asks. COMMIT needs a YES from every rank, so one waiting rank delays
+all. torchft's own way, a call of every rank to the group's server, does not survive a rollback:
+that server pairs calls by their order, so a rank that was rolled back before its call would stay
+one quorum behind the other ranks forever.
 
-An answer counts for a txn if every group of the epoch had asked *in this txn*, which each says in
-the ``data`` of its call: so all who get one answer judge it alike, and ask again together.
+An answer counts for a txn if every group of the epoch had asked *in this txn*, which each group
+states in the ``data`` of its call. So all groups that receive the same answer judge it alike and
+ask again together.
 """
 
 from __future__ import annotations
@@ -41,25 +42,28 @@ logger = logging.getLogger(__name__)
 Membership = Literal["register", "lighthouse"]
 
 _NOWHERE = "none"
-"""In the place of an address: torchft's constructor wants one."""
+"""Stands for an address, which torchft's constructor requires."""
 _CONNECT_S = 1.0
-"""For one attempt to reach a lighthouse; a thread that is in torchft's code cannot be ended."""
+"""Limit in seconds for one attempt to reach a lighthouse; a thread inside torchft's code cannot be
+interrupted."""
 _RETRY_S = 1.0
-"""Between two attempts to reach a lighthouse that is not there."""
+"""Seconds between two attempts to reach a lighthouse."""
 _CALL_S = 1.0
-"""For one call; one that gets no answer is made again, and `close` waits for it at most."""
+"""Limit in seconds for one call. An unanswered call is repeated; `close` waits for it no longer."""
 _AGAIN_S = 0.01
-"""Between an answer that does not settle a txn and the next call."""
+"""Seconds between an answer that does not settle a txn and the next call."""
 _REFUSED_S = 0.1
-"""Between a call that a lighthouse did not take and the next one; torchft's heartbeat interval."""
+"""Seconds between a call that the lighthouse refused and the next one; torchft's heartbeat
+interval."""
 _IDLE_PART = 4
-"""Who needs no answer asks so often in a window all the same: who asks is alive."""
+"""Number of calls per window of a group that needs no answer, which shows that it is alive."""
 _LONGEST_PAUSE = 64
-"""Windows; the longest wait of a group that the lighthouse does not answer before it comes back."""
+"""Longest wait, in windows, of a group that gets no answer from the lighthouse before it comes
+back."""
 
 
 def membership_of(given: str | None) -> Membership:
-    """What was chosen, by ``membership=`` or ``FFT_MEMBERSHIP``. Raises FftError."""
+    """Return the membership set by ``membership=`` or ``FFT_MEMBERSHIP``. Raises FftError."""
     for known in get_args(Membership):
         if (given or "register") == known:
             return known  # type: ignore[no-any-return]
@@ -68,13 +72,13 @@ def membership_of(given: str | None) -> Membership:
 
 
 def construct(manager: Manager, called: BoundArguments) -> None:
-    """Run torchft's constructor, with `Beacon` for its server and nothing for its client.
+    """Run torchft's constructor, with `Beacon` for its server and a stub for its client.
 
-    Not by putting other classes into torchft's module, which every manager of the process would
-    see: the constructor's code runs as a function with names of its own.
+    Replacing the classes in torchft's module would affect every manager of the process. So the
+    constructor's code runs as a function with its own globals.
 
     Raises:
-        FftError: the lighthouse's address is none.
+        FftError: The lighthouse's address is invalid.
     """
     address = called.arguments.get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE")
     called.arguments["lighthouse_addr"] = address or _NOWHERE
@@ -92,26 +96,32 @@ def construct(manager: Manager, called: BoundArguments) -> None:
 
 
 class _NoClient:
-    """In the place of torchft's ManagerClient: FFT makes no calls to the group's server."""
+    """Replaces torchft's ManagerClient: FFT makes no calls to the group's server."""
 
     def __init__(self, _addr: str, connect_timeout: timedelta) -> None:
         pass
 
 
 class Beacon:
-    """In the place of torchft's ManagerServer: makes one as soon as the lighthouse is there.
+    """Replaces torchft's ManagerServer and creates one as soon as the lighthouse can be reached.
 
-    That serves the dashboard's kill button and sends the heartbeats, from threads of torchft's.
-    Without an address there is no server, no thread and no socket.
+    That server provides the dashboard's kill button and sends the heartbeats, from threads of
+    torchft. Without an address there is no server, no thread and no socket.
     """
 
     def __init__(self, lighthouse_addr: str, **settings: Any) -> None:
-        """``settings`` are those of ManagerServer. Raises FftError: the address is none."""
+        """Start to connect.
+
+        Args:
+            settings: Arguments of ManagerServer.
+
+        Raises FftError if the address is invalid.
+        """
         self.lighthouse = None if lighthouse_addr == _NOWHERE else lighthouse_addr
         self.settings = settings
         self.server: Any = None
         self.trouble = "it has not been reached yet"
-        """Why there is no server, while there is none."""
+        """Why there is no server yet."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -124,7 +134,7 @@ class Beacon:
         self._thread.start()
 
     def address(self) -> str:
-        """What torchft puts into the group's store; nobody of FFT asks there."""
+        """Return the address that torchft puts into the group's store; FFT does not use it."""
         return _NOWHERE
 
     def shutdown(self) -> None:
@@ -141,7 +151,7 @@ class Beacon:
         told = False
         while not self._closed.is_set():
             try:
-                # a socket first: torchft's code could not be left while nobody answers
+                # a socket first: torchft's code could not be interrupted while there is no answer
                 socket.create_connection(self._place, _CONNECT_S).close()
                 server = ManagerServer(lighthouse_addr=self.lighthouse, **self.settings)
             except (OSError, RuntimeError) as error:
@@ -160,7 +170,7 @@ class Beacon:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """Host and port of a lighthouse. Raises FftError."""
+    """Return host and port of a lighthouse. Raises FftError."""
     try:
         parts = urlsplit(address)
         if parts.scheme and parts.hostname and parts.port:
@@ -182,7 +192,8 @@ class Named(NamedTuple):
 
 @dataclass
 class Ask:
-    """What one txn wants of the lighthouse, and has heard of it. Pure: it is fed with times."""
+    """The request of one txn to the lighthouse and the answers so far. Pure: the caller passes
+    times."""
 
     token: Token
     members: Mapping[str, int]
@@ -190,13 +201,14 @@ class Ask:
     window_s: float
     begun: float
     had: bool = False
-    """A quorum of this txn names them all."""
+    """A quorum of this txn names all members."""
     failed: str | None = None
-    """Why there was none in time."""
+    """Why there was no quorum in time."""
     _unnamed: dict[str, float] = field(default_factory=dict)
 
     def hear(self, answer: Mapping[str, Named], now: float) -> set[str]:
-        """Take in an answer. Returns the groups that were named in none for ``window_s``."""
+        """Process an answer; return the groups that no answer has named for ``window_s``
+        seconds."""
         here = {g: answer[g].token for g, inc in self.members.items() if _is_in(answer, g, inc)}
         self.had = self.had or all(here.get(group) == self.token for group in self.members)
         missing = self.members.keys() - here.keys()
@@ -211,7 +223,8 @@ def _is_in(answer: Mapping[str, Named], group: str, inc: int) -> bool:
 
 
 class Doubter(Protocol):
-    """What `Quorums` finds, said on its thread; returns soon, and raises nothing."""
+    """Receiver of what `Quorums` finds. It is called on that thread, returns soon and raises
+    nothing."""
 
     def unnamed(self, token: Token, groups: set[str]) -> None:
         """The quorum of this txn does not name these groups of the epoch."""
@@ -221,10 +234,11 @@ class Doubter(Protocol):
 
 
 class Quorums:
-    """Asks the lighthouse, on a thread of its own, for as long as the manager lives.
+    """Requests quorums from the lighthouse, on a thread of its own, while the manager lives.
 
-    Also outside of txns, and of the epoch: the lighthouse waits for all whose heartbeats it gets,
-    so that who does not ask holds up the others, and a group that comes in must be known to it.
+    It also asks outside of txns and of the epoch: the lighthouse waits for every group whose
+    heartbeats it gets, so a group that does not ask delays the others; and it must know a group
+    that joins.
     """
 
     def __init__(
@@ -235,9 +249,13 @@ class Quorums:
         window_s: float,
         doubter: Doubter,
     ) -> None:
-        """``timeout_s``: for a txn's quorum. ``window_s``: for the naming of a member.
+        """Prepare the thread; `start` starts it.
 
-        Raises FftError: there is no lighthouse to ask.
+        Args:
+            timeout_s: Limit in seconds for a txn's quorum.
+            window_s: Seconds within which an answer must name each member.
+
+        Raises FftError if there is no lighthouse to ask.
         """
         if beacon.lighthouse is None:
             raise FftError(
@@ -252,7 +270,7 @@ class Quorums:
         self._changed = threading.Condition()
         self._ask: Ask | None = None
         self._token, self._step = Token(0, 0), 0
-        """As last asked for; said outside of txns, too."""
+        """Values of the last request, which are also sent outside of txns."""
         self._due = 0.0
         """When to call next, on the monotonic clock."""
         self._answered = 0.0
@@ -265,11 +283,11 @@ class Quorums:
     # --- main thread ---
 
     def start(self) -> None:
-        """Ask from now on."""
+        """Start to send requests."""
         self._thread.start()
 
     def begin(self, token: Token, step: int, members: Mapping[str, int]) -> None:
-        """A txn begins: ask for its quorum."""
+        """Begin a txn: request its quorum."""
         with self._changed:
             now = time.monotonic()
             self._ask = Ask(token, members, self._window_s, now)
@@ -277,7 +295,10 @@ class Quorums:
             self._changed.notify_all()
 
     def wait(self, token: Token) -> str | None:
-        """Wait for the quorum of ``token``. Why there is none; None: had, or asked for no more."""
+        """Wait for the quorum of ``token``; return why there is none, or None.
+
+        The result is None if there is a quorum, or if the txn has ended meanwhile.
+        """
         with self._changed:
             while (ask := self._ask) is not None and ask.token == token and not ask.had:
                 if ask.failed is not None:
@@ -288,7 +309,7 @@ class Quorums:
         return None
 
     def end(self) -> None:
-        """The txn is decided, or rolled back. Any thread."""
+        """End the txn, which was decided or rolled back. Runs on any thread."""
         with self._changed:
             ask, self._ask = self._ask, None
             now = time.monotonic()
@@ -300,19 +321,19 @@ class Quorums:
 
     @property
     def failures(self) -> int:
-        """Txns in a row that the lighthouse gave no answer in."""
+        """Number of txns in a row without an answer of the lighthouse."""
         return self._failures
 
     @property
     def reason(self) -> str:
-        """Why the last call was not answered."""
+        """Why the last call got no answer."""
         return self._reason
 
     def pause(self) -> None:
-        """The others go on without this group: wait for an answer, longer each time in a row.
+        """Wait for an answer, longer after each failure in a row, while the other groups go on.
 
-        Without it a group that is well, but cannot reach the lighthouse, would come in and be left
-        out again for ever, and cost the others an attempt each time.
+        Without this, a healthy group that cannot reach the lighthouse would join and be left out
+        again forever, and would cost the others an attempt each time.
         """
         with self._changed:
             if self._failures == 0:
@@ -326,7 +347,7 @@ class Quorums:
             )
 
     def close(self) -> None:
-        """End the thread; a call that is out is waited for. Idempotent."""
+        """End the thread after the call in progress. Idempotent."""
         with self._changed:
             self._closed, self._ask = True, None
             self._changed.notify_all()
@@ -359,28 +380,28 @@ class Quorums:
                 self._doubter.failed(ask.token, ask.failed or "")
 
     def _wait_until_due(self) -> bool:
-        """Whether there is more to do: False when closed."""
+        """Wait for the next call; return False when closed."""
         with self._changed:
             while not self._closed and (left := self._due - time.monotonic()) > 0:
                 self._changed.wait(left)
             return not self._closed
 
     def _note(self, answer: Mapping[str, Named]) -> bool:
-        """Remember where the others are; whether one of them has gone on since."""
+        """Store the positions of the other groups; return whether one of them has moved since."""
         before, self._seen = self._seen, {group: named.token for group, named in answer.items()}
         mine = self._me.group
         return any(before.get(g) != token for g, token in self._seen.items() if g != mine)
 
     def _pace(self, ask: Ask | None, progress: bool) -> float:
-        """Seconds to the next call."""
+        """Return the seconds until the next call."""
         if ask is not None and not ask.had and ask.failed is None:
             return _AGAIN_S
-        if ask is None and progress:  # the others are at work, and their calls wait for mine
+        if ask is None and progress:  # the others are working, and their calls wait for this one
             return 0.0
         return self._window_s / _IDLE_PART
 
     def _fail(self, ask: Ask | None, now: float) -> bool:
-        """Give the txn's quorum up, if it is time to."""
+        """Give the txn's quorum up if its time is over; return whether it was given up now."""
         if ask is None or ask.had or ask.failed is not None or now - ask.begun < self._timeout_s:
             return False
         heard = self._answered >= ask.begun
@@ -389,7 +410,8 @@ class Quorums:
         return True
 
     def _call(self, token: Token, step: int) -> dict[str, Named] | float:
-        """One call: the answer; or seconds to the next call, and ``reason`` says why."""
+        """Make one call; return the answer, or the seconds until the next call with ``reason``
+        set."""
         server, settings = self._beacon.server, self._beacon.settings
         unreachable = f"the lighthouse at {self._beacon.lighthouse} cannot be reached"
         if server is None:
@@ -420,7 +442,7 @@ class Quorums:
 
 
 def _read(data: Any) -> list[tuple[str, Named]]:
-    """Who asked: none, if it was not a group of FFT."""
+    """Return the requesting group, or an empty list for a client that is not FFT."""
     said = data.get("fft") if isinstance(data, dict) else None
     match said:
         case [str(group), int(inc), int(epoch), int(txn)]:

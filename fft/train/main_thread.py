@@ -1,6 +1,6 @@
-"""Where the main thread of a process stands, by its table (`fsm_specs/main_thread.yaml`).
+"""The state of a process's main thread, by its table (`fsm_specs/main_thread.yaml`).
 
-Whoever carries out a command, or says what came of it, asks here first.
+Code that carries out a command, or reports its result, consults this state first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fft.protocol.vocabulary import COMMANDS
 class MainThread:
     """The state of one main thread.
 
-    The thread moves on by itself; an update's error may be told from another one.
+    The main thread itself makes the transitions; only the error of an update may come from another
+    thread.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class MainThread:
 
     @property
     def role(self) -> Role:
-        """What the state is for. Any thread."""
+        """The role of the state. Any thread."""
         return self._table.role(self._state)
 
     def awaits(self, event: str) -> bool:
@@ -35,20 +36,20 @@ class MainThread:
         return self._table.has(self._state, event)
 
     def obeys(self, command: Command, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """The command is being carried out. What is to be done for it, in order.
+        """Carry out the command; return the effects, in order.
 
         Raises:
-            ProtocolError: not in this state.
+            ProtocolError: The command is not allowed in this state.
         """
         return self.moves_on(COMMANDS[type(command)], facts)
 
     def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """The same of any event, by its name."""
+        """Make the transition for any event, by its name; return the effects."""
         with self._lock:
             return self._move(event, facts)
 
     def leaves(self, role: Role, event: str) -> bool:
-        """The event happens if the thread stands in a state of this role. Whether it does."""
+        """Make the transition if the state has this role; return whether it has."""
         with self._lock:
             if self.role != role:
                 return False

@@ -1,7 +1,8 @@
-"""What is asked of NCCL: to make a communicator for one epoch, to connect it, to abort it.
+"""Operations on NCCL: make a communicator for one epoch, connect it, abort it.
 
-Touches variables of the environment that torch reads (`outlive_aborts`, `TorchNccl.make`). Needs
-torch only, so that it can be tried where nothing else is installed (``python -m benchmarks.gpu``).
+They set environment variables that torch reads (`outlive_aborts`, `TorchNccl.make`). This module
+needs torch only, so it can be tested where nothing else is installed (``python -m
+benchmarks.gpu``).
 """
 
 from __future__ import annotations
@@ -25,38 +26,42 @@ logger = logging.getLogger(__name__)
 _BEGUN_KEY = "fft/begun/{rank}"
 _LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _WATCHDOG_LIMIT = timedelta(hours=24)
-"""After which torch's watchdog takes an op for failed. How long a step may take is for FFT's
-windows to say. torch waits as long for an abort, so who aborts waits by `abort_within`."""
+"""Time after which torch's watchdog considers an op failed.
+
+FFT's windows limit the duration of a step instead. torch waits just as long for an abort, so a
+caller that aborts uses `abort_within`.
+"""
 _SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "its watchdog would end the process when a group is aborted",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "its monitor would end the process, or hold it up for 8 minutes",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "its watchdog would hold up an aborted group's end",
 }
-"""All are 0 under FFT; why not what torch has. It reads them whenever a group is made
+"""Variables that are 0 under FFT, with the reason. torch reads them whenever a group is made
 (ProcessGroupNCCL.cpp, the constructors of ProcessGroupNCCL and HeartbeatMonitor)."""
 _settings_lock = threading.Lock()
 
 
 class Communicator(Protocol):
-    """What `TorchNccl.make` returns: a ``torch.distributed.ProcessGroup``, which does the ops."""
+    """The result of `TorchNccl.make`: a ``torch.distributed.ProcessGroup``, which runs the ops."""
 
     def abort(self) -> None:
         """End all ops, in progress or not, and the connections."""
 
 
 class NcclLibrary(Protocol):
-    """What makes communicators; `TorchNccl`, or what a test has in its place."""
+    """A factory of communicators: `TorchNccl`, or a stand-in in a test."""
 
     def make(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, name: str
     ) -> Communicator:
-        """One that is not connected."""
+        """Make a communicator that is not connected."""
 
     def connect(self, made: Communicator) -> None:
-        """Begin to meet the other ranks; waits for them at ``store`` at most."""
+        """Begin to connect to the other ranks; may wait for them only at ``store``."""
 
     def finish(self, made: Communicator) -> None:
-        """Return when it is connected: when all ranks have begun, it takes as long as they do."""
+        """Return when it is connected. If all ranks have begun, that takes only as long as they
+        need."""
 
 
 class TorchNccl:
@@ -65,9 +70,9 @@ class TorchNccl:
     def make(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, name: str
     ) -> dist.ProcessGroup:
-        """A communicator that is not connected yet, so that `connect` can be aborted.
+        """Make a communicator that is not connected yet, so that `connect` can be aborted.
 
-        Raises FftError: this torch has no NCCL, or there is no GPU.
+        Raises FftError if this torch has no NCCL or there is no GPU.
         """
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise FftError(
@@ -78,7 +83,8 @@ class TorchNccl:
         os.environ.setdefault(_LIMIT, str(max(1, round(timeout.total_seconds()))))
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options.config.blocking = False  # else a call that waits for a peer cannot be aborted
+        # otherwise a call that waits for a peer could not be aborted
+        options.config.blocking = False
         options._timeout = _WATCHDOG_LIMIT
         options.group_name = name
         backend = nccl(store, rank, world_size, options)
@@ -89,16 +95,16 @@ class TorchNccl:
         return pg
 
     def connect(self, made: Communicator) -> None:
-        """Have NCCL begin, in threads of its own, on the current device."""
+        """Start NCCL's connection, in NCCL's own threads, on the current device."""
         device = torch.device("cuda", torch.cuda.current_device())
         made._get_backend(device).eager_connect_single_device(device)  # type: ignore[attr-defined]
 
     def finish(self, made: Communicator) -> None:
-        """Have a first op wait until NCCL has connected.
+        """Wait with a first op until NCCL has connected.
 
-        torch waits in the first op, and holds a lock meanwhile that an abort needs, too
-        (``NCCLComm::getNcclComm``), at most the ``timeout`` of `make`. So that op is not the
-        training's.
+        torch waits in the first op, for at most the ``timeout`` of `make`, and holds a lock
+        meanwhile that an abort needs, too (``NCCLComm::getNcclComm``). So that op must not be one
+        of the training.
         """
         number = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
         made.allreduce([number], dist.AllreduceOptions()).wait()  # type: ignore[attr-defined]
@@ -107,10 +113,11 @@ class TorchNccl:
 def meet(
     library: NcclLibrary, made: Communicator, store: Store, rank: int, world_size: int
 ) -> None:
-    """Connect ``made`` with the other ranks, of which each calls this.
+    """Connect ``made`` with the other ranks; each of them calls this.
 
-    Nothing frees a thread that waits for another rank within NCCL. So none does before all have
-    begun, and that is waited for at ``store``, whose waits a rollback can end.
+    A thread that waits for another rank inside NCCL cannot be interrupted. So no thread waits there
+    before all ranks have begun, and that is awaited at ``store``, where a rollback can end the
+    wait.
     """
     library.connect(made)
     store.set(_BEGUN_KEY.format(rank=rank), "1")
@@ -119,9 +126,9 @@ def meet(
 
 
 def outlive_aborts() -> None:
-    """Have this process outlive an abort of any group of NCCL's that it makes from now on.
+    """Let this process survive an abort of any NCCL group that it makes from now on.
 
-    What was set otherwise (``torchrun`` sets one of them) is changed, and the log says so.
+    Other settings (``torchrun`` makes one of them) are changed, and the log records it.
     """
     with _settings_lock:
         for name, why in _SETTINGS.items():
@@ -140,12 +147,12 @@ def outlive_aborts() -> None:
 
 
 def abort_within(abort: Callable[[], None], limit_s: float, what: str) -> bool:
-    """Call ``abort`` in a thread, and wait for it so many seconds at most; whether it has ended.
+    """Call ``abort`` in a thread, wait for it at most ``limit_s`` seconds; return whether it ended.
 
-    torch gives an abort no limit that one may choose: it waits for locks of its own. One that takes
-    longer goes on in its thread, and the log says so, and when it has ended.
+    torch's abort has no limit that a caller can set: it waits for locks. An abort that takes longer
+    goes on in its thread; the log records that, and its end.
 
-    Raises: what ``abort`` raises within the limit.
+    Raises whatever ``abort`` raises within the limit.
     """
     began = time.monotonic()
     lock, failures = threading.Lock(), list[BaseException]()
@@ -179,5 +186,5 @@ def abort_within(abort: Callable[[], None], limit_s: float, what: str) -> bool:
 
 
 def _is_on(value: str) -> bool:
-    """As torch reads it."""
+    """Parse a switch as torch does."""
     return value.strip().lower() in ("1", "y", "yes", "t", "true")

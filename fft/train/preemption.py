@@ -1,9 +1,9 @@
-"""Notices that this process must soon be gone, and where they come from: a file, a metadata server.
+"""Preemption notices: sources that tell that this process must end soon.
 
-A source is anything with ``poll``; a `Poller` asks it again and again on a thread of its own and
-passes on what is news. What follows from a notice is up to `fft.train.drain_clock`. Reads files,
-speaks HTTP to the addresses it is given, and touches nothing else; the standard library is all it
-needs.
+A source is any object with ``poll``, such as a file or a cloud's metadata server. A `Poller` calls
+it repeatedly on a thread of its own and passes new notices on. `fft.train.drain_clock` decides what
+follows. This module reads files, sends HTTP requests to the given addresses, and needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from fft.util.errors import FftError
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Between two polls. Google gives 30 s from its notice to the end, Azure at least as much."""
+"""Seconds between two polls. Google gives 30 s from its notice to the end, Azure at least as
+much."""
 _HTTP_TIMEOUT_S = 2.0
 _LONGEST_BODY = 1 << 20
 _JOIN_S = 2 * _HTTP_TIMEOUT_S + 1.0
 _SAME_S = 0.1
-"""Deadlines that differ by less are one: a time of day is turned into seconds at each poll."""
+"""Deadlines that differ by less are considered equal, since a time of day is converted to seconds
+at each poll."""
 _FORM = (
     'write nothing, or JSON such as {"within": 30} or {"deadline": "2030-01-31T12:00:00Z"} '
     '(or Unix seconds), with a "reason" if you like'
@@ -40,12 +42,12 @@ _FORM = (
 
 
 class NoticeError(FftError):
-    """A notice, or the setting of its source, cannot be understood; says what can."""
+    """A notice, or the setting of its source, is invalid; the message describes valid ones."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """This process must be gone ``within_s`` seconds from now; None: soon, without a deadline.
+    """This process must end ``within_s`` seconds from now, or soon if that is None.
 
     Raises ``NoticeError`` for an invalid time.
     """
@@ -59,25 +61,28 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Whoever knows when this process must go."""
+    """A source of preemption notices."""
 
     def poll(self) -> Notice | None:
-        """What is known now; None: nothing. Called on a thread of FFT. It may raise: the error is
-        logged, once for each, and the poll repeated. A poll that blocks delays a shutdown.
+        """Return the current notice, or None if there is none.
+
+        Called on a thread of FFT. If it raises, each different error is logged once and the poll is
+        repeated. A poll that blocks delays a shutdown.
         """
 
 
 class Earliest:
-    """The earliest deadline of several notices: it moves forward, never back. Pure."""
+    """The earliest deadline of several notices; it only ever becomes earlier. Pure."""
 
     def __init__(self) -> None:
         self.notice: Notice | None = None
-        """Of whom the deadline is; before there is one, the first notice."""
+        """The notice with the earliest deadline; before there is a deadline, the first notice."""
         self.deadline: float | None = None
-        """On the clock of ``now``, in seconds; None: no notice had one."""
+        """In seconds, on the clock of ``now``; None if no notice had a deadline."""
 
     def take(self, notice: Notice, now: float) -> bool:
-        """Whether the notice is news: the first, the first with a deadline, or an earlier one."""
+        """Take a notice in; return whether it is the first, the first with a deadline, or an
+        earlier one."""
         deadline = None if notice.within_s is None else now + notice.within_s
         if self.notice is not None:
             if deadline is None:
@@ -89,12 +94,12 @@ class Earliest:
 
 
 class Poller:
-    """Asks a source every ``interval_s`` seconds, on a thread that lives until ``close``."""
+    """Polls a source every ``interval_s`` seconds, on a thread that lives until ``close``."""
 
     def __init__(
         self, source: NoticeSource, on_news: Callable[[Notice], None], interval_s: float
     ) -> None:
-        """``on_news`` is called on that thread."""
+        """Start the thread, which calls ``on_news`` with each new notice."""
         if not interval_s > 0:
             raise NoticeError(f"interval_s={interval_s:g}: give a positive number of seconds")
         self._source = source
@@ -124,7 +129,7 @@ class Poller:
             logger.warning("%s cannot be read, and is tried again: %s", self._source, error)
 
     def close(self) -> None:
-        """End the thread, after the poll that it may be at. Idempotent."""
+        """End the thread after the poll in progress. Idempotent."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
@@ -134,11 +139,11 @@ class Poller:
 
 
 class FileNotice:
-    """A file is the notice. Its content may give the deadline and the reason.
+    """A notice given by the existence of a file, whose content may give deadline and reason.
 
-    Nothing, or JSON: ``within``, seconds from when the file was written, or ``deadline``, a time in
-    ISO form (UTC unless it says otherwise) or in Unix seconds; and ``reason``. Anything else is a
-    notice without a deadline, and a warning.
+    The file is empty or JSON with ``within`` (seconds from when the file was written) or
+    ``deadline`` (a time in ISO form, UTC by default, or in Unix seconds), and optionally
+    ``reason``. Any other content counts as a notice without a deadline, and a warning is logged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -149,7 +154,7 @@ class FileNotice:
         return f"the notice file {self._path}"
 
     def poll(self) -> Notice | None:
-        """As the file is now. Raises OSError if it is there and cannot be read."""
+        """Read the file. Raises OSError if it exists but cannot be read."""
         try:
             with self._path.open("rb") as file:
                 text = file.read(_LONGEST_BODY).decode("utf-8", "replace").strip()
@@ -193,7 +198,7 @@ def _number(value: Any) -> float:
 
 
 def _until(when: Any) -> float:
-    """Seconds until a time in ISO form or Unix seconds; 0 if it has passed."""
+    """Return the seconds until a time in ISO form or Unix seconds; 0 if it has passed."""
     if isinstance(when, str):
         moment = datetime.fromisoformat(when)
         at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -205,13 +210,14 @@ def _until(when: Any) -> float:
 # --- metadata servers ---------------------------------------------------------------------------
 
 Read = Callable[[int, bytes], Notice | None]
-"""(status, body) → what it means. Raises for what it does not understand."""
+"""Converts (status, body) into a notice, or None. Raises for an unknown answer."""
 
 
 class HttpNotice:
-    """The answer of a server to a GET is the notice, as ``read`` reads it.
+    """A notice given by a server's answer to a GET request, converted by ``read``.
 
-    Never through a proxy. ``aws``, ``google`` and ``azure`` are those of the clouds.
+    The request never goes through a proxy. ``aws``, ``google`` and ``azure`` are those of the
+    clouds.
     """
 
     def __init__(
@@ -222,7 +228,13 @@ class HttpNotice:
         read: Read,
         timeout_s: float = _HTTP_TIMEOUT_S,
     ) -> None:
-        """``headers``: if it is a function, it is asked before each poll, and may raise."""
+        """Set up the request.
+
+        Args:
+            headers: A mapping, or a function that is called before each poll and may raise.
+            read: Converts status and body into a notice.
+            timeout_s: Limit for one request in seconds.
+        """
         self._url = url
         self._headers = headers if callable(headers) else lambda fixed=headers or {}: fixed
         self._read = read
@@ -232,7 +244,7 @@ class HttpNotice:
         return f"the notice server {self._url}"
 
     def poll(self) -> Notice | None:
-        """Ask. Raises OSError if nobody answers, and what ``read`` raises."""
+        """Send the request. Raises OSError without an answer, and whatever ``read`` raises."""
         status, body = _http("GET", self._url, self._headers(), self._timeout_s)
         return self._read(status, body)
 
@@ -250,9 +262,9 @@ class HttpNotice:
 
     @classmethod
     def azure(cls, vm: str, base: str = "http://169.254.169.254") -> HttpNotice:
-        """Scheduled Events that end or restart ``vm``, as Azure calls this machine.
+        """Scheduled Events that end or restart ``vm``, the name of this machine in Azure.
 
-        All machines of a scale set are told of the events of each.
+        All machines of a scale set receive the events of every machine in it.
         """
         url = f"{base}/metadata/scheduledevents?api-version=2020-07-01"
         return cls(
@@ -272,7 +284,7 @@ def _http(method: str, url: str, headers: Mapping[str, str], timeout_s: float) -
 
 
 class _AwsToken:
-    """The header of an IMDSv2 session, begun anew before it ends."""
+    """The header of an IMDSv2 session, renewed before it expires."""
 
     _LIFE_S = 600
 
@@ -287,13 +299,13 @@ class _AwsToken:
             status, body = _http("PUT", self._url, life, _HTTP_TIMEOUT_S)
             if status != 200:
                 raise NoticeError(f"{self._url} answers {status} to the request for a token")
-            # A machine that was moved or resumed may have lost it: do not rely on it for long.
+            # A machine that was moved or resumed may have lost the session: renew it often.
             self._token, self._until = body.decode("ascii"), time.monotonic() + self._LIFE_S / 10
         return {"X-aws-ec2-metadata-token": self._token}
 
 
 def read_aws(status: int, body: bytes) -> Notice | None:
-    """``spot/instance-action``: 404 as long as all is well, else what and when."""
+    """Read ``spot/instance-action``: 404 without an interruption, else its action and time."""
     if status == 404:
         return None
     said = _json(status, body, "instance-action")
@@ -302,11 +314,11 @@ def read_aws(status: int, body: bytes) -> Notice | None:
 
 
 GOOGLE_S = 30.0
-"""From the notice to the end of a Spot VM of Google's, in seconds; best effort, they say."""
+"""Seconds from the notice to the end of a Google Spot VM; a best-effort figure of Google's."""
 
 
 def read_google(status: int, body: bytes) -> Notice | None:
-    """``instance/preempted``: FALSE, then TRUE."""
+    """Read ``instance/preempted``: FALSE, then TRUE."""
     word = body.decode("ascii", "replace").strip()
     if status != 200 or word not in ("TRUE", "FALSE"):
         raise NoticeError(f"instance/preempted: status {status}, {word[:80]!r}; not TRUE or FALSE")
@@ -318,7 +330,8 @@ _AZURE_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
 def read_azure(status: int, body: bytes, vm: str) -> Notice | None:
-    """``scheduledevents``: the first that ends ``vm``. ``NotBefore`` is empty once it has begun."""
+    """Read ``scheduledevents``: the first event that ends ``vm``. ``NotBefore`` is empty once it
+    has begun."""
     events = _json(status, body, "scheduledevents")["Events"]
     found = []
     for event in events:
@@ -345,9 +358,10 @@ def _json(status: int, body: bytes, what: str) -> dict[str, Any]:
 
 
 def source_of(setting: str, group: str, rank: int) -> NoticeSource:
-    """What ``FFT_NOTICE`` names; ``{group}`` and ``{rank}`` in a path are those of this process.
+    """Return the source that ``FFT_NOTICE`` names.
 
-    Raises ``NoticeError`` if it names nothing.
+    ``{group}`` and ``{rank}`` in a path are replaced by those of this process. Raises
+    ``NoticeError`` if the setting is unknown.
     """
     kind, _, what = setting.partition(":")
     if kind == "file" and what:

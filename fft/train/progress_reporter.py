@@ -1,8 +1,8 @@
-"""A participant's side of the words of progress: times its bodies, and says how long they took; and
-says what others of the process have to report.
+"""A participant's progress reports: it times its steps and publishes the results, and it publishes
+reports of other parts of the process.
 
-Owns one thread, which speaks in the topic ``progress`` and does nothing else: what is slow or lost
-there is nothing to the step or to the engine. Knows nothing of torch.
+A single thread sends everything in the topic ``progress`` and does nothing else, so a slow or lost
+message affects neither the step nor the engine. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from fft.util.log_sampler import LogSampler
 VARIABLE = "FFT_PROGRESS_INTERVAL"
 DEFAULT_INTERVAL_S = 1.0
 WORDS_A_SECOND = 100
-"""Of a whole job, at most: in a big one each rank speaks more seldom."""
+"""Limit for the reports of a whole job; in a large job each rank reports less often."""
 _KEEP = 1024
-"""Bodies timed between two words, at most."""
+"""Maximum number of timed steps between two reports."""
 
 logger = logging.getLogger(__name__)
 
 
 def interval_from(given: float | None, env: Mapping[str, str] = os.environ) -> float:
-    """Seconds between two words, 0 for none: ``given``, else ``FFT_PROGRESS_INTERVAL``, else 1.
+    """Return the seconds between two reports, 0 for none.
 
-    Raises FftError for what is no number of seconds.
+    That is ``given``, else ``FFT_PROGRESS_INTERVAL``, else 1. Raises FftError if it is not a number
+    of seconds.
     """
     text = env.get(VARIABLE) if given is None else str(given)
     try:
@@ -49,7 +50,8 @@ def interval_from(given: float | None, env: Mapping[str, str] = os.environ) -> f
 
 
 class _Waiting:
-    """Around what waits for others, inside a body. One object, so that it costs next to nothing."""
+    """Context manager around waits for other ranks inside a step. It is one reused object, so that
+    it costs next to nothing."""
 
     __slots__ = ("_pacer", "_since")
 
@@ -70,9 +72,10 @@ class _Waiting:
 
 
 class ProgressReporter:
-    """Times the bodies of one participant. ``begin`` … ``committed`` on its main thread.
+    """Times the steps of one participant; `begin` to `committed` are called on its main thread.
 
-    With ``interval`` 0 there is no word of its own, and no thread until something is to be said.
+    With ``interval`` 0 it sends no speed reports, and starts a thread only for reports given to
+    `say`.
     """
 
     def __init__(
@@ -85,9 +88,9 @@ class ProgressReporter:
     ) -> None:
         self.clock = clock
         self.waiting = _Waiting(self)
-        """To be entered around waits for others; not within itself."""
+        """Context manager around waits for other ranks; not reentrant."""
         self.waited = 0.0
-        """Seconds in the present body that were no work of its own."""
+        """Seconds in the current step that were spent waiting for other ranks."""
         self._bus, self._peer, self._interval, self._scope = bus, peer, interval, scope
         self._begun = 0.0
         self._own = 0.0
@@ -97,30 +100,30 @@ class ProgressReporter:
         self._ranks = 1
         self._failed = LogSampler()
         self._to_say: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
-        """None: nothing more."""
+        """Reports to send; None ends the thread."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if interval > 0:
             self._start()
 
     def begin(self) -> None:
-        """A txn begins."""
+        """Start the clock at the beginning of a txn."""
         self.waited = 0.0
         self._begun = self.clock()
 
     def end(self) -> None:
-        """Its body has ended; what follows is the vote."""
+        """Stop the clock at the end of the step function, before the vote."""
         self._own = self.clock() - self._begun - self.waited
 
     def committed(self, step: int, ranks: int) -> None:
-        """It was committed, as step number ``step``, by a job of so many ``ranks``."""
+        """Count the txn, which was committed as step ``step`` in a job of ``ranks`` ranks."""
         with self._lock:
             self._step, self._ranks = step, ranks
             if len(self._bodies) < _KEEP:
                 self._bodies.append(max(0.0, self._own))
 
     def say(self, report: Report) -> None:
-        """Have the thread say ``report``. Any thread; never waits. Nothing after `close`."""
+        """Queue ``report`` for the thread. Any thread; never waits. It is ignored after `close`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -129,8 +132,8 @@ class ProgressReporter:
                 self._start()
 
     def close(self) -> None:
-        """Say what was to be said, and nothing more. Idempotent; returns within 1 s, whatever the
-        bus does."""
+        """Send the queued reports and end the thread. Idempotent; returns within 1 s even if the
+        bus hangs."""
         with self._lock:
             self._is_closed = True
         self._to_say.put(None)
@@ -138,7 +141,7 @@ class ProgressReporter:
             self._thread.join(1.0)
 
     def word(self) -> SpeedReport | None:
-        """What there is to say since the last call; None: nothing was committed."""
+        """Return the report on the time since the last call, or None if no txn was committed."""
         with self._lock:
             bodies, self._bodies = self._bodies, []
             step = self._step
@@ -166,12 +169,12 @@ class ProgressReporter:
                 if (register := register_of(word)) is not None:
                     self._bus.write(register, encode_report(word))
                 self._bus.broadcast(encode_report(word), "progress")
-            except BusError as error:  # what is wrong with the bus, the engine finds out itself
+            except BusError as error:  # the engine detects a failed bus itself
                 if (count := self._failed.add("word")) is not None:
                     logger.info("a word of progress was not said (%d by now): %s", count, error)
 
     def _next(self) -> float:
-        """When the next word of its own is due."""
+        """Return when the next speed report is due."""
         if not self._interval:
             return time.monotonic() + threading.TIMEOUT_MAX / 2
         return time.monotonic() + max(self._interval, self._ranks / WORDS_A_SECOND)

@@ -1,16 +1,16 @@
 """Averages gradients across the replica groups during backward: when it returns, they are reduced.
 
 The contract is that of torch's DistributedDataParallel, and so is the construction (Li et al.,
-"PyTorch Distributed", VLDB 2020): parameters lie in buckets, in the reverse of their order in the
-model; a bucket whose gradients are all there is reduced while backward goes on; the end of backward
-waits for all of them. Buckets are issued in one order, so that every rank issues the same.
+"PyTorch Distributed", VLDB 2020). Parameters lie in buckets, in the reverse of their order in the
+model. A bucket whose gradients are complete is reduced while backward goes on, and the end of
+backward waits for all buckets. All ranks issue the buckets in the same order.
 
-What differs from DDP: buckets are never rebuilt by the order in which gradients came, since a group
-that joins would not know it. And each bucket carries one number for each of its parameters, which
-says whether some group had a gradient of it, so that parameters that nobody used keep
-``grad = None``, without a second reduction.
+There are two differences from DDP. Buckets are never rebuilt in the order in which gradients came,
+since a joining group would not know that order. And each bucket carries one number per parameter,
+which indicates whether some group had a gradient of it, so that parameters that no group used keep
+``grad = None`` without a second reduction.
 
-Runs on the thread of the autograd engine that runs the hooks. Touches gradients, by its buckets.
+Runs on the autograd engine's thread that runs the hooks. Touches gradients through its buckets.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from fft.util.errors import FftError
 
 
 class Reductions(Protocol):
-    """What a reducer asks of the manager."""
+    """The part of the manager that a reducer uses."""
 
     def num_participants(self) -> int:
-        """How many groups' gradients count in this txn."""
+        """Return the number of groups whose gradients count in this txn."""
 
     @property
     def is_in_txn(self) -> bool:
@@ -57,26 +57,29 @@ class Reductions(Protocol):
     ) -> Work:
         """Begin to reduce ``tensor`` in place across the groups whose gradients count.
 
-        ``layout``: what lies where in it; unlike ones must never be committed. ``op``: AVG unless
-        given.
+        Args:
+            layout: Digest of the layout; different ones are never committed together.
+            op: Reduction operation.
         """
 
     def reduced(self) -> None:
-        """All reductions that were begun are over. Raises if one failed and the body shall end."""
+        """Mark all begun reductions as done. Raises if one failed and the step function must
+        end."""
 
 
 class Reducer:
     """Reduces the gradients of one model at the end of every backward that touches it.
 
     Args:
-        model: plain, or under FSDP2 (``fully_shard``), whose sharded gradients are reduced.
-        manager: what reduces.
-        bucket_mb: cap of a bucket, in MiB of the type that is reduced.
-        dtype: reduce in this type, such as ``torch.bfloat16``; None: in the gradient's own.
-        index: number of the model among those that are reduced, equal on all groups.
+        model: A plain model, or one under FSDP2 (``fully_shard``), whose sharded gradients are
+            reduced.
+        manager: Runs the reductions.
+        bucket_mb: Maximum size of a bucket, in MiB of the reduced type.
+        dtype: Reduce in this type, such as ``torch.bfloat16``, or None for the gradient's own.
+        index: Number of the model among those that are reduced, equal on all groups.
 
     Raises:
-        FftError: no parameter needs a gradient, or one is not initialized.
+        FftError: No parameter needs a gradient, or one is not initialized.
     """
 
     def __init__(
@@ -94,27 +97,28 @@ class Reducer:
         self._dtype = dtype
         self._hook: tuple[Any, CommHook] | None = None
         self._handles: dict[torch.Tensor, Any] = {}
-        """Our hook on each parameter."""
+        """The hook on each parameter."""
         self._trained_at_first: list[tuple[str, nn.Parameter]] = []
-        """In buckets for good; frozen later, they have no gradient."""
+        """Parameters that stay in buckets; if they are frozen later, they have no gradient."""
         self._frozen_at_first: list[tuple[str, nn.Parameter]] = []
-        """In buckets as long as they are not frozen. So what is reduced depends on what is frozen
-        now, not on the past, which who joins does not know."""
+        """Parameters that are in buckets while they are not frozen. So the reduction depends on
+        what is frozen now, not on the past, which a joiner does not know."""
         self._found: list[tuple[object, ...]] = []
         """The parameters that buckets were laid out for, with what their layout depends on."""
         self.model = ""
-        """The whole model, frozen or not, in words, and a digest: equal in all groups."""
+        """Description of the whole model, frozen or not, with a digest; equal in all groups."""
         self._is_quiet = False
         self._quiet_at_begin: bool | None = None
-        """`_is_quiet` as the step function began; None: a rollback has restored it."""
+        """`_is_quiet` when the step function began, or None once a rollback has restored it."""
         self._armed: int | None = None
-        """The backward (autograd's graph task) at whose end the rest is done."""
+        """The backward (autograd's graph task) whose end reduces the rest."""
         self._armed_by = 0
         """The thread that its hooks run on."""
         self._at_end: Callable[[], Any] = lambda: None
-        """What it does at its end, as long as autograd keeps that; else None: it is over."""
+        """Returns the callback for its end while autograd keeps it; returns None once backward is
+        over."""
         self._refused: str | None = None
-        """Why a backward of this body was refused: gradients are not whole since."""
+        """Why a backward of this step was refused; the gradients have been incomplete since."""
         self._next = 0
         """The bucket to be issued next."""
         self._flags: torch.Tensor | None = None
@@ -129,9 +133,11 @@ class Reducer:
     # --- what the manager calls ---
 
     def begin(self, exact: bool = False) -> None:
-        """A body begins: nothing of an earlier backward counts; what is trained now is reduced.
+        """Begin a step function: drop the state of earlier backwards, and follow what is trained
+        now.
 
-        ``exact``: keep copies of the reduced gradients, so that `edited` misses nothing.
+        Args:
+            exact: Keep copies of the reduced gradients, so that `edited` detects every change.
         """
         self.update_layout()
         self._come_last()
@@ -143,7 +149,8 @@ class Reducer:
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
-        """After a rollback: no buffer that an aborted reduction has touched is used again.
+        """Reset after a rollback, so that a buffer that an aborted reduction has touched is not
+        reused.
 
         A flag such as ``require_backward_grad_sync`` that the step function changed is restored.
         """
@@ -154,28 +161,29 @@ class Reducer:
             bucket.drop()
 
     def covers(self, model: nn.Module) -> bool:
-        """Whether parameters of this model are among those that it reduces."""
+        """Whether this reducer reduces any parameters of ``model``."""
         return not set(self.parameters()).isdisjoint(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the model, frozen or not."""
+        """Return the parameters of the model, frozen or not."""
         return list(self._model.parameters())
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def quiet(self, quiet: bool) -> bool:
-        """Whether backward only accumulates, from now on; returns how it was."""
+        """Set whether backward only accumulates from now on; return the previous setting."""
         before, self._is_quiet = self._is_quiet, quiet
         return before
 
     def reduce(self) -> None:
-        """Reduce all gradients that there are, now: for who lets no backward do it (`quiet`).
+        """Reduce all existing gradients now, for callers that keep backward from doing it
+        (`quiet`).
 
-        Raises if a reduction failed and the body shall end.
+        Raises if a reduction failed and the step function must end.
         """
         self._start_over()
         self._reduce_rest(nested=False)
@@ -188,7 +196,7 @@ class Reducer:
 
     @property
     def unfinished(self) -> str | None:
-        """Why the gradients are not those of the job; None: they are."""
+        """Why the gradients are not the averaged ones, or None if they are."""
         if self._refused is not None:
             return self._refused
         if self._armed is not None:
@@ -198,10 +206,10 @@ class Reducer:
         return None
 
     def edited(self) -> bool:
-        """Whether the body has changed gradients since they were reduced.
+        """Whether the step function has changed gradients since they were reduced.
 
-        Told by torch's counters of edits, which miss those through ``.data``, unless the txn began
-        with ``exact``; and taken for granted of sparse ones.
+        This uses torch's edit counters, which miss edits through ``.data`` unless the txn began
+        with ``exact``. Sparse gradients always count as edited.
         """
         return bool(self._sparse) or any(
             bucket.is_edited(self._pristine) for bucket in self._buckets
@@ -210,7 +218,7 @@ class Reducer:
     # --- layout ---
 
     def update_layout(self) -> None:
-        """Lay the buckets out anew if parameters were added, replaced, converted or unfrozen."""
+        """Lay the buckets out again if parameters were added, replaced, converted or unfrozen."""
         if self._found != self._parameters_now():
             self._take_parameters()
         elif any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
@@ -271,7 +279,7 @@ class Reducer:
         self._handles[parameter] = handle
 
     def _come_last(self) -> None:
-        """Hooks of the user on gradients come before ours, whenever they were registered."""
+        """Move the hooks behind those of the user, whenever those were registered."""
         for parameter, handle in list(self._handles.items()):
             is_last = next(reversed(hooks_of(parameter)), None) == handle.id
             if parameter.requires_grad and not is_last:
@@ -286,7 +294,7 @@ class Reducer:
             return
         self._arm()
         if (place := self._slots.get(parameter)) is None:
-            return  # sparse: at the end
+            return  # sparse: reduced at the end
         bucket, slot = place
         bucket.touched = True
         if bucket.work is not None or (slot.in_place and slot not in bucket.missing):
@@ -301,7 +309,8 @@ class Reducer:
             self._next += 1
 
     def _came_late(self, bucket: Bucket, slot: Slot) -> None:
-        """A gradient came again within one backward, when it was in its bucket already."""
+        """Handle a gradient that came again within one backward, when it was in its bucket
+        already."""
         if not slot.in_place:  # FSDP2: a module that ran twice
             bucket.again = True
             return
@@ -321,9 +330,9 @@ class Reducer:
         if self._armed is None:
             self._start_over()
 
-        # One callback for each graph task. That of a checkpoint with use_reentrant=True is a task
-        # within another, and ends first; nobody can tell here whether the other one comes to a
-        # parameter, so what was touched is reduced at the end of each.
+        # One callback for each graph task. A checkpoint with use_reentrant=True is a task within
+        # another one and ends first. Whether the outer task comes to a parameter is unknown here,
+        # so the touched buckets are reduced at the end of each task.
         def finish() -> None:
             self._finish(nested)
 
@@ -349,7 +358,7 @@ class Reducer:
                 "it to the loss, and call backward() once on the sum"
             )
             raise FftError(self._refused)
-        if self._armed is None or self._at_end() is None:  # there is none at work
+        if self._armed is None or self._at_end() is None:  # no backward is running
             return
         within = threading.get_ident() == self._armed_by or not is_pythons_thread()
         if not (nested and within):
@@ -389,7 +398,8 @@ class Reducer:
     # --- at its end ---
 
     def _finish(self, nested: bool) -> None:
-        if self._armed is not None:  # else a task within this one has done it: nothing came since
+        # otherwise a task within this one has done it, and nothing came since
+        if self._armed is not None:
             self._reduce_rest(nested)
 
     def _reduce_rest(self, nested: bool) -> None:
@@ -423,7 +433,7 @@ class Reducer:
         self._flags = None
 
     def _reduce_sparse(self) -> None:
-        """Sparse gradients one by one: what gloo reduces are their entries, not their shapes."""
+        """Reduce sparse gradients one by one: gloo reduces their entries, not their shapes."""
         works = []
         for _, parameter in self._sparse:
             grad = parameter.grad
