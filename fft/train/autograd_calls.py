@@ -1,4 +1,4 @@
-"""What the reducer must know of the backward that it is called from. Reads torch's internals."""
+"""Facts about the running backward that the reducer needs. Reads torch's internals."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
-    """Of accumulated gradients, in the order in which they are called."""
+    """Return the hooks on accumulated gradients, in the order in which they are called."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def is_nested() -> bool:
-    """Whether the backward at work runs inside another: a checkpoint with use_reentrant=True.
+    """Whether the running backward is inside another one: a checkpoint with use_reentrant=True.
 
-    A thread of the autograd engine's own has one call of the engine on its stack only then; a
-    thread of Python's has one more.
+    A thread of the autograd engine has a call of the engine on its stack only in that case; a
+    Python thread always has one, and one more in that case.
     """
     calls, frame = 0, sys._getframe()
     while frame is not None:

@@ -1,7 +1,7 @@
-"""What all ranks of a job must be started with alike; the first that joins writes it down.
+"""Settings that must be equal on all ranks of a job; the first rank that joins stores them.
 
-Ranks that decide by different rules could never agree on a step, or would agree on something else.
-Timeouts may differ: each waits for itself.
+Ranks that decide by different rules could not agree on a step, or would agree on different results.
+Timeouts may differ, since each rank waits on its own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from fft.protocol.spec import FsmSpec
 from fft.util.errors import OtherSettings
 
 _KEY = "settings"
-"""The register of the job's bus."""
+"""Register of the job's bus."""
 _TEXT = {"doc", "why", "elsewhere"}
-"""Of a spec: words for its reader."""
+"""Fields of a spec that are text for its reader."""
 _RULES = {"states", "common", "sequences"}
-"""Of a spec: too long to be told; a digest says whether they differ."""
+"""Fields of a spec that are too long for the error message; their digests are compared."""
 _SHOWN = 3
 
 
 def common_settings(spec: FsmSpec, **others: Any) -> dict[str, Any]:
-    """By place, as the error names it: ``spec``, ``policies.bound``, ``states.NORMAL``, …"""
+    """Return the settings by the place that the error names: ``spec``, ``policies.bound``,
+    ``states.NORMAL``, …"""
     found: dict[str, Any] = {}
     for section, value in _without_text(spec.model_dump(mode="json")).items():
         if section in _RULES:
@@ -36,7 +37,7 @@ def common_settings(spec: FsmSpec, **others: Any) -> dict[str, Any]:
 
 
 def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
-    """Raises OtherSettings if the job runs with others than ``mine``, BusError."""
+    """Raise OtherSettings if the job runs with settings other than ``mine``. Raises BusError."""
     text = json.dumps(mine, sort_keys=True).encode()
     held = bus.compare_set(_KEY, None, text)
     if held is None or held == text:

@@ -1,9 +1,9 @@
-"""The clock of a drain: a participant with a deadline that has not left with a commit shortly
-before it logs the reason, and leaves without one.
+"""The clock of a drain: shortly before the deadline, a participant that has not left with a commit
+logs the reason and leaves without one.
 
-One thread (`DrainClock`), which receives notices through a queue that signal handlers may use.
-``waiting_for`` puts the state of a participant into words; it is pure. The host, the manager, asks,
-reports and leaves; torch is not known here.
+One thread (`DrainClock`) receives notices through a queue that signal handlers may use.
+``waiting_for`` describes the state of a participant; it is pure. The host, the manager, answers
+questions, writes the trace and leaves. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from fft.train.preemption import Earliest, Notice
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
-"""What a queue can be waited for has a limit; deadlines have none."""
+"""Limit for one wait on the queue; deadlines have no limit."""
 _SHOWN = 8
-"""So many participants are named; of a large job's more would be no help."""
+"""Maximum number of participants that a message names."""
 
 
 class Leaver(Protocol):
-    """What the clock needs of the process; called on the clock's thread."""
+    """The interface of the process to the clock; called on the clock's thread."""
 
     def why_still_here(self) -> str | None:
-        """What this participant waits for; None: it is out."""
+        """Return what this participant waits for, or None if it has left."""
 
     def leave(self, cause: str, limit_s: float) -> bool:
-        """Leave now, by its own word, or at least stop, within ``limit_s`` seconds.
+        """Leave now with a message to the others, or at least stop, within ``limit_s`` seconds.
 
-        Whether the others were told.
+        Returns whether the others received the message.
         """
 
     def note(self, name: str, data: dict[str, Any]) -> None:
-        """Put it into the trace, if there is one yet."""
+        """Write a note to the trace, if there is one yet."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Left:
 
 
 class DrainClock:
-    """Made once for a manager; lives until ``close``."""
+    """The clock of one manager; lives until ``close``."""
 
     def __init__(self, leaver: Leaver, margin_s: float) -> None:
         self._leaver = leaver
@@ -70,7 +70,7 @@ class DrainClock:
         self._words: queue.SimpleQueue[_Heard | _Left | None] = queue.SimpleQueue()
         self._earliest = Earliest()
         self._due: float | None = None
-        """When to leave without a commit, on the monotonic clock; None: never, or done."""
+        """When to leave without a commit, on the monotonic clock; None for never, or if done."""
         self._over = False
         self._thread = threading.Thread(target=self._run, name="fft-drain", daemon=True)
         self._thread.start()
@@ -78,16 +78,16 @@ class DrainClock:
     # --- any thread, signal handlers too ---
 
     def hear(self, notice: Notice) -> None:
-        """This participant has been asked to leave, and knows by when."""
+        """Receive a notice, which asks this participant to leave."""
         self._words.put(_Heard(notice, time.monotonic()))
 
     def left(self, error: str | None = None) -> None:
-        """The main thread knows that this participant is out; ``error``: by this one (its class),
-        so that it has not drained."""
+        """Record that this participant has left. ``error`` is the class of the error that ended it,
+        in which case it has not drained."""
         self._words.put(_Left(time.monotonic(), error))
 
     def close(self, limit_s: float = 5.0) -> None:
-        """End the thread, after what was said so far. Idempotent."""
+        """End the thread after the notices received so far. Idempotent."""
         self._words.put(None)
         self._thread.join(limit_s)
 
@@ -129,7 +129,7 @@ class DrainClock:
         self._due = None
         why = self._leaver.why_still_here()
         if why is None:
-            return  # out; its main thread is about to say so
+            return  # it has left, and its main thread is about to report it
         notice, deadline = self._earliest.notice, self._earliest.deadline
         assert notice is not None and deadline is not None, "only a deadline can run out"
         self._over = True
@@ -160,7 +160,8 @@ class DrainClock:
 
 
 def time_for_a_commit(within_s: float, margin_s: float) -> float:
-    """Seconds of ``within_s`` in which a commit is waited for; the rest is for leaving without."""
+    """Return the seconds of ``within_s`` in which to wait for a commit; the rest is for leaving
+    without one."""
     return within_s - min(margin_s, within_s / 2)
 
 
@@ -168,7 +169,7 @@ def time_for_a_commit(within_s: float, margin_s: float) -> float:
 
 
 def waiting_for(s: Local, c: Config, now: float) -> str:
-    """What a participant that is to leave waits for, in words. ``now``: monotonic seconds."""
+    """Describe what a participant that is to leave waits for. ``now`` is in monotonic seconds."""
     what = (
         f"{_what(s, c)}; {s.state} for {now - s.since:.1f} s, step {s.step}, epoch {s.token.epoch}"
     )
@@ -204,7 +205,8 @@ def _what(s: Local, c: Config) -> str:
 
 
 def _no_start(s: Local, c: Config) -> str:
-    """Outside: which ranks of this group, and how many groups, have not been heard."""
+    """Describe which ranks of this group, or how many groups, are missing before the first
+    epoch."""
     ranks = [str(r) for r in range(c.world) if r != c.me.rank and (c.me.group, r) not in s.hellos]
     groups = {group for group, _ in s.hellos} | {c.me.group}
     if ranks:

@@ -1,6 +1,6 @@
-"""The main thread's way into an epoch: process groups, and the state of a peer where it lacks one.
+"""The main thread's entry into an epoch: process groups, and a peer's state where it is needed.
 
-Touches process groups, the checkpoint transport and the state; tells the engine what came of it.
+Touches process groups, the checkpoint transport and the state; reports the result to the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _NOTED_EVERY_S = 1.0
 _LOGGED_EVERY_S = 10.0
 _STOP_LEARNING_S = 5.0
-"""For a fetch that is wanted no longer to end."""
+"""Limit for a cancelled fetch to end."""
 
 
 class FetchProgress:
@@ -44,10 +44,11 @@ class FetchProgress:
         source: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Start the measurement.
+
         Args:
-            tell: takes the bytes so far, those of the whole state, and the seconds left.
-            source: the group whose state is fetched.
+            tell: Receives the bytes so far, the bytes of the whole state, and the seconds left.
+            source: The group whose state is fetched.
         """
         self._tell, self._source, self._clock = tell, source, clock
         self._began = clock()
@@ -55,7 +56,8 @@ class FetchProgress:
         self._next_line = self._began + _LOGGED_EVERY_S
 
     def __call__(self, got: int, total: int) -> None:
-        """Report that ``got`` of ``total`` bytes have arrived, unless it was done just before."""
+        """Report that ``got`` of ``total`` bytes have arrived, unless the last report was just
+        before."""
         if (now := self._clock()) < self._next_note:
             return
         self._next_note = now + _NOTED_EVERY_S
@@ -76,7 +78,7 @@ _COMES_AGAIN = (UnlikeGroups, CannotMeet, Unexportable, UnloadableState)
 
 
 class StateExchange:
-    """Gives this rank's state to a peer, and fetches a peer's."""
+    """Serves this rank's state to peers and fetches a peer's."""
 
     def __init__(
         self,
@@ -85,26 +87,28 @@ class StateExchange:
         transfer: StateTransfer | None,
         tell: Callable[[int, int, float], None],
     ) -> None:
-        """
+        """Prepare the exchange.
+
         Args:
-            transfer: our own checkpoint transport; None: the user has given another one.
-            tell: as of `FetchProgress`.
+            transfer: FFT's own checkpoint transport, or None if the user has given another one.
+            tell: See `FetchProgress`.
         """
         self._manager = manager
         self._tell = tell
         self._state = state
         self.transfer = transfer
         self._served: Record | None = None
-        """The epoch whose first state is served."""
+        """The epoch whose initial state is served."""
 
     def bind(self, record: Record) -> None:
-        """Of another epoch or lineage nothing shall be sent or taken. torchft's know steps only."""
+        """Bind the transport to an epoch and a lineage, since torchft's transports check the step
+        only."""
         if self.transfer is not None:
             rank = self._manager._group_rank
             self.transfer.about = f"{rank} {record.n} {record.epoch} {record.lineage}"
 
     def send(self, command: Heal) -> None:
-        """Serve the state to those who lack it."""
+        """Serve the state to the peers that need it."""
         record = command.record
         payload = self._state.export(record)
         self.bind(record)
@@ -117,18 +121,20 @@ class StateExchange:
         self._served = record
 
     def end_service(self, plan: StartTxn) -> None:
-        """A txn begins: nobody fetches any more, unless learners do in the epoch's first."""
+        """Stop serving when a txn begins, unless learners still fetch during the epoch's first
+        txn."""
         if self._served is not None and (plan.token.txn > 1 or not self._served.learners):
             self.withdraw()
 
     def withdraw(self) -> None:
-        """What an earlier epoch began with is for nobody any more; who asks waits for the next."""
+        """Stop serving the initial state of an earlier epoch; later requests wait for the next
+        one."""
         if self._served is not None:
             self._manager._checkpoint_transport.disallow_checkpoint()
             self._served = None
 
     def fetch(self, command: Heal) -> tuple[dict[str, Any], int]:
-        """A peer's state, and how many bytes its tensors have."""
+        """Fetch a peer's state; return it and the number of bytes of its tensors."""
         assert command.fetch_from is not None
         manager, record = self._manager, command.record
         entry = record.members[command.fetch_from].entry(manager._group_rank)
@@ -152,13 +158,13 @@ class StateExchange:
         return payload, _tensor_bytes(payload)
 
     def interrupt(self) -> None:
-        """Have a fetch fail at once. Any thread."""
+        """Make a fetch fail at once. Any thread."""
         if self.transfer is not None:
             self.transfer.interrupt()
 
 
 class Healer:
-    """Carries out ``Heal``, at once or, of a learner, while its first body runs."""
+    """Carries out ``Heal``: at once, or for a learner while its first step runs."""
 
     def __init__(
         self,
@@ -176,22 +182,23 @@ class Healer:
         self._exchange = exchange
         self._learners = learners
         self._unreached = ""
-        """Where the last fetch could not connect; empty: it could."""
+        """The place to which the last fetch could not connect, or empty."""
         self.learning: Learning | None = None
-        """The fetch that is under way beside the body."""
+        """The fetch in progress beside the step function."""
         self._compared: list[int] = []
         """Steps of the epochs in which ``extra`` and buffers were compared with another group's."""
         self._export_error: Hashable = None
-        """Fingerprint of the error by which the last export failed; None: it did not fail."""
+        """Fingerprint of the error that failed the last export, or None if it succeeded."""
 
     def facts(self, command: Heal) -> set[str]:
-        """What the main thread's table asks of ``command``."""
+        """Return the facts about ``command`` that the main thread's table needs."""
         if command.fetch_from is None:
             return set()
         return {"learns"} if self._learns(command) else {"fetches"}
 
     def heal(self, command: Heal, models: str) -> None:
-        """Come into the epoch of ``command``; ``models``: in words, what is reduced here."""
+        """Enter the epoch of ``command``; ``models`` describes the gradients that are reduced
+        here."""
         epoch = command.record.epoch
         touched = False
         self._exchange.withdraw()  # before the groups meet: from then on peers may ask
@@ -213,7 +220,7 @@ class Healer:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            # What does not fit in here, or this where it is, would only stop the others again.
+            # A misfit with this state, or a problem of this host, would only stop the others again.
             if touched or isinstance(error, _COMES_AGAIN) or self._is_cut_off(error):
                 raise
             return
@@ -283,15 +290,16 @@ class Healer:
         self._job.say(Healed(record.epoch, size, source, self._state.digest_for_audit()))
 
     def _learns(self, command: Heal) -> bool:
-        """Whether to fetch while the others compute; else they wait for it.
+        """Whether to fetch while the others compute; otherwise they wait for the fetch.
 
-        What a function of the user's gives or takes may change in a body, and a stream of data
-        cannot be read before it is known where the others are.
+        The step function may change what a user's function exports or loads, and a data stream
+        cannot be read before the position of the others is known.
         """
         state = self._state
         late = command.fetch_from is not None and self._job.peer.group in command.record.learners
-        # What a body moves on by itself, beyond buffers, it would have moved on the wrong state.
-        moves_on = state.has_extra and state.synchronizer is None  # else it computes nothing
+        # The step function would update such state, beyond buffers, from a wrong start; with a
+        # synchronizer a learner computes nothing.
+        moves_on = state.has_extra and state.synchronizer is None
         may = self._learners == "always" or (self._learners == "auto" and not moves_on)
         own = state.step is not None and self._exchange.transfer is not None
         own = own and not self._manager._user_state_dicts
@@ -311,7 +319,7 @@ class Healer:
         self._job.say(Connected(command.record.epoch))
 
     def learn(self) -> bool:
-        """Take over the state that came while the body ran. False: rolled back, or it failed."""
+        """Load the state that arrived during the step. False after a rollback or a failure."""
         learning, engine = self.learning, self._job.engine
         assert learning is not None and engine is not None
         if not engine.wait_for(lambda: learning.ended):
@@ -333,7 +341,7 @@ class Healer:
         return True
 
     def stop_learning(self) -> None:
-        """The state that is on its way is wanted no longer."""
+        """Cancel the fetch in progress."""
         learning, self.learning = self.learning, None
         if learning is not None:
             learning.close(_STOP_LEARNING_S)

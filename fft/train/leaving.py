@@ -1,6 +1,6 @@
-"""How a participant leaves on purpose: by a call, a signal or a notice, with a commit or without.
+"""Requested departures of a participant: by a call, a signal or a notice, with a commit or without.
 
-The deadline is `fft.train.drain_clock`'s. Any thread, and signal handlers.
+The deadline is kept by `fft.train.drain_clock`. Runs on any thread and in signal handlers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from fft.train.watchers import Watchers
 from fft.util.errors import FftError
 
 _FRAMES = 4
-"""Calls of the main thread that are named when it is too late to leave with a commit."""
+"""Number of the main thread's calls to report when it is too late to leave with a commit."""
 _TORCHRUN_S = 30.0
-"""From SIGTERM to SIGKILL by torchrun (``PContext.close``)."""
+"""Seconds from SIGTERM to SIGKILL by torchrun (``PContext.close``)."""
 _LONGEST_CAUSE = 1500
-"""Characters that the others are told; a message has its limits."""
+"""Maximum characters of the cause that is sent to the others, since messages are limited."""
 
 
 class Leaving:
-    """Of one participant. Lives until ``close``; owns the clock's thread and those of notices."""
+    """The departure of one participant. Lives until ``close``; owns the threads of clock and
+    notices."""
 
     def __init__(self, job: Participation, watchers: Watchers, host: Host, margin_s: float) -> None:
-        """``margin_s``: before a deadline, for leaving without a commit."""
+        """Start the clock. ``margin_s`` is the time before a deadline for leaving without a
+        commit."""
         self.is_asked = False
         self._job = job
         self._watchers = watchers
@@ -47,14 +49,14 @@ class Leaving:
         self._clock = DrainClock(_Leaver(job, watchers, host), margin_s)
 
     def drain(self, within: float | None, reason: str) -> None:
-        """As ``ManagerFFT.drain``."""
+        """See ``ManagerFFT.drain``."""
         notice = Notice(reason, within)
         self.is_asked = True
         self.ask()
         self._clock.hear(notice)
 
     def ask(self) -> None:
-        """Tell the engine, if there is one already and there is something to tell."""
+        """Pass the request to the engine, if there is a request and an engine."""
         if self.is_asked:
             peer = self._job.peer
             self._job.post(Drain(groups=(peer.group,), by=f"{peer}", local=True))
@@ -62,7 +64,8 @@ class Leaving:
     def on_notice(
         self, drain: Callable[[float | None, str], None], source: NoticeSource, interval_s: float
     ) -> None:
-        """Call ``drain``, a method of an object that this keeps not alive, as ``source`` says."""
+        """Call ``drain`` with the notices of ``source``. ``drain`` is a method, and its object is
+        not kept alive."""
         reader = weakref.WeakMethod(drain)
         self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
 
@@ -77,12 +80,12 @@ class Leaving:
 
         @guarded
         def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != owner:  # a forked worker, to whom our way of ending means nothing
+            if os.getpid() != owner:  # a forked worker, which cannot leave a job
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 signal.raise_signal(number)
                 return
             if self._watchers.doomed:
-                signal.signal(number, signal.SIG_DFL)  # no request: this process hung
+                signal.signal(number, signal.SIG_DFL)  # not a request to leave: this process hung
                 signal.raise_signal(number)
             drain(within, signal.Signals(number).name)
             if callable(previous):
@@ -104,11 +107,12 @@ class Leaving:
             drain_on(source_of(notice, group, rank))
 
     def left(self, error: str | None = None) -> None:
-        """This participant is out; ``error``: by an error of this class."""
+        """Record that this participant has left; ``error`` is the class of the error that ended
+        it."""
         self._clock.left(error)
 
     def end_notices(self) -> None:
-        """Ask no source any more. Idempotent."""
+        """Stop polling all sources. Idempotent."""
         for poller in self._pollers:
             poller.close()
         self._pollers.clear()
@@ -120,7 +124,7 @@ class Leaving:
 
 
 class _Leaver:
-    """What the clock of a drain may do; does not keep the manager alive."""
+    """The actions of a drain's clock; does not keep the manager alive."""
 
     def __init__(self, job: Participation, watchers: Watchers, host: Host) -> None:
         self._job = weakref.ref(job)
@@ -131,7 +135,7 @@ class _Leaver:
         job, watchers = self._job(), self._watchers()
         engine = job.engine if job is not None else None
         if engine is None or watchers is None:
-            return None  # it has not joined: nobody waits for it
+            return None  # it has not joined, so no participant waits for it
         if engine.ended.is_set():
             return None
         local = engine.local
@@ -147,10 +151,11 @@ class _Leaver:
             return True
         engine.post(Stop(cause[:_LONGEST_CAUSE]))
         told = engine.ended.wait(limit_s / 2)
-        if not told:  # the bus is silent; who ends with an error is said dead by its supervisor
+        # the bus is silent; the supervisor reports the death of a process that ends with an error
+        if not told:
             doubt = f"stopped before a deadline without a word to the others: {cause}"
             engine.abandon(Finish(doubt, error="InDoubt"))
-        # Only now: that the others hear why comes before that their connections end.
+        # Only now: the others must receive the cause before their connections end.
         self._host.cancel_futures(cause)
         self._host.abort_groups(cause)
         return told
@@ -172,13 +177,13 @@ def _signal_of(name: str) -> signal.Signals:
 
 
 def _pass_on(drain: weakref.WeakMethod[Callable[..., None]], notice: Notice) -> None:
-    """Thread of a source: what it says, to a manager that still lives."""
+    """Pass a notice on to a manager that still exists. Thread of the source."""
     if (call := drain()) is not None:
         call(notice.within_s, notice.reason)
 
 
 def _calls_of(thread: int | None) -> str:
-    """Where a thread is, innermost call first: file, line and function."""
+    """Return the stack of a thread, innermost call first: file, line and function."""
     frame = sys._current_frames().get(thread or -1)
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:

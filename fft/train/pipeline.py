@@ -1,16 +1,18 @@
 """Schedules of ``torch.distributed.pipelining``: cleared by a rollback, averaged stage by stage.
 
-A schedule keeps what a step is made of until the step's end: losses, activations, receives that
-are under way, counters. A rollback cuts it anywhere, and what is left would be taken for a part of
-the replay: a stale loss, say, would be propagated back again. So all of it is cleared. Whether the
-stages have told each other their shapes is put back to what it was when the step began, for then
-it was the same on all ranks of the group.
+A schedule keeps the data of a step until the step's end: losses, activations, pending receives,
+counters. A rollback interrupts it anywhere, and leftovers would become part of the next attempt: a
+stale loss, for example, would be propagated back again. So all of it is cleared. The flags for the
+exchange of shapes between stages are reset to their values at the beginning of the step, which were
+equal on all ranks of the group.
 
-Gradients come in pieces, one for each microbatch, and some not by autograd's hooks. They are
-averaged across the groups where a stage has all of them and has divided them by the number of
-microbatches (``perform_reduce_grad``), in the order of the schedule, which all groups have.
+Gradients come in pieces, one per microbatch, and some of them not through autograd's hooks. They
+are averaged across the groups when a stage has all of them and has divided them by the number of
+microbatches (``perform_reduce_grad``), in the order of the schedule, which is the same in all
+groups.
 
-Main thread. Touches schedule and stages, by their attributes of torch 2.13, and no process group.
+Main thread. Touches schedule and stages through their attributes in torch 2.13, and no process
+group.
 """
 
 from __future__ import annotations
@@ -56,15 +58,15 @@ _OF_STAGE = ("backward_state", "bwd_cache", "dw_runner")
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """Those of this rank; none of a schedule that could not be made."""
+    """Return the stages of this rank; empty for a schedule whose construction failed."""
     held = vars(schedule)
     return list(held.get("_stages") or filter(None, [held.get("_stage")]))
 
 
 def refuse_forgotten(group: object | None) -> None:
-    """Raise FftError if this process has a schedule over ``group`` that nobody has registered.
+    """Raise FftError if this process has a schedule over ``group`` that is not registered.
 
-    Nothing leads from a group to its schedules.
+    A group has no reference to its schedules, so all live objects are searched.
     """
     if group is None:
         return
@@ -85,9 +87,12 @@ def registered(
     models: Iterable[nn.Module],
     averaged: Callable[[nn.Module], Reducer],
 ) -> Pipeline:
-    """The schedule, taken over. ``averaged``: has the gradients of a module averaged.
+    """Take the schedule over.
 
-    Raises FftError as `refuse_unfit`, and where ``spec`` has no stages.
+    Args:
+        averaged: Returns the reducer that averages the gradients of a module.
+
+    Raises FftError as `refuse_unfit` does, and if ``spec`` has no stages.
     """
     if spec.ranks != "stages":
         raise FftError(
@@ -100,9 +105,11 @@ def registered(
 
 
 def refuse_unfit(schedule: Any, group: object, models: Iterable[nn.Module]) -> None:
-    """Raise FftError if a rollback could not clear the schedule, or it is put together otherwise.
+    """Raise FftError if a rollback could not clear the schedule, or if it is set up differently.
 
-    ``group``: what the stages must communicate over; ``models``: what is registered.
+    Args:
+        group: The process group that the stages must use.
+        models: The registered models.
     """
     kind = type(schedule)
     known = [getattr(schedules, name) for name in _KNOWN]
@@ -145,11 +152,11 @@ def _refuse_unfit(stage: Any, name: str, group: object, held: set[nn.Parameter])
 
 
 class Pipeline:
-    """One schedule, and what averages the gradients of each of its stages.
+    """One schedule, and the reducers of its stages.
 
     Args:
-        schedule: that `refuse_unfit` has found nothing against.
-        reducers: by the stages' index.
+        schedule: A schedule that `refuse_unfit` accepts.
+        reducers: Reducers by the stages' index.
     """
 
     def __init__(self, schedule: Any, reducers: Mapping[int, Reducer]) -> None:
@@ -164,12 +171,13 @@ class Pipeline:
         schedule._initialize_pp_stages = _trying(schedule._initialize_pp_stages, modules)
 
     def capture(self) -> None:
-        """A step begins."""
+        """Save the flags at the beginning of a step."""
         found = vars(self._schedule)
         self._begun_with = {name: found[name] for name in _INITIALISED if name in found}
 
     def clear(self) -> None:
-        """The step is cut, or over: nothing of it is left. Gradients are somebody else's."""
+        """Remove all data of a step that was interrupted or has ended. Gradients are cleared
+        elsewhere."""
         vars(self._schedule).update(self._begun_with)
         _clear(self._schedule, _OF_SCHEDULE)
         for stage in self._stages:
@@ -192,8 +200,11 @@ def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[...
 
 
 def _trying(initialise: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
-    """Before its first step a schedule has each stage compute once, to learn the shapes. That is
-    no step: buffers, such as the statistics of a BatchNorm, stay what they are."""
+    """Restore the buffers after a schedule's initialization.
+
+    Before its first step a schedule runs each stage once to learn the shapes. That is not a step,
+    so buffers such as the statistics of a BatchNorm must not change.
+    """
 
     def initialise_and_put_back(*args: Any, **kwargs: Any) -> Any:
         saved = [(b, b.clone()) for module in modules for b in module.buffers()]

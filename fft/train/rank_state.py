@@ -1,4 +1,4 @@
-"""What this rank holds of the job's state: what was registered, where the data are, the position.
+"""This rank's part of the job's state: registered objects, position of the data, last record.
 
 Main thread. Touches models, optimizers and data source by reference, and no process group.
 """
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCALER = "grad_scaler"
-"""Name of the scaler's state among what is registered."""
+"""Name of the scaler's state among the registered states."""
 
 
 class RankState:
-    """Of one rank. Before ``register`` it is only what functions of the user's load and save."""
+    """The state of one rank. Before ``register`` it consists only of the user's load and save
+    functions."""
 
     def __init__(
         self,
@@ -54,55 +55,63 @@ class RankState:
         settings: Settings,
         stage: StageScope | None = None,
     ) -> None:
-        """``stage``: which one this rank is, where each steps by itself."""
+        """Start without registered objects.
+
+        Args:
+            stage: The stage of this rank, if each stage has its own scope.
+        """
         self._manager = manager
         self._stage = stage
         self.output: StageOutput | None = None
-        """What this stage gives to the next one."""
+        """The output of this stage for the next one."""
         self._takers = 1 if settings.spec.samples == "per_group" else manager._group_world_size
-        """Ranks of a group that take an item of the data each; 1: all take the same."""
+        """Number of ranks of a group that take separate data items; 1 if all ranks take the same
+        item."""
         self._injector = injector
         self._check_every = settings.check_replicas
-        """Steps between comparisons of replicas."""
+        """Number of steps between comparisons of replicas."""
         self._digests = settings.digest == "commit"
         self.models: list[nn.Module] = []
         self.pipelines: list[Rewindable] = []
         self.step: StepState | None = None
         self.updates = Updates()
         self.synchronizer: Synchronizer | None = None
-        """Of groups that step alone."""
+        """Synchronizes groups that train locally; else None."""
         self.inner: InnerScope | None = None
-        """Of groups of several ranks that do."""
+        """The inner scope of groups with several ranks that train locally."""
         self.checks: EqualityChecks | None = None
         self._entries_checked: int | None = None
-        """Entries of optimizer states at the last look for what cannot be sent; None: none yet."""
+        """Number of optimizer state entries at the last check for values that cannot be sent, or
+        None before the first check."""
         self.has_extra = False
-        """Something is registered besides model, optimizer, schedule and scaler."""
+        """Objects other than model, optimizer, schedule and scaler are registered."""
         self.source: DataSource | ShardedSource | None = None
         self.loader: Any = None
-        """The loader that the source draws from; it knows what was drawn and not consumed."""
+        """The loader that the source draws from; it knows which items were drawn but not
+        consumed."""
         self.position: Record | None = None
-        """The record that the state on this rank is that of."""
+        """The record that the state on this rank corresponds to."""
         self.lost: BaseException | None = None
         """The error that left this state uncommitted, until a peer's state replaces it."""
         self.lineage, self.cursor = "", 0
         self.returned: tuple[int, ...] = ()
-        """Of the checkpoint that was loaded, if one was."""
+        """Returned slices of the loaded checkpoint, if any."""
         self._resume_at: Any = None
-        """Where a stateful loader resumes."""
+        """Position at which a stateful loader resumes."""
         self.resume: Callable[[], object] = lambda: None
-        """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
+        """Loads the durable checkpoint that the job is to resume from, if any, before joining;
+        once."""
         self.before_change: Callable[[], object] = lambda: None
-        """Called before what a commit has left is changed by anything but a body."""
+        """Called before anything but the step function changes the committed state."""
         self.before_vote: Callable[[StartTxn, bool, bool], object] = lambda plan, last, skip: None
-        """Called before this rank says YES, with whether no txn is to come after this one, and
-        whether it is to be skipped, as far as it is known."""
+        """Called before this rank votes YES, with the plan, whether no txn is to come after this
+        one, and whether the txn is to be skipped, as far as this is known."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
-        """Called when the state is that of a committed record; with the epoch that made it."""
+        """Called when the state corresponds to a committed record, with the epoch that made it."""
         self.before_next: Callable[[], object] = lambda: None
-        """Called when the script asks for a txn: what it does between two is done."""
+        """Called when the script asks for a txn, that is, after its work between two txns."""
         self.at_end: Callable[[], object] = lambda: None
-        """Called when nothing is left to do for this stage, before the others hear that."""
+        """Called when nothing is left to do for this stage, before the others are informed."""
 
     def register(
         self,
@@ -113,7 +122,7 @@ class RankState:
         generators: Sequence[torch.Generator] | None,
         scaler: Any | None,
     ) -> None:
-        """As ``ManagerFFT.register``; what was registered before is forgotten."""
+        """See ``ManagerFFT.register``; replaces what was registered before."""
         others = dict(extra)
         self.has_extra = bool(others)
         if scaler is not None:
@@ -121,7 +130,7 @@ class RankState:
                 raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
             others[SCALER] = scaler
         updates = Updates(optimizers, schedulers, scaler)
-        for function in self.updates.after:  # registered before
+        for function in self.updates.after:  # those registered before
             updates.on_commit(function)
         self.updates.close()
         self.updates = updates
@@ -136,18 +145,20 @@ class RankState:
                 self._injector.attach(module)
 
     def end_gathering(self) -> None:
-        """No txn is to come: have FSDP2's modules hold their shards, which an evaluation may have
-        left gathered. On all groups alike; who takes the last checkpoint has done it already."""
+        """Reshard FSDP2's modules, which an evaluation may have left gathered, when no txn is to
+        come. This happens on all groups alike; a rank that takes the last checkpoint has done it
+        already."""
         reshard(self.models)
 
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
-        """Groups step alone: what they share is ``synchronizer``'s, and a COMMIT steps it."""
+        """Make a COMMIT step ``synchronizer``, which holds the state that locally training groups
+        share."""
         self.synchronizer = synchronizer
         self.checks = EqualityChecks(synchronizer.shared.fingerprint, self._check_every)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing is trained here: a stage that only feeds the next one."""
+        """Whether this stage trains nothing and only feeds the next one."""
         return self._stage is not None and self.step is not None and not self.updates.has_optimizers
 
     def refuse_sync(self) -> None:
@@ -160,30 +171,31 @@ class RankState:
             )
 
     def describe(self, models: str) -> str:
-        """What this rank reduces, in words; ``models``: by the reducers."""
+        """Describe the tensors that this rank reduces; ``models`` is the description by the
+        reducers."""
         return models if self.synchronizer is None else self.synchronizer.describe()
 
     @property
     def committed(self) -> Updates | Synchronizer:
-        """What a COMMIT of the job steps."""
+        """The object that a COMMIT of the job steps."""
         return self.updates if self.synchronizer is None else self.synchronizer
 
     @property
     def shared(self) -> StepState | SharedState | None:
-        """What all groups have in common."""
+        """The state that all groups have in common."""
         return self.step if self.synchronizer is None else self.synchronizer.shared
 
     def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one that steps what the groups share."""
+        """Whether it is an outer optimizer, which steps the shared state."""
         outer = () if self.synchronizer is None else self.synchronizer.outer
         return any(each is optimizer for each in outer)
 
     def put_back(self) -> None:
-        """After a rollback of the job's: put back the start of the step, if it has begun here.
+        """Restore the start of the step after a rollback of the job, if the step has begun here.
 
-        What the ranks of a group commit together is put back by their own scope.
+        State that the ranks of a group commit together is restored by their own scope.
 
-        Raises TornState: part of it is lost for good.
+        Raises TornState if part of it is lost for good.
         """
         if self.inner is not None:
             return
@@ -191,7 +203,8 @@ class RankState:
         if self.step is None:
             return
         self.before_change()
-        if not self.step.captured:  # aborted before: the state is that of the last commit
+        # aborted before the capture, so the state is that of the last commit
+        if not self.step.captured:
             self.step.unwind()
             return
         try:
@@ -204,7 +217,7 @@ class RankState:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Put buffers and random generators back at the end: what runs in it is no step."""
+        """Restore buffers and random generators at the end, since the block is not a step."""
         assert self.step is not None, "asked before"
         rng = capture_random(self.step.generators)
         buffers = [(b, bits_of(b)) for model in self.models for b in model.buffers()]
@@ -235,9 +248,10 @@ class RankState:
         return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:
-        """Raise FftError if a joiner could not get what is registered, before it asks for it.
+        """Raise FftError if the registered state cannot be sent to a joiner, before one asks for
+        it.
 
-        Looks at the optimizer states again after each update that has added entries to them.
+        Checks the optimizer states again after each update that has added entries to them.
         """
         if self.step is None or self._entries_checked == (count := self.step.count_entries()):
             return
@@ -254,14 +268,16 @@ class RankState:
     # --- data ---
 
     def leased_inputs(self, source: DataSource, steps: int) -> LeasedInputs:
-        """What this rank takes of it, if its group steps alone so often. Raises DataError."""
+        """Return this rank's inputs if its group trains locally for ``steps`` steps. Raises
+        DataError."""
         rank = self._manager._group_rank if self._takers > 1 else 0
         return LeasedInputs(source, steps, self._takers, rank)
 
     def shard_of(
         self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
     ) -> ShardedSource:
-        """The source of a loader over a share of the data. Raises FftError: the job has none."""
+        """Return the source of a loader over a share of the data. Raises FftError if the job has
+        none."""
         if self.synchronizer is not None or self._stage is not None:
             raise FftError(
                 f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
@@ -277,12 +293,12 @@ class RankState:
         return ShardedSource(loader, kind, group, rank, self._takers, shelf, identify)
 
     def consumed(self, plan: StartTxn) -> None:
-        """The txn of ``plan`` is committed."""
+        """Mark the data of ``plan``, whose txn is committed, as consumed."""
         if isinstance(self.source, ShardedSource):
             self.source.committed(plan)
 
     def inputs_from(self, source: DataSource | ShardedSource) -> Inputs | ShardedInputs:
-        """What this rank takes of it."""
+        """Return this rank's inputs from ``source``."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
         if self.output is not None:
@@ -297,7 +313,8 @@ class RankState:
         identify: Identify | None = None,
         sharded: Callable[[Any], ShardedSource] | None = None,
     ) -> DataSource | ShardedSource:
-        """The data source of ``loader``, where the checkpoint says; the caller opens it."""
+        """Return the data source of ``loader`` at the checkpoint's position; the caller opens
+        it."""
         if self._stage is not None:
             refuse_unconnected(self._stage, self.output, loader)
         if self.source is None or self.loader is not loader or self.source.in_any_order:
@@ -310,7 +327,7 @@ class RankState:
         return self.source
 
     def export_data(self) -> Any:
-        """Of the data source, where the state stands; None: there is none."""
+        """Export the data source at the position of the state, or return None if there is none."""
         if self.source is None or self.position is None:
             return None
         if isinstance(self.source, ShardedSource):
@@ -319,25 +336,25 @@ class RankState:
 
     @property
     def items_per_slice(self) -> int:
-        """Items of the data that a slice has: one for each rank of a group that takes its own."""
+        """Number of data items of a slice: one for each rank of a group that takes its own."""
         return self._takers
 
     # --- where it stands ---
 
     def stands_at(self, record: Record) -> None:
-        """The state is that of ``record`` now."""
+        """Set the position: the state now corresponds to ``record``."""
         self.position = record
         self._manager._step = record.step
         self._manager._batches_committed = record.batches
 
     def stands_apart(self, step: int, groups: int) -> None:
-        """The group goes on alone from ``step``; so many were in its last epoch."""
+        """Begin a local phase at ``step``, after an epoch of ``groups`` groups."""
         if self._injector is not None:
             self._injector.begin(step, groups, 0)
 
     def checkpoint_fields(self) -> dict[str, Any]:
-        """What belongs into a checkpoint besides torchft's own fields."""
-        at = self.position  # not where the engine stands: it hears of an update when it is over
+        """Return the fields of a checkpoint besides torchft's own."""
+        at = self.position  # not the engine's position, which moves only after the update
         lineage, cursor = (self.lineage, self.cursor) if at is None else (at.lineage, at.cursor)
         found: dict[str, Any] = {"lineage": lineage, "cursor": cursor}
         unused = self.returned
@@ -350,7 +367,7 @@ class RankState:
         return found
 
     def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take those fields over, before the job is joined."""
+        """Load those fields, before joining the job."""
         self.lineage = checkpoint.get("lineage", "")
         self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])
         self.returned = tuple(checkpoint.get("returned", ()))
@@ -358,17 +375,17 @@ class RankState:
 
     @property
     def users(self) -> dict[str, Callable[[], Any]]:
-        """The functions of the user that export a state, by name."""
+        """The user's functions that export a state, by name."""
         return dict(self._manager._user_state_dicts)
 
     @property
     def loads(self) -> dict[str, Callable[[Any], None]]:
-        """Those that take a state over."""
+        """The user's functions that load a state, by name."""
         return dict(self._manager._load_state_dict_fns)
 
     def resume_at(self, at: Scope, lineage: str, cursor: int, data: Any) -> None:
-        """The state is that of a checkpoint; before the job is joined. ``data``: what the source
-        had exported, which takes it over once it is there."""
+        """Set the position to that of a checkpoint, before joining. ``data`` is the source's
+        export, which the source loads once it exists."""
         self._manager._step = at.step
         self._manager._batches_committed = at.batches
         self.lineage, self.cursor, self.returned = lineage, cursor, at.returned
@@ -377,7 +394,7 @@ class RankState:
     # --- from rank to rank ---
 
     def export(self, record: Record) -> dict[str, Any]:
-        """All of it, for a peer that starts with ``record``."""
+        """Export the whole state for a peer that starts with ``record``."""
         manager, shared = self._manager, self.shared
         position = record.cursor * self._takers
         return {
@@ -389,7 +406,7 @@ class RankState:
         }
 
     def load(self, payload: dict[str, Any], record: Record, keep_gradients: bool) -> None:
-        """Take over what a peer has exported. Raises FftError if there is nothing to take it."""
+        """Load a peer's export. Raises FftError if there is nothing to load it into."""
         loads = self._manager._load_state_dict_fns
         missing = [key for key in loads if key not in payload["user"]]
         if missing:
@@ -411,7 +428,7 @@ class RankState:
         self.lost = None
 
     def close(self) -> None:
-        """Take the hooks off the optimizers. Idempotent. (The source is closed before.)"""
+        """Remove the hooks from the optimizers. Idempotent. (The source is closed separately.)"""
         self.updates.close()
 
     def close_source(self) -> None:

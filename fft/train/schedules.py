@@ -23,7 +23,8 @@ MEND = (
 
 
 def length_of(scheduler: Any) -> int | None:
-    """Steps after which ``scheduler`` has reached its end; None: it has none, or it is unknown.
+    """Return the number of steps after which ``scheduler`` reaches its end, or None if it has none
+    or it is unknown.
 
     A warm-up has no end: afterwards the rate stays where the user wants it.
     """
@@ -48,7 +49,7 @@ def length_of(scheduler: Any) -> int | None:
 
 
 def _length_in(functions: Sequence[Any]) -> int | None:
-    """The number of steps that was bound to a function, as Hugging Face's schedules do it."""
+    """Return the number of steps bound to a function, as in Hugging Face's schedules."""
     names = ("num_training_steps", "num_steps", "total_steps")
     bound = [f.keywords for f in functions if isinstance(f, partial)]
     lengths = [k[name] for k in bound for name in names if isinstance(k.get(name), int)]

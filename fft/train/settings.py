@@ -1,6 +1,6 @@
-"""What a manager was given, together with what the environment says: read and checked once.
+"""Settings of a manager, from its arguments and the environment, read and checked once.
 
-Opens nothing, but for the services of a script that nobody has launched (`fft.train.standalone`).
+Opens nothing, except for the services of a script without a launcher (`fft.train.standalone`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Learners = Literal["auto", "always", "never"]
 OnDivergence = Literal["stop", "heal"]
 
 _NO_NAMES = {"self", "args", "kwargs"}
-"""Parameters of a constructor that nobody passes by name."""
+"""Parameters of a constructor that cannot be passed by name."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Settings:
     bus_url: str
     token: JobToken | None
     alone: Alone | None
-    """Services of a job of one process; None: somebody else has started them."""
+    """Services of a job of one process, or None if they were started outside."""
     trace_dir: Path | None
     expected_groups: int
     timeouts: Mapping[str, float]
-    """As given, by name; the rest comes by `timeout_table`."""
+    """Given timeouts by name; `timeout_table` adds the rest."""
     digest: Digest
     check_replicas: int | None
     on_divergence: OnDivergence
@@ -65,14 +65,15 @@ class Settings:
     progress_interval: float
     membership: Membership
     is_successor: bool
-    """It comes for a lost rank, whose group lives: it meets nobody before its first epoch."""
+    """The process replaces a lost rank whose group lives; it meets no peer before its first
+    epoch."""
     checkpoint: Checkpointing | None
-    """Durable checkpoints; None: none are taken."""
+    """Durable checkpoints, or None if none are taken."""
 
     def timeout_table(self, manager: Manager) -> Mapping[str, Timeout]:
-        """All timeouts; torchft's constructor has put its environment variables in already.
+        """Return all timeouts; torchft's constructor has applied its environment variables already.
 
-        Raises TimeoutsError: they contradict each other.
+        Raises TimeoutsError if they contradict each other.
         """
         chosen = {name: Given(float(s), "timeouts=") for name, s in self.timeouts.items()}
         if window := os.environ.get("FFT_REFORM_WINDOW"):
@@ -102,9 +103,9 @@ def read_settings(
     membership: Membership | None,
     checkpoint: Checkpointing | str | Path | None,
 ) -> Settings:
-    """Check and complete what ``ManagerFFT`` was given; ``called`` are torchft's arguments.
+    """Check and complete the arguments of ``ManagerFFT``; ``called`` has those of torchft.
 
-    Raises SpecError, TokenError, FftError. What is started (``alone``) is started last.
+    Services (``alone``) are started last. Raises SpecError, TokenError, FftError.
     """
     refuse_interval(check_replicas)
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
@@ -126,7 +127,7 @@ def read_settings(
     if not url:
         alone = Alone(called)
         url, expected_groups = alone.bus_url, 1
-        # a breakpoint is a hang
+        # the monitor would take a breakpoint for a hang
         monitor = os.environ.get("FFT_MONITOR") == "1" if monitor is None else monitor
     return Settings(
         spec=loaded,
@@ -150,8 +151,8 @@ def read_settings(
 
 
 def refuse_unknown(constructor: Callable[..., None], given: Iterable[str]) -> None:
-    """Raise TypeError if one of the names ``given`` is an argument neither of ``constructor``
-    nor of torchft's Manager; it names the nearest one."""
+    """Raise TypeError for a name that is an argument of neither ``constructor`` nor torchft's
+    Manager. The message suggests the nearest one."""
     known = {*signature(constructor).parameters, *signature(Manager).parameters} - _NO_NAMES
     for name in given:
         if name not in known:
@@ -159,7 +160,7 @@ def refuse_unknown(constructor: Callable[..., None], given: Iterable[str]) -> No
 
 
 def _refuse_another_bus(bus: str | None) -> None:
-    """Raise FftError if the script names another bus than that of the supervisor it runs under."""
+    """Raise FftError if the script names another bus than that of its supervisor."""
     served = os.environ.get("FFT_BUS")
     if bus and served and bus != served and "FFT_SUPERVISOR_FD" in os.environ:
         raise FftError(
@@ -170,7 +171,8 @@ def _refuse_another_bus(bus: str | None) -> None:
 
 
 def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
-    """Raise FftError if replica groups of so many ranks cannot hold the model as the spec says."""
+    """Raise FftError if replica groups of so many ranks cannot hold the model as the spec
+    requires."""
     if spec.ranks == "one" and ranks > 1:
         raise FftError(
             f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
@@ -180,7 +182,7 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
 
 
 def _refuse_unlaunched(called: BoundArguments) -> None:
-    """Raise FftError if neither a launcher nor the script says which rank of a group this is."""
+    """Raise FftError if neither a launcher nor the script defines which rank of a group this is."""
     places = {"rank": "RANK", "world_size": "WORLD_SIZE"}
     places |= {"store_addr": "MASTER_ADDR", "store_port": "MASTER_PORT"}
     lacking = {
@@ -197,14 +199,14 @@ def _refuse_unlaunched(called: BoundArguments) -> None:
 
 
 def monitor_config(table: Mapping[str, Timeout]) -> MonitorConfig:
-    """When a main thread hangs, and a host is gone, by the table of timeouts."""
+    """Return the limits for a hanging main thread and a lost host, from the table of timeouts."""
     limit, grace = table["hang_limit"].seconds, table["hang_grace"].seconds
     host_s = table["host_limit"].seconds
     return MonitorConfig(limit, grace, min_s=min(1.0, limit), host_s=host_s)
 
 
 def drain_within() -> float | None:
-    """Seconds that the drain signal leaves, as the environment says."""
+    """Return the seconds that the drain signal leaves, from the environment, or None."""
     text = os.environ.get("FFT_DRAIN_WITHIN")
     if not text:
         return None

@@ -1,7 +1,7 @@
-"""A script that nobody has launched: a job of one group of one rank, with services in-process.
+"""A script without a launcher: a job of one group of one rank, with services in-process.
 
-For debugging with ``python train.py``. Owns a rendezvous store of torch's, which listens on
-loopback while it lives; the bus is in memory.
+For debugging with ``python train.py``. Owns a torch rendezvous store, which listens on loopback
+while it lives; the bus is in memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from fft.bus.tcpserver import host_store
 logger = logging.getLogger(__name__)
 
 _LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-"""Whoever sets one of these has started more than one process, or means to."""
+"""Variables that are set if more than one process was started or is planned."""
 _PLACES = ("rank", "world_size", "store_addr", "store_port")
-"""Arguments of torchft's Manager by which a script says the same by itself."""
+"""Arguments of torchft's Manager by which a script defines its place itself."""
 
 
 def is_alone(called: BoundArguments, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether neither a launcher nor the script says who else there is."""
+    """Whether neither a launcher nor the script defines other ranks."""
     is_launched = any(environ.get(name) for name in _LAUNCHERS)
     return not is_launched and all(called.arguments.get(name) is None for name in _PLACES)
 
 
 class Alone:
-    """The services of a job of one process, from the making of this until ``close``."""
+    """The services of a job of one process, from construction until ``close``."""
 
     def __init__(self, called: BoundArguments) -> None:
-        """Puts the place of the one rank into ``called``, the arguments of torchft's Manager."""
+        """Start the store and put the place of the one rank into ``called``, the arguments of
+        torchft's Manager."""
         self.bus_url = f"memory://alone-{secrets.token_hex(4)}"
         self._store: Any
         self._store, port = host_store()

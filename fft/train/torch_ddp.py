@@ -1,10 +1,10 @@
-"""Models in torch's DistributedDataParallel, or torchft's: the wrapper stays, its reducer rests.
+"""Models in torch's or torchft's DistributedDataParallel: the wrapper stays, but not its reducer.
 
-The reducer of DDP cannot be rolled back: an aborted reduction may write to its buckets later, a
-backward that was cut leaves it unusable ("Expected to have finished reduction in the prior
-iteration"), and it lays its buckets out anew by the order in which gradients came, which a group
-that joins does not know. So `fft.train.reducer` does its work, by the same construction, and of DDP
-there is left what it does in forward. Touches the wrapper, and no process group.
+The reducer of DDP cannot be rolled back. An aborted reduction may write to its buckets later. An
+interrupted backward leaves it unusable ("Expected to have finished reduction in the prior
+iteration"). And it rebuilds its buckets in the order in which gradients came, which a joining group
+does not know. So `fft.train.reducer` replaces it, with the same construction, and of DDP only
+forward remains. Touches the wrapper, and no process group.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _KINDS = (DistributedDataParallel, PureDistributedDataParallel)
 
 
 class Quiet(Protocol):
-    """The reducer that does the work."""
+    """The reducer that replaces DDP's."""
 
     def quiet(self, quiet: bool) -> bool:
-        """Whether backward only accumulates, from now on; returns how it was."""
+        """Set whether backward only accumulates from now on; return the previous setting."""
 
 
 def wrappers(model: nn.Module) -> list[Any]:
-    """Those in the model, itself included, that average gradients and are at work."""
+    """Return the active averaging wrappers in the model, including the model itself."""
     return [module for module in model.modules() if _at_work(module)]
 
 
 def wrappers_around(models: Iterable[nn.Module]) -> list[Any]:
-    """All of this process that are at work on a parameter of the models, in them or around them.
+    """Return all active wrappers of this process that share a parameter with the models.
 
-    Nothing leads from a parameter to its wrapper.
+    A parameter has no reference to its wrapper, so all live wrappers are searched.
     """
     own = {parameter for model in models for parameter in model.parameters()}
     return [w for w in living(_KINDS) if _at_work(w) and not own.isdisjoint(w.parameters())]
@@ -49,11 +49,12 @@ def wrappers_around(models: Iterable[nn.Module]) -> list[Any]:
 def _at_work(thing: object) -> bool:
     if not issubclass(type(thing), _KINDS):
         return False
-    return "_modules" in vars(thing) and "no_sync" not in vars(thing)  # made, and not taken over
+    # constructed, and not taken over
+    return "_modules" in vars(thing) and "no_sync" not in vars(thing)
 
 
 def take_over(model: nn.Module, reducer: Quiet) -> None:
-    """Let ``reducer`` do what the wrappers in the model did."""
+    """Make ``reducer`` do the work of the wrappers in the model."""
     for wrapper in wrappers(model):
         wrapper.reducer._remove_autograd_hooks()
         wrapper.require_forward_param_sync = False  # buffers belong to the group
@@ -103,8 +104,8 @@ def _refuse_unfit(wrapper: Any) -> None:
 
 
 def _sync_switch(reducer: Quiet) -> property:
-    """What nanoGPT sets to accumulate, in the place of ``no_sync()``. It reads as False, so that
-    forward does not prepare the reducer of DDP."""
+    """Make the property that nanoGPT sets instead of using ``no_sync()``. It reads as False, so
+    that forward does not prepare the reducer of DDP."""
 
     def switch(wrapper: nn.Module, syncs: bool) -> None:
         reducer.quiet(not syncs)
@@ -115,7 +116,7 @@ def _sync_switch(reducer: Quiet) -> property:
 def _no_sync(reducer: Quiet) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def no_sync() -> Iterator[None]:
-        """As DistributedDataParallel's."""
+        """As DistributedDataParallel's ``no_sync``."""
         before = reducer.quiet(True)
         try:
             yield

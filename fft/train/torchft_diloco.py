@@ -1,8 +1,8 @@
-"""torchft's own DiLoCo on this manager: buckets that drop tensors are refused before it trains.
+"""torchft's own DiLoCo on this manager: refuses buckets that drop tensors, before training.
 
-torchft 0.2.0 packs tensors into buckets and moves on by the size of a bucket, though less may have
-been packed: what is left over at the end is never reduced, and groups differ from then on. FFT
-knows the fragments by the functions that they register for their state.
+torchft 0.2.0 packs tensors into buckets and advances by the size of a bucket, even if fewer
+elements were packed. The tensors left over at the end are never reduced, so groups diverge. FFT
+finds the fragments through the functions that they register for their state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def refuse_dropping(state_function: Callable[..., Any]) -> None:
     skipped, so call this again when the state is complete.
 
     Raises:
-        FftError: the bucketizer of the fragment drops parameters.
+        FftError: The bucketizer of the fragment drops parameters.
     """
     kind = getattr(sys.modules.get("torchft.local_sgd"), "_StreamingDiLoCoFragment", None)
     if kind is None:  # not imported, or another thread is importing it
@@ -60,7 +60,8 @@ def _refuse(fragment: Any) -> None:
 
 
 def packed(sizes: Sequence[int], capacity: int) -> int:
-    """How many of the tensors of these ``sizes`` torchft packs; all are in elements."""
+    """Return how many of the tensors of these ``sizes`` torchft packs; all sizes are in
+    elements."""
     offset = done = 0
     while offset < sum(sizes):
         room = chunk = min(capacity, sum(sizes) - offset)

@@ -1,7 +1,7 @@
-"""What a commit does to the state of a rank: scaler, optimizers, schedules, user's functions.
+"""The effect of a commit on the state of a rank: scaler, optimizers, schedules, user's functions.
 
-And how a loop that steps its optimizer by itself, as torchft's do, is seen to do so. Runs on the
-main thread; touches the optimizers, schedulers and scaler that it was given.
+Also detects the steps of a loop that steps its optimizer itself, as torchft's loops do. Runs on the
+main thread; touches the given optimizers, schedulers and scaler.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fft.util.errors import FftError
 
 
 class Updates:
-    """The update that follows a COMMIT of FFT's own loop.
+    """The update that follows a COMMIT in FFT's own loop.
 
     Args:
-        optimizers: stepped in this order.
-        schedulers: stepped after them.
-        scaler: unscales the gradients before the vote and says whether they are finite; None: none.
+        optimizers: Stepped in this order.
+        schedulers: Stepped after the optimizers.
+        scaler: Unscales the gradients before the vote and checks whether they are finite; optional.
     """
 
     def __init__(
@@ -46,30 +46,31 @@ class Updates:
         for each in self._schedulers:
             _refuse_unfit(each)
         self._epochs: list[Any] = []
-        """Of the schedulers, as the body began."""
+        """Positions of the schedulers when the step function began."""
         self._left_at: list[Any] | None = None
-        """Of the schedulers, as the last update left them; None: they may be elsewhere."""
+        """Positions of the schedulers after the last update, or None if they may have changed
+        since."""
         self.after: list[Callable[[], object]] = []
-        """Functions of the user, called by `done`."""
+        """The user's functions that `done` calls."""
         self._is_mine = False
         self._hooks = [o.register_step_pre_hook(self._refuse_in_body) for o in self._optimizers]
         self.in_body = False
-        """The body of a txn is open, where nobody may step an optimizer."""
+        """The step function of a txn is running, in which no optimizer may be stepped."""
 
     def close(self) -> None:
-        """Take the hooks off the optimizers."""
+        """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def parameters(self) -> list[torch.Tensor]:
-        """All that the optimizers step."""
+        """Return all parameters that the optimizers step."""
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether anything is stepped."""
+        """Whether any optimizer is stepped."""
         return bool(self._optimizers)
 
     def on_commit(self, function: Callable[[], object]) -> None:
@@ -77,11 +78,12 @@ class Updates:
         self.after.append(function)
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one of those that are stepped here."""
+        """Whether ``optimizer`` is stepped here."""
         return any(each is optimizer for each in self._optimizers)
 
     def opened(self) -> None:
-        """A body begins. Raises FftError if a scheduler was stepped since the last update."""
+        """Begin a step function. Raises FftError if a scheduler was stepped since the last
+        update."""
         self._epochs = self._epochs_now()
         if self._left_at is not None and self._left_at != self._epochs:
             self._left_at = None
@@ -93,11 +95,12 @@ class Updates:
         self.in_body = True
 
     def loaded(self) -> None:
-        """The state, that of schedulers included, comes from elsewhere."""
+        """Note that the state, including the schedulers, was loaded."""
         self._left_at = None
 
     def scheduled_in_body(self) -> FftError | None:
-        """What to say if the body has stepped a scheduler, which the commit does again."""
+        """Return the error if the step function has stepped a scheduler, which the commit does
+        again."""
         if self._epochs == self._epochs_now():
             return None
         return FftError(
@@ -110,19 +113,20 @@ class Updates:
 
     @property
     def have_gradients(self) -> bool:
-        """Whether there is anything to step."""
+        """Whether there is a gradient to step with."""
         return any(map(_has_gradients, self._optimizers))
 
     @property
     def were_unscaled(self) -> bool:
-        """Whether the body has unscaled gradients, by the scale that it had."""
+        """Whether the step function has unscaled gradients, by the scale that it had."""
         return self._scaler is not None and any(
             self._scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
             for optimizer in self._optimizers
         )
 
     def must_skip(self) -> bool:
-        """Unscale the reduced gradients; whether the scaler says that this step must be skipped."""
+        """Unscale the reduced gradients; return whether the scaler requires this step to be
+        skipped."""
         if self._scaler is None:
             return False
         found = False
@@ -134,7 +138,7 @@ class Updates:
         return found
 
     def apply(self) -> None:
-        """Step everything, and drop the gradients. Then call `done`."""
+        """Step everything, and drop the gradients. `done` is called afterwards."""
         self._is_mine = True
         try:
             for optimizer in self._optimizers:
@@ -158,9 +162,9 @@ class Updates:
             function()
 
     def skip(self) -> None:
-        """Back the scale off, on the ranks whose own gradients were finite, too; step nothing."""
+        """Reduce the scale, also on ranks whose own gradients were finite, and step nothing."""
         if self._scaler is not None:
-            # what update() does when it has found an inf, wherever that was found
+            # as update() does after an inf, whichever rank has found it
             state = self._scaler.state_dict()
             state["scale"] *= state["backoff_factor"]
             state["_growth_tracker"] = 0
@@ -169,7 +173,7 @@ class Updates:
         self._drop_gradients()
 
     def forget(self) -> None:
-        """After a rollback: no gradient is unscaled any more."""
+        """Mark all gradients as scaled again after a rollback."""
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 
@@ -187,7 +191,7 @@ class Updates:
 
 
 class StepWatch:
-    """Sees whether optimizer steps of this thread, of any optimizer, were begun and finished.
+    """Detects whether optimizer steps of this thread, of any optimizer, were begun and finished.
 
     For loops in which the user calls ``optimizer.step()`` after ``should_commit()``.
     """
@@ -207,36 +211,37 @@ class StepWatch:
         self._finished += threading.get_ident() == self._thread
 
     def begin(self) -> None:
-        """A commit: count from here, the steps of this thread."""
+        """Count from here, after a commit, the steps of this thread."""
         self._thread = threading.get_ident()
         self._begun = self._finished = 0
 
     @property
     def was_torn(self) -> bool:
-        """Whether a step began since, and did not finish: part of the state may be updated."""
+        """Whether a step has begun since without finishing, so part of the state may be updated."""
         return self._begun > self._finished
 
     @property
     def was_begun(self) -> bool:
-        """Whether there was a step since, finished or not."""
+        """Whether a step has begun since, finished or not."""
         return self._begun > 0 or self._finished > 0
 
     @property
     def is_done(self) -> bool:
-        """Whether there was one, and none is unfinished."""
+        """Whether a step has begun since, and none is unfinished."""
         return 0 < self._begun == self._finished
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
 
 class LoopUpdates:
-    """Of the commits whose update is made by the user's loop: was it made, and whole?
+    """Checks the updates that the user's loop makes after commits: whether they were made
+    completely.
 
-    Watches from the first such commit on.
+    It watches from the first such commit on.
     """
 
     def __init__(self) -> None:
@@ -244,10 +249,10 @@ class LoopUpdates:
         self._is_open = False
         """There was a commit, and `look` has not been called since."""
         self.missed: int | None = None
-        """The step of the last commit, if no optimizer step has followed it here."""
+        """Step of the last commit, if no optimizer step has followed it here."""
 
     def begin(self) -> None:
-        """A commit: the loop is to make its update now."""
+        """Start to watch for the loop's update, after a commit."""
         if self._watch is None:
             self._watch = StepWatch()
         self._watch.begin()
@@ -255,11 +260,11 @@ class LoopUpdates:
 
     @property
     def is_made(self) -> bool:
-        """Whether the loop has stepped an optimizer since, and none is unfinished."""
+        """Whether the loop has stepped an optimizer since, and no step is unfinished."""
         return self._watch is not None and self._watch.is_done
 
     def take_torn(self) -> str | None:
-        """That a step was begun and not finished, told once; None: none was."""
+        """Return, once, that a step was begun and not finished; otherwise None."""
         if self._watch is None or not self._watch.was_torn:
             return None
         self._watch.begin()
@@ -267,14 +272,15 @@ class LoopUpdates:
         return "optimizer.step() was begun and did not finish"
 
     def failed(self) -> None:
-        """The update has failed, which the engine knows: it is not looked for."""
+        """Stop watching for an update that has failed, which the engine knows."""
         self._is_open = False
 
     def look(self, step: int) -> bool:
-        """Before the next txn, once for each commit: whether nobody has stepped after ``step``.
+        """Return whether no optimizer step followed the commit of ``step``. Once for each commit.
 
-        That may be right, if all groups do so: the scaler has found an inf, or weights are averaged
-        by hand. So the next vote says it, and does not fit those of who has stepped an optimizer.
+        Called before the next txn. It may be correct if all groups do so: the scaler has found an
+        inf, or weights are averaged by hand. So the next vote includes it, and does not match the
+        votes of ranks that have stepped an optimizer.
         """
         if not self._is_open or self._watch is None:
             return False
@@ -296,18 +302,20 @@ class LoopUpdates:
         )
 
     def forget(self) -> None:
-        """The state is that of the others: by a commit with votes that fit, or fetched."""
+        """Reset: the state equals that of the others, by a commit with matching votes or by a
+        fetch."""
         self.missed = None
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching. Idempotent."""
         if self._watch is not None:
             self._watch.close()
 
 
 def _refuse_unfit(each: Any) -> None:
-    """Raise if there is no ``step()``, or it cannot be called without arguments."""
-    of_class = getattr(type(each), "step", None)  # its own may be wrapped by a scheduler
+    """Raise FftError if there is no ``step()``, or if it cannot be called without arguments."""
+    # the object's own method may be wrapped by a scheduler
+    of_class = getattr(type(each), "step", None)
     own = getattr(each, "step", None)
     if not callable(own):
         raise FftError(
@@ -317,7 +325,7 @@ def _refuse_unfit(each: Any) -> None:
     try:
         if of_class is not None:
             inspect.signature(of_class).bind(each)
-        else:  # an attribute of the object, or passed on by a proxy
+        else:  # an attribute of the object, or forwarded by a proxy
             inspect.signature(own).bind()
     except ValueError:  # a built-in function has no signature
         return
