@@ -1,6 +1,6 @@
-"""Whether the job is over, which groups are missing, and the members where traces have gaps.
+"""Read from the bus whether the job is over, which groups are missing, and the members.
 
-Reads only the bus.
+The supervisor uses the members where traces have gaps. Accesses only the bus.
 """
 
 from __future__ import annotations
