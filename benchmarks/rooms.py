@@ -33,8 +33,11 @@ def imports() -> set[Pair]:
 
 
 def _room(module: str) -> str:
-    """Return the room of a module: ``bus`` for ``fft.bus.nats``; ``fft`` itself is in none."""
-    return module.split(".")[1] if "." in module else ""
+    """Return the room of a module: ``bus`` for ``fft.bus.nats``.
+
+    ``fft`` and ``fft.errors``, which every room imports, are in none.
+    """
+    return module.split(".")[1] if "." in module and module != "fft.errors" else ""
 
 
 def direct(pairs: Collection[Pair]) -> Iterator[Pair]:

@@ -7,6 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fft import errors as errors
+from fft.errors import (
+    BusError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceLost,
+    Diverged,
+    Drained,
+    Fenced,
+    FftError,
+    InDoubt,
+    JobError,
+    NoEpoch,
+    NoState,
+    StateError,
+    StepRetriesExceeded,
+)
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -41,22 +59,38 @@ _HOME = {
 }
 
 __all__ = [
+    "BusError",
+    "CheckpointError",
     "Checkpointing",
+    "ConfigError",
     "CursorLoader",
+    "DataError",
     "DataSource",
+    "DeviceLost",
     "DiLoCo",
+    "Diverged",
+    "Drained",
     "Due",
+    "Fenced",
+    "FftError",
     "FileNotice",
     "HttpNotice",
+    "InDoubt",
+    "JobError",
     "LocalSGD",
     "ManagerFFT",
+    "NoEpoch",
+    "NoState",
     "Notice",
     "ShardProcessGroupGloo",
     "ShardProcessGroupNCCL",
     "StageInput",
     "StageOutput",
+    "StateError",
+    "StepRetriesExceeded",
     "StreamLoader",
     "Transaction",
+    "errors",
 ]
 
 

@@ -19,8 +19,8 @@ from benchmarks.chaos.job import (
     fault_names,
 )
 from benchmarks.chaos.measure import Done, Row, judged, median_step_ms, rows
+from fft.errors import FftError
 from fft.trace.audit import read_lines
-from fft.util.errors import FftError
 
 Say = Callable[[str], None]
 

@@ -25,12 +25,12 @@ from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms
 from benchmarks.chaos.samples import Sampler, Series
 from benchmarks.slices import Slices, slices
+from fft.errors import FftError
 from fft.messages.fault_plans import AnyFault, DrainFault, FaultPlan
 from fft.operate import inject
 from fft.operate.client import OperatorError
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.format import scope_folders
-from fft.util.errors import FftError
 
 PACE_S = 0.2
 EVERY_S = 5.0

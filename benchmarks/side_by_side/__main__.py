@@ -32,8 +32,8 @@ from benchmarks.side_by_side.legs import legs
 from benchmarks.side_by_side.measure import Outcome, outcome
 from benchmarks.side_by_side.results import Results, Task
 from benchmarks.side_by_side.rows import QUICK, ROWS, SYSTEMS, Row, System
+from fft.errors import FftError
 from fft.trace.audit import read_lines
-from fft.util.errors import FftError
 
 TRIES = 3
 """Attempts at a repetition that does not reach its fault."""

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     BusClosed,
-    BusError,
     BusForged,
     BusForgot,
     BusOverrun,
@@ -22,6 +21,7 @@ from fft.bus.base import (
     Refusal,
     Subscription,
 )
+from fft.errors import BusError
 
 if TYPE_CHECKING:
     from fft.bus.tcpserver import TcpBusServer

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from fft.bus.base import BusError
+from fft.errors import BusError
 
 SETTING = "FFT_HOST_ADDRESS"
 """Environment variable that overrides the address that `own_address` finds."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from fft.util.errors import FftError
+from fft.errors import BusError
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 """Maximum size of a payload, register value or vote, in bytes."""
@@ -50,10 +50,6 @@ HEAD = "head"
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 logger = logging.getLogger(__name__)
-
-
-class BusError(FftError):
-    """Base of all errors of the bus; the message names the place and the fix."""
 
 
 class BusUnreachable(BusError):

@@ -17,7 +17,6 @@ from fft.bus.base import (
     RING_MESSAGES,
     TOPICS,
     BusClosed,
-    BusError,
     BusForgot,
     BusOverrun,
     ErrorBus,
@@ -32,6 +31,7 @@ from fft.bus.base import (
     overrun_text,
     report_lost,
 )
+from fft.errors import BusError
 
 _CLOSE_WAIT_S = 0.9  # close() promises 1 s; a callback that runs longer is left to finish
 

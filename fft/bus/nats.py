@@ -83,7 +83,6 @@ from fft.bus.base import (
     MAX_VALUE_BYTES,
     RING_MESSAGES,
     TOPICS,
-    BusError,
     BusForgot,
     BusUnreachable,
     ErrorBus,
@@ -106,6 +105,7 @@ from fft.bus.natslink import (
     parse_url,
 )
 from fft.bus.natslisten import NUDGE, Listener
+from fft.errors import BusError
 from fft.util.chance import CHANCE
 
 _HISTORY: Final = 16  # values kept per register, to find the outcome of a write without an answer

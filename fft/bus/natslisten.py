@@ -16,7 +16,6 @@ from typing import Final
 
 from fft.bus.base import (
     RING_MESSAGES,
-    BusError,
     BusOverrun,
     BusUnreachable,
     Subscription,
@@ -25,6 +24,7 @@ from fft.bus.base import (
     report_lost,
 )
 from fft.bus.natslink import Headers, NatsLink, Stored
+from fft.errors import BusError
 from fft.util.chance import CHANCE
 
 NUDGE: Final = "Fft-Nudge"

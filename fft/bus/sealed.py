@@ -58,7 +58,6 @@ from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     TOPICS,
-    BusError,
     BusForged,
     ErrorBus,
     Refusal,
@@ -69,6 +68,7 @@ from fft.bus.base import (
     check_topic,
 )
 from fft.bus.token import JobToken, mac
+from fft.errors import BusError
 from fft.util.log_sampler import LogSampler
 
 SEAL_BYTES = 256

@@ -68,7 +68,6 @@ from fft.bus.base import (
     RING_MESSAGES,
     TOPICS,
     BusClosed,
-    BusError,
     BusForgot,
     BusOverrun,
     BusUnreachable,
@@ -85,6 +84,7 @@ from fft.bus.base import (
     report_lost,
 )
 from fft.bus.tcpclient import Request, StoreClient
+from fft.errors import BusError
 from fft.util.chance import CHANCE
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from fft.util.errors import FftError
+from fft.errors import ConfigError
 
 TOKEN_BYTES = 32
 """Length of a token that ``JobToken.fresh`` makes."""
@@ -32,7 +32,7 @@ about 1e-12."""
 _MEND = "make one with `openssl rand -hex 32`"
 
 
-class TokenError(FftError):
+class TokenError(ConfigError):
     """A job token cannot be used; the message names its source and never contains the token."""
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from fft.cli.shared import console, plain_errors
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 app = typer.Typer(
     help="Durable checkpoints: list, verify, prune; export and import for torch's own.",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fft.errors import FftError
 from fft.launch.exit_status import ExitStatus
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.operate.client import JobClient

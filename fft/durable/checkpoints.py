@@ -31,7 +31,7 @@ from fft.durable.manifest import (
     unsealed,
 )
 from fft.durable.stores import MANIFEST, PARTIAL, REMOVED, Store
-from fft.util.errors import FftError
+from fft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _LOOKS = 20
 seconds."""
 
 
-class Passed(FftError):
+class Passed(CheckpointError):
     """The job does not need this checkpoint: it has published a later step or a fuller one."""
 
 

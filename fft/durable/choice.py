@@ -6,7 +6,7 @@ import logging
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Manifest, name_of
-from fft.durable.plan import CheckpointError
+from fft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fft.durable.stores import PARTIAL
-from fft.util.errors import FftError
+from fft.errors import CheckpointError
 from fft.util.names import in_file_name
 
 FORMAT = 1
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0)]
 Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class DamagedCheckpoint(FftError):
+class DamagedCheckpoint(CheckpointError):
     """A checkpoint must not be loaded; the message names it, the file and the problem."""
 
 

@@ -10,20 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fft.util.errors import FftError
+from fft.errors import CheckpointError
 
 EVERY = "300s"
 KEEP = 3
 _TIME = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(s|m|h)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-class CheckpointError(FftError):
-    """Checkpoints cannot be taken or loaded as configured; the message names the fix."""
-
-
-class UnfitCheckpoint(CheckpointError):
-    """A checkpoint does not fit the script, so retrying would not help."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
-from fft.util.errors import FftError
+from fft.errors import CheckpointError
 from fft.util.file_lock import locked
 from fft.util.full_disk import is_disk_full
 
@@ -44,7 +44,7 @@ _WRITERS = ".writers.lock"
 logger = logging.getLogger(__name__)
 
 
-class StoreError(FftError):
+class StoreError(CheckpointError):
     """Checkpoints cannot be kept at this place; the message names it, the reason and the fix."""
 
 

@@ -31,7 +31,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol, assert_never
 
-from fft.bus.base import HEAD, BusError, BusForgot
+from fft.bus.base import (
+    HEAD,
+    BusForgot,
+)
 from fft.engine.calls import (
     GROUP,
     JOB,
@@ -47,6 +50,7 @@ from fft.engine.calls import (
     Write,
     beside,
 )
+from fft.errors import BusError
 from fft.messages.commands import COMMANDS, Answer, RollCall, answer_inbox
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import (

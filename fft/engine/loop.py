@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 
-from fft.bus.base import BusError, ErrorBus, Refusal, Subscription
+from fft.bus.base import (
+    ErrorBus,
+    Refusal,
+    Subscription,
+)
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.calls import Buses, Call
 from fft.engine.core import (
@@ -30,6 +34,7 @@ from fft.engine.core import (
 from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
+from fft.errors import BusError, FftError
 from fft.messages.commands import decode_command
 from fft.messages.effects import Finish
 from fft.messages.protocol import (
@@ -45,7 +50,6 @@ from fft.messages.wire import decode, inbox_name
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local
 from fft.trace.writer import TraceWriter
-from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
 
 logger = logging.getLogger(__name__)

@@ -44,8 +44,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus import (
+    ErrorBus,
+    open_job_bus,
+)
 from fft.bus.token import JobToken
+from fft.errors import BusError, FftError
 from fft.health.busy_children import BusyChildren
 from fft.health.death_mutex import DeathMutex, Hold, supported
 from fft.health.detectors.base import Level
@@ -53,7 +57,6 @@ from fft.health.detectors.pulse import Pulse, PulseReader, Reading
 from fft.health.detectors.trainer import Look, Monitor, MonitorConfig
 from fft.protocol.timeouts import bus_operation
 from fft.util import pidfd
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.health.hosts import HostWatch

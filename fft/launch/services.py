@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from fft.bus.addresses import advertised_address, joined
 from fft.bus.token import JobToken
-from fft.util.errors import FftError
+from fft.errors import BusError, FftError
 from fft.util.remove_after_death import vanishing
 
 _FREE_S = 5.0  # maximum time until a lighthouse has released its port
@@ -175,8 +175,6 @@ def start_services(
     Raises:
         ServiceError: A service cannot listen on its address.
     """
-    from fft.bus import BusError
-
     job = job or "job-" + secrets.token_hex(4)
 
     def make_bus(at: int | None) -> _BusServer:
@@ -203,7 +201,7 @@ def start_services(
 
 
 def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
-    from fft.bus import BusError, serve_tcp
+    from fft.bus import serve_tcp
 
     if kind == "nats":
         from fft.bus.natsserver import NatsServers

@@ -12,7 +12,7 @@ from fft.messages.protocol import BusMessage, Peer, Record, Token, Vote
 FinishError = Literal[
     "Diverged",
     "Fenced",
-    "FlowStalled",
+    "UpstreamTimeout",
     "InDoubt",
     "JobEnded",
     "NoEpoch",
@@ -184,7 +184,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Finish:
-    """The participant has left; ``error`` names the class of ``fft.util.errors`` to raise, if
+    """The participant has left; ``error`` names the class of ``fft.errors`` to raise, if
     any."""
 
     reason: str

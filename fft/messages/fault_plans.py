@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fft.util.errors import FftError
+from fft.errors import ConfigError
 
 Phase = Literal[
     "forward",
@@ -34,10 +34,6 @@ named."""
 
 LONGEST_S = 3600.0
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
-
-
-class FaultPlanError(FftError):
-    """A fault plan is invalid; the message names the file, the place and the fix."""
 
 
 # --- the plan --------------------------------------------------------------------------
@@ -249,26 +245,26 @@ def load_plan(
         ranks: Number of ranks per group, likewise.
 
     Raises:
-        FaultPlanError: The plan is invalid; names the file, the place and the fix.
+        ConfigError: The plan is invalid; names the file, the place and the fix.
     """
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FaultPlanError(f"{source}: cannot read the fault plan: {error}") from error
+        raise ConfigError(f"{source}: cannot read the fault plan: {error}") from error
     try:
         # a SafeLoader subclass: builds plain values only
         data = yaml.load(text, Loader=_UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise FaultPlanError(f"{source}: {_yaml_problem(error)}") from error
+        raise ConfigError(f"{source}: {_yaml_problem(error)}") from error
     if not isinstance(data, dict):
-        raise FaultPlanError(
+        raise ConfigError(
             f"{source}: a fault plan is a mapping with one key; begin it with `faults:`"
         )
     try:
         plan = FaultPlan.model_validate(data)
     except ValidationError as error:
-        raise FaultPlanError(f"{source}: {first_problem(error)}") from error
+        raise ConfigError(f"{source}: {first_problem(error)}") from error
     _check_places(source, plan, groups, ranks)
     return plan
 
@@ -309,7 +305,7 @@ def _check_places(source: str, plan: FaultPlan, groups: int | None, ranks: int |
     seen: dict[str, int] = {}
 
     def refuse(index: int, key: str, text: str) -> NoReturn:
-        raise FaultPlanError(f"{source}: faults[{index}].{key}: {text}")
+        raise ConfigError(f"{source}: faults[{index}].{key}: {text}")
 
     for index, fault in enumerate(plan.faults):
         if fault.name in seen:

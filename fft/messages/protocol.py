@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from fft.errors import FftError
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.identities import CONFIG as _CONFIG
 from fft.messages.identities import Count as Count
@@ -26,7 +27,6 @@ from fft.messages.identities import Seen as Seen
 from fft.messages.identities import Standing as Standing
 from fft.messages.identities import Text as Text
 from fft.messages.identities import Token as Token
-from fft.util.errors import FftError
 
 MAX_MESSAGE = 1024 * 1024
 """Maximum size in bytes; a longer message is refused unread."""

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 import fft.messages.protocol as core
+from fft.errors import FftError
 from fft.messages.protocol import (
     MAX_MESSAGE,
     BusMessage,
@@ -37,7 +38,6 @@ from fft.messages.protocol import (
     Vote,
     unreadable,
 )
-from fft.util.errors import FftError
 
 SCOPES = "scopes"
 """Register of a job whose stages have scopes of their own: the names of all scopes but the first,

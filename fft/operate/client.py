@@ -18,10 +18,14 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus import (
+    ErrorBus,
+    open_job_bus,
+)
 from fft.bus.base import HEAD, Topic
 from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
+from fft.errors import BusError, FftError
 from fft.health.hosts import ROLL, is_roll
 from fft.messages.commands import (
     Answer,
@@ -43,7 +47,6 @@ from fft.messages.wire import (
     decode_packed,
 )
 from fft.protocol.timeouts import bus_operation
-from fft.util.errors import FftError
 
 FIRST_ANSWER_S = 5.0
 """Time that a participant may take to answer whether it accepts a command."""

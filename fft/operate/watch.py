@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fft.bus import BusError
 from fft.bus.base import TOPICS
+from fft.errors import BusError
 from fft.messages.commands import Check, Command, Evict
 from fft.messages.progress import Report
 from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fft.util.errors import SpecError
+from fft.errors import ConfigError
 
 Pair = tuple[yaml.Node, yaml.Node]
 
@@ -56,7 +56,7 @@ def read_whole(text: str, origin: str) -> yaml.Node:
         origin: Its path, or a name for error messages.
 
     Raises:
-        SpecError: The text is not YAML or repeats a key; a part is missing, includes itself, or
+        ConfigError: The text is not YAML or repeats a key; a part is missing, includes itself, or
             contradicts another part; or a difference removes something that the parts do not have.
     """
     return _read(text, origin, (_known_as(Path(origin)),))
@@ -103,7 +103,7 @@ def _read(text: str, origin: str, above: tuple[Path, ...]) -> yaml.Node:
     include, instead = _taken(root, "include"), _taken(root, "instead")
     if include is None:
         if instead is not None:
-            raise SpecError(f"{_at(instead.start_mark)}: instead: needs an include")
+            raise ConfigError(f"{_at(instead.start_mark)}: instead: needs an include")
         return root
     whole: yaml.MappingNode | None = None
     for entry in _entries(include):
@@ -122,11 +122,11 @@ def _composed(text: str, origin: str) -> yaml.Node:
     try:
         root: yaml.Node | None = loader.get_single_node()
     except yaml.YAMLError as error:
-        raise SpecError(f"{origin}: not YAML: {error}") from None
+        raise ConfigError(f"{origin}: not YAML: {error}") from None
     finally:
         loader.dispose()
     if root is None:
-        raise SpecError(f"{origin}: the file is empty")
+        raise ConfigError(f"{origin}: the file is empty")
     _refuse_twice(root)
     return root
 
@@ -141,7 +141,7 @@ def _refuse_twice(node: yaml.Node) -> None:
         for key, value in node.value:
             if key.value in seen:
                 text = f"key {key.value!r} stands twice; keep one"
-                raise SpecError(f"{_at(key.start_mark)}: {text}")
+                raise ConfigError(f"{_at(key.start_mark)}: {text}")
             seen.add(key.value)
             _refuse_twice(value)
 
@@ -155,22 +155,22 @@ def _taken(root: yaml.MappingNode, name: str) -> yaml.Node | None:
 
 def _entries(include: yaml.Node) -> list[yaml.Node]:
     if not isinstance(include, yaml.SequenceNode) or not include.value:
-        raise SpecError(f"{_at(include.start_mark)}: include: write a list of files")
+        raise ConfigError(f"{_at(include.start_mark)}: include: write a list of files")
     return list(include.value)
 
 
 def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.MappingNode:
     path = _found(str(entry.value), folder)
     if _known_as(path) in above:
-        raise SpecError(f"{_at(entry.start_mark)}: {path} includes itself")
+        raise ConfigError(f"{_at(entry.start_mark)}: {path} includes itself")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         text = f"{path} cannot be included: {error.strerror}"
-        raise SpecError(f"{_at(entry.start_mark)}: {text}") from None
+        raise ConfigError(f"{_at(entry.start_mark)}: {text}") from None
     part = _read(text, str(path), (*above, _known_as(path)))
     if not isinstance(part, yaml.MappingNode):
-        raise SpecError(f"{path}: a part is a mapping of keys to values")
+        raise ConfigError(f"{path}: a part is a mapping of keys to values")
     return part
 
 
@@ -200,14 +200,14 @@ def _joined(below: yaml.MappingNode, above: yaml.MappingNode, meet: Meet) -> yam
             found.append(pair)
     for key, value in new.values():
         if value.tag == _NULL:
-            raise SpecError(f"{_at(key.start_mark)}: there is no {key.value!r} to take away")
+            raise ConfigError(f"{_at(key.start_mark)}: there is no {key.value!r} to take away")
         found.append((key, value))
     return yaml.MappingNode(below.tag, found, below.start_mark, below.end_mark)
 
 
 def _refuse(old: Pair, new: Pair) -> Pair | None:
     at, also = _at(new[0].start_mark), _at(old[0].start_mark)
-    raise SpecError(f"{at}: {new[0].value!r} stands in {also}, too; keep one")
+    raise ConfigError(f"{at}: {new[0].value!r} stands in {also}, too; keep one")
 
 
 def _difference(old: Pair, new: Pair) -> Pair | None:
@@ -217,7 +217,7 @@ def _difference(old: Pair, new: Pair) -> Pair | None:
 def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
     others: Mapping[str, str] = values_of(instead)
     if not isinstance(others, dict) or not all(isinstance(o, str) for o in others.values()):
-        raise SpecError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
+        raise ConfigError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
     used: set[str] = set()
     _rename_effects(node, others, used, False)
     for sequences in (value for key, value in node.value if key.value == "sequences"):
@@ -225,7 +225,7 @@ def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
             _rename_effects(parts, others, used, True)
     if unused := sorted(set(others) - used):
         at = place_of(instead, (unused[0],))
-        raise SpecError(f"{at}: no included row has the effect {unused[0]!r}")
+        raise ConfigError(f"{at}: no included row has the effect {unused[0]!r}")
 
 
 def _rename_effects(

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from fft.errors import ConfigError
 from fft.protocol.include import place_of, read_whole, spec_dirs, values_of
 from fft.protocol.spec import FsmSpec, MachineSpec, ThreadSpec
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.vocabulary import VOCABULARIES
-from fft.util.errors import SpecError
 
 _Spec = TypeVar("_Spec", bound=MachineSpec)
 
@@ -23,25 +23,27 @@ def find_spec(name_or_path: str | Path) -> Path:
     """Return the path of a spec given by name (``hsdp``) or by path.
 
     Raises:
-        SpecError: There is no such file; the message lists the known names.
+        ConfigError: There is no such file; the message lists the known names.
     """
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml"} or path.parent != Path():
         if path.is_file():
             return path
-        raise SpecError(f"{path}: no such spec file")
+        raise ConfigError(f"{path}: no such spec file")
     for directory in spec_dirs():
         if (found := directory / f"{name_or_path}.yaml").is_file():
             return found
     known = sorted({p.stem for d in spec_dirs() for p in d.glob("*.yaml")})
-    raise SpecError(f"no spec named {str(name_or_path)!r}; there are: {', '.join(known) or 'none'}")
+    raise ConfigError(
+        f"no spec named {str(name_or_path)!r}; there are: {', '.join(known) or 'none'}"
+    )
 
 
 def load_spec(name_or_path: str | Path) -> FsmSpec:
     """Read and check a spec.
 
     Raises:
-        SpecError: Names the file, the place and the fix of the first error.
+        ConfigError: Names the file, the place and the fix of the first error.
     """
     path = find_spec(name_or_path)
     return parse_spec(path.read_text(encoding="utf-8"), str(path))
@@ -84,11 +86,11 @@ def _parse(text: str, origin: str, kind: type[_Spec]) -> _Spec:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "top level"
         at = place_of(root, first["loc"])
-        raise SpecError(f"{at}: {place}: {first['msg']}{_mend(first)}") from None
+        raise ConfigError(f"{at}: {place}: {first['msg']}{_mend(first)}") from None
     problems = check_spec(spec, VOCABULARIES[spec.machine])
     if problems:
         where, message = problems[0]
-        raise SpecError(f"{place_of(root, where)}: {'.'.join(map(str, where))}: {message}")
+        raise ConfigError(f"{place_of(root, where)}: {'.'.join(map(str, where))}: {message}")
     return spec
 
 

@@ -10,12 +10,12 @@ from collections.abc import Set
 from functools import cache
 from typing import NamedTuple
 
+from fft.errors import ProtocolError
 from fft.protocol.load import load_thread
 from fft.protocol.roles import Role
 from fft.protocol.spec import ThreadSpec
 from fft.protocol.table import Table, Turn
 from fft.protocol.vocabulary import MAIN_THREAD
-from fft.util.errors import ProtocolError
 
 NO_FACTS: frozenset[str] = frozenset()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fft.util.errors import FftError
+from fft.errors import ConfigError
 
 if TYPE_CHECKING:  # spares pydantic to trainers' monitors, which import this module
     from fft.protocol.spec import FsmSpec
@@ -78,10 +78,6 @@ _LIGHTHOUSE = {
     ),
 }
 _OURS = {**_HANGS, **_DRAINS, **_HOSTS, **_LIGHTHOUSE}
-
-
-class TimeoutsError(FftError):
-    """The timeouts cannot be used together; the message has the reasons and a set that works."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[st
         bus: URL of the bus; an empty one counts as ``tcp://``.
 
     Raises:
-        TimeoutsError: A name is unknown, a value is not a positive number, or given values
+        ConfigError: A name is unknown, a value is not a positive number, or given values
             contradict each other.
     """
     _check(spec, given)
@@ -174,7 +170,7 @@ def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[st
     problems = _fit(table, rules)
     if problems:
         advice = _advice(table, rules)
-        raise TimeoutsError("\n".join(["the timeouts do not fit:", *problems, advice]))
+        raise ConfigError("\n".join(["the timeouts do not fit:", *problems, advice]))
     return table
 
 
@@ -188,7 +184,7 @@ def from_env(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def from_pairs(pairs: Iterable[str]) -> dict[str, Given]:
-    """Parse ``NAME=SECONDS`` pairs. Raises ``TimeoutsError`` for any other text."""
+    """Parse ``NAME=SECONDS`` pairs. Raises ``ConfigError`` for any other text."""
     found = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -200,7 +196,7 @@ def _seconds(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise TimeoutsError(f"timeouts: {name}={text!r}; write NAME=SECONDS, as {name}=5") from None
+        raise ConfigError(f"timeouts: {name}={text!r}; write NAME=SECONDS, as {name}=5") from None
 
 
 def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
@@ -212,11 +208,9 @@ def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
     known = {*spec.timers, *ARGUMENTS, *_OURS}
     for name, value in given.items():
         if name not in known:
-            raise TimeoutsError(
-                f"timeouts: unknown name {name!r}; known: {', '.join(sorted(known))}"
-            )
+            raise ConfigError(f"timeouts: unknown name {name!r}; known: {', '.join(sorted(known))}")
         if not (value.seconds > 0 and math.isfinite(value.seconds)):
-            raise TimeoutsError(
+            raise ConfigError(
                 f"timeouts: {name} is {value.seconds:g} s ({value.by}); give a positive number"
             )
 

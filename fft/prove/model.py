@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from fft.errors import ProtocolError
 from fft.messages.effects import (
     AbortGroups,
     Apply,
@@ -74,7 +75,6 @@ from fft.prove.intern import Interner, can_matter, freeze, thaw
 from fft.prove.nodes import NEVER, Node, Shared, tidied
 from fft.prove.other_scopes import OtherScopes
 from fft.prove.turned import GROUPS, Turned
-from fft.util.errors import ProtocolError
 
 SUCCESSOR = 100
 """Difference between the incarnations of a lost rank and its successor, which share a store."""

@@ -7,6 +7,7 @@ from functools import cache, cached_property
 
 import yaml
 
+from fft.errors import FftError
 from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
@@ -15,7 +16,6 @@ from fft.protocol.table import LookupTable
 from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.checker import Result, Search, search
 from fft.prove.planting import Change
-from fft.util.errors import FftError
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fft.errors import FftError
 from fft.messages.protocol import Record
 from fft.protocol.load import load_spec
 from fft.protocol.main_thread import ThreadTable
@@ -102,7 +103,6 @@ from fft.prove.narrate import (
     tell,
     txn,
 )
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.prove.checker import Search, Violation
@@ -130,12 +130,8 @@ _DEFAULTS = {
 }
 
 
-class ScenarioError(FftError):
-    """A scenario file that cannot be read or run; the text begins with file and line."""
-
-
 class _Wrong(Exception):
-    """A ``ScenarioError`` whose line is not known yet."""
+    """A ``FftError`` whose line is not known yet."""
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -168,7 +164,7 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a file. Raises ``ScenarioError``."""
+    """Read a file. Raises ``FftError``."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.strip()), len(lines))
     header, key = dict(_DEFAULTS), ""
@@ -179,12 +175,10 @@ def read_scenario(path: Path) -> Scenario:
         key, colon, value = line.partition(":")
         if not colon or key not in _DEFAULTS:
             known = ", ".join(_DEFAULTS)
-            raise ScenarioError(
-                f"{path}:{number}: not a header line; they are `key: value`: {known}"
-            )
+            raise FftError(f"{path}:{number}: not a header line; they are `key: value`: {known}")
         header[key] = value.strip()
     if not header["title"]:
-        raise ScenarioError(f"{path}:1: no title: say what must happen and why")
+        raise FftError(f"{path}:1: no title: say what must happen and why")
     return Scenario(path, header, lines[:end], list(_blocks(path, lines, end)))
 
 
@@ -196,11 +190,11 @@ def _blocks(path: Path, lines: list[str], at: int) -> Iterator[Block]:
         block = Block(at + 1, [])
         while at < len(lines) and lines[at] != _DASHES:
             if not lines[at].strip():
-                raise ScenarioError(f"{path}:{at + 1}: commands end with a line `{_DASHES}`")
+                raise FftError(f"{path}:{at + 1}: commands end with a line `{_DASHES}`")
             block.commands.append(lines[at])
             at += 1
         if at == len(lines):
-            raise ScenarioError(f"{path}:{at}: the last commands lack their line `{_DASHES}`")
+            raise FftError(f"{path}:{at}: the last commands lack their line `{_DASHES}`")
         at += 1
         while at < len(lines) and lines[at].strip():
             block.output.append(lines[at])
@@ -212,14 +206,14 @@ def run_scenario(path: Path) -> str:
     """Return the whole file with fresh output.
 
     Raises:
-        ScenarioError: A command is unknown or cannot happen, an expectation does not hold, or the
+        FftError: A command is unknown or cannot happen, an expectation does not hold, or the
             broken property is not the expected one.
     """
     scenario = read_scenario(path)
     try:
         run = Run(scenario.header, path.parent)
     except (_Wrong, FftError) as error:
-        raise ScenarioError(f"{path}:1: {error}") from None
+        raise FftError(f"{path}:1: {error}") from None
     line = 1
     for block in scenario.blocks:
         block.output = []
@@ -229,22 +223,22 @@ def run_scenario(path: Path) -> str:
                     command.partition("#")[0] if command[0] == "#" else command
                 )
             except _Wrong as error:
-                raise ScenarioError(f"{path}:{line}: {error}") from None
+                raise FftError(f"{path}:{line}: {error}") from None
     try:
         run.end(scenario.header["expect"])
     except _Wrong as error:
-        raise ScenarioError(f"{path}:{line}: {error}") from None
+        raise FftError(f"{path}:{line}: {error}") from None
     return scenario.text()
 
 
 def check_scenario(path: Path) -> None:
-    """Raise ``ScenarioError`` unless the file runs and its output is as written."""
+    """Raise ``FftError`` unless the file runs and its output is as written."""
     was, fresh = path.read_text(encoding="utf-8"), run_scenario(path)
     if was != fresh:
         lines = difflib.unified_diff(
             was.splitlines(), fresh.splitlines(), "as written", "as it runs", lineterm="", n=2
         )
-        raise ScenarioError(
+        raise FftError(
             f"{path}: other output than written; if it is what it should be, rewrite it "
             "(pytest tests/prove/test_scenarios.py --rewrite)\n" + "\n".join(lines)
         )
@@ -708,7 +702,7 @@ def is_stuck(model: Model, state: State, limit: int = 100_000) -> bool:
     """Whether no free steps lead from ``state`` to a settled one.
 
     Raises:
-        ScenarioError: More than ``limit`` states would have to be explored.
+        FftError: More than ``limit`` states would have to be explored.
     """
     from fft.prove.checker import Search  # imported here because it imports this module
 
@@ -722,7 +716,7 @@ def is_stuck(model: Model, state: State, limit: int = 100_000) -> bool:
                 seen.add(step.state)
                 front.append(step.state)
         if len(seen) > limit:
-            raise ScenarioError(f"whether this settles is not known after {limit} states")
+            raise FftError(f"whether this settles is not known after {limit} states")
     return True
 
 
@@ -744,7 +738,7 @@ def save_counterexample(
         mutant: Name of the planted bug in table, core or bus, if there was one.
 
     Raises:
-        ScenarioError: The file does not show the violation (it is left for inspection).
+        FftError: The file does not show the violation (it is left for inspection).
     """
     model, bounds = search.model, search.model.bounds
     header = {
@@ -781,6 +775,6 @@ def _commands(model: Model, violation: Violation) -> Iterator[str]:
             # The search may name groups differently: it keeps one state for all equivalent ones.
             found = next(s for s in steps if s.broken and s.broken[0] == violation.name)
         if found is None:
-            raise ScenarioError(f"step {number + 1} of the counterexample cannot be taken again")
+            raise FftError(f"step {number + 1} of the counterexample cannot be taken again")
         yield _command(model, state, found)
         state = found.state

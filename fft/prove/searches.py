@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
+from fft.errors import FftError
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec, Part
@@ -31,14 +32,9 @@ from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
 from fft.prove.sets_of_bounds import longest_first, sets_for
 from fft.prove.workers import Tell, in_order, processes, spread
-from fft.util.errors import FftError
 
 _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
 """Memory of a process that searches the largest of the sets of bounds, with a margin."""
-
-
-class CheckError(FftError):
-    """Arguments of ``fft check`` that cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,12 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
         Whether all properties hold.
 
     Raises:
-        SpecError, CheckError: The spec or a name cannot be used.
+        ConfigError, FftError: The spec or a name cannot be used.
     """
     spec = load_spec(spec_name)
     sets = _chosen(sets_for(spec, choice.deep), choice.bounds)
     if unknown := sorted(set(choice.properties) - set(INVARIANTS)):
-        raise CheckError(f"no property named {unknown[0]!r}; there are: {', '.join(INVARIANTS)}")
+        raise FftError(f"no property named {unknown[0]!r}; there are: {', '.join(INVARIANTS)}")
     jobs = processes(choice.jobs, _DEEP_MIB if choice.deep else _EACH_MIB)
     for bounds in sets:
         console.print(f"  {bounds.name}: {bounds.describe()}", markup=False, soft_wrap=True)
@@ -123,7 +119,7 @@ def _chosen(sets: tuple[Bounds, ...], only: tuple[str, ...]) -> list[Bounds]:
     unknown = set(only) - {bounds.name for bounds in sets}
     if unknown:
         names = ", ".join(repr(bounds.name) for bounds in sets)
-        raise CheckError(f"no bounds named {sorted(unknown)[0]!r}; there are: {names}")
+        raise FftError(f"no bounds named {sorted(unknown)[0]!r}; there are: {names}")
     return [bounds for bounds in sets if not only or bounds.name in only]
 
 

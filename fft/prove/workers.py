@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 Task = TypeVar("Task")
 Done = TypeVar("Done")
@@ -33,10 +33,6 @@ _END_S = 5.0
 """Time that a process may take to end on request."""
 _SHORT = "memory may have run out: give fewer --jobs, or have more memory free"
 _SPAWN = multiprocessing.get_context("spawn")  # the caller may have threads
-
-
-class WorkerError(FftError):
-    """A process ended before its task did, or the requested number of processes is invalid."""
 
 
 @dataclass
@@ -50,7 +46,7 @@ class _Worker(Generic[Task]):
 def processes(jobs: int | None, each_mib: int) -> int:
     """Return the number of processes; by default one per core, as far as free memory allows."""
     if jobs is not None and jobs < 1:
-        raise WorkerError(f"--jobs {jobs}: give the number of processes, 1 or more")
+        raise FftError(f"--jobs {jobs}: give the number of processes, 1 or more")
     return jobs or max(1, min(len(os.sched_getaffinity(0)), _free_mib() // each_mib))
 
 
@@ -84,7 +80,7 @@ def spread(
         fresh: Start a new process for each task, so that none keeps the memory of another.
 
     Raises:
-        WorkerError: A process ended before its task, for example because memory ran out.
+        FftError: A process ended before its task, for example because memory ran out.
     """
     left = iter(range(len(tasks)))
     workers: list[_Worker[Task]] = []
@@ -103,7 +99,7 @@ def spread(
                     told(worker.at, value)
                     continue
                 if isinstance(value, MemoryError):
-                    raise WorkerError(f"{tasks[worker.at][0]}: MemoryError; {_SHORT}")
+                    raise FftError(f"{tasks[worker.at][0]}: MemoryError; {_SHORT}")
                 if what == "raised":
                     raise value
                 ended, number = worker.at, next(left, None)
@@ -165,12 +161,12 @@ def _end(worker: _Worker[Task]) -> None:
         worker.process.join()
 
 
-def _died(worker: _Worker[Task], name: str) -> WorkerError:
+def _died(worker: _Worker[Task], name: str) -> FftError:
     worker.process.join(_END_S)
     code = worker.process.exitcode
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     hint = f"; {_SHORT}" if how == "SIGKILL" else ""
-    return WorkerError(f"{name}: its process ended with {how} before it was done{hint}")
+    return FftError(f"{name}: its process ended with {how} before it was done{hint}")
 
 
 def _serve(link: Connection, work: Work[Any, Any]) -> None:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.protocol.invariants import Finding, Judge, Move
 from fft.trace.barriers import Barriers
@@ -25,12 +26,19 @@ from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
 from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, judge_shards, told_of_ids
 from fft.trace.owed_digests import OwedDigests, judge_digests
-from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
+from fft.trace.read import (
+    GAP,
+    TraceFile,
+    has_gap,
+    read_lines,
+    read_trace,
+    trace_files,
+)
 from fft.trace.replay import Note, Replay, participant_of, replay
 
 __all__ = [
-    "AuditError",
     "AuditReport",
+    "FftError",
     "audit_dir",
     "read_lines",
     "read_trace",
@@ -295,7 +303,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
     trace, regardless of the length of the run.
 
     Raises:
-        AuditError: The directory contains no trace.
+        FftError: The directory contains no trace.
     """
     root = Path(directory)
     paths = trace_files(root)

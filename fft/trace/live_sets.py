@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 Kind = Literal["start", "enter", "leave", "fail", "act"]
 Mark = tuple[str, int]

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from fft.errors import FftError
 from fft.trace.clocks import Clocks
 from fft.trace.format import chain
-from fft.util.errors import FftError
 
 GAP = "gap"
 """Kind of a line that replaces lines that could not be written; what follows it is not audited."""
@@ -26,10 +26,6 @@ _IS_GAP = re.compile(rb'\{"seq":\d+,"kind":"gap"')
 """Beginning of a gap line; a note of a user may contain the same text elsewhere in its line."""
 _BLOCK = 1 << 15
 """Bytes read at a time, and so the memory for each trace that is being read."""
-
-
-class AuditError(FftError):
-    """There is nothing to audit at the given place."""
 
 
 @dataclass(slots=True)
@@ -126,10 +122,10 @@ def _loaded(piece: bytes) -> Any:
 
 
 def trace_files(directory: str | Path) -> list[Path]:
-    """Return the trace files of a run, by name. Raises ``AuditError`` if there are none."""
+    """Return the trace files of a run, by name. Raises ``FftError`` if there are none."""
     paths = sorted(Path(directory).glob("*.jsonl"))
     if not paths:
-        raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
+        raise FftError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
     return paths
 
 
@@ -138,7 +134,7 @@ def read_lines(
 ) -> list[dict[str, Any]]:
     """Return the transitions and notes of a run that ``keep`` accepts, in the order of time.
 
-    Their ``wall`` is the common time of all processes (`fft.trace.clocks`). Raises ``AuditError``
+    Their ``wall`` is the common time of all processes (`fft.trace.clocks`). Raises ``FftError``
     if there is no trace.
     """
     clocks, lines = Clocks(), list[dict[str, Any]]()

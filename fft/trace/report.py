@@ -197,7 +197,7 @@ def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
 def fired(directory: str | Path) -> str | None:
     """Report planned or commanded faults that did not happen; None if no fault was requested.
 
-    Raises FaultPlanError if the plan in the trace directory cannot be read.
+    Raises ConfigError if the plan in the trace directory cannot be read.
     """
     asked, missing = requested_faults(directory)
     if not asked:
@@ -212,7 +212,7 @@ def fired(directory: str | Path) -> str | None:
 def requested_faults(directory: str | Path) -> tuple[int, list[AnyFault]]:
     """Return the number of planned or commanded faults, and those that did not happen.
 
-    Raises FaultPlanError if the plan in the trace directory cannot be read.
+    Raises ConfigError if the plan in the trace directory cannot be read.
     """
     path = Path(directory, _PLAN)
     plan = load_plan(path) if path.exists() else FaultPlan(faults=[])

@@ -116,7 +116,7 @@ class JobAudit:
 
 
 def audit_job(directory: str | Path) -> JobAudit:
-    """Audit all starts of a job. Raises AuditError if the job has no trace."""
+    """Audit all starts of a job. Raises FftError if the job has no trace."""
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
     return JobAudit([audit_dir(folder) for folder in (root, *later)], _judge(root, later))

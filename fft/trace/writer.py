@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from fft.errors import FftError
 from fft.messages.protocol import Event, Peer, event_to_json
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local
 from fft.trace.format import FORMAT, cause_of, chain, where
-from fft.util.errors import FftError
 from fft.util.full_disk import is_disk_full
 from fft.util.names import in_file_name
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fft.util.errors import DeviceLost
+from fft.errors import DeviceLost
 
 _FIRST_PAUSE = 0.00002
 _LONGEST_PAUSE = 0.0005

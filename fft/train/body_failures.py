@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from fft.errors import StepRetriesExceeded
 from fft.train.reported import text_of
 from fft.util.error_places import fingerprint, may_pass
-from fft.util.errors import BodyKeepsFailing
 
 SAME = 2
 """An error that comes back at one step, the same in every word and call, will come back again."""
@@ -50,7 +50,7 @@ class BodyFailures:
         return None
 
 
-def hopeless(why: str, error: Exception) -> BodyKeepsFailing:
+def hopeless(why: str, error: Exception) -> StepRetriesExceeded:
     """Return the error to raise from ``error``, which a replay cannot avoid for the reason
     ``why``."""
-    return BodyKeepsFailing(f"{text_of(error)}; {why}. The traceback of the cause is attached")
+    return StepRetriesExceeded(f"{text_of(error)}; {why}. The traceback of the cause is attached")

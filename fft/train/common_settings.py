@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fft.bus import ErrorBus
+from fft.errors import OtherSettings
 from fft.protocol.spec import FsmSpec
-from fft.util.errors import OtherSettings
 
 _KEY = "settings"
 """Register of the job's bus."""

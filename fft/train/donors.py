@@ -14,16 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus import (
+    ErrorBus,
+    open_job_bus,
+)
 from fft.bus.addresses import HOW_TO_REACH, joined, why_unreachable
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken
+from fft.errors import BusError, NoState
 from fft.messages.commands import RollCall, fresh_id
 from fft.messages.protocol import Peer, RankEntry
 from fft.operate.client import JobClient, OperatorError
 from fft.protocol.timeouts import bus_operation
 from fft.trace.format import UNREACHABLE
-from fft.util.errors import NoState
 from fft.util.pidfd import is_there
 
 logger = logging.getLogger(__name__)

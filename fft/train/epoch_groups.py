@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
+from fft.errors import FftError, GradientLayoutMismatch, GroupNotReformable
 from fft.messages.effects import Heal
 from fft.messages.protocol import Peer, Record
 from fft.train.process_group import AbortableGroup, GroupAborted
 from fft.train.process_group.shard import ShardGroup
-from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +215,9 @@ class EpochGroups:
             digests: of state that the members compare, by name; None: this one does not.
 
         Raises:
-            UnlikeGroups: other groups reduce something else, and this rank is wrong, or all are.
-            CannotMeet: one of this group is new, and could not meet it in all places.
+            GradientLayoutMismatch: other groups reduce something else, and this rank is wrong, or
+                all are.
+            GroupNotReformable: one of this group is new, and could not meet it in all places.
         """
         self._refuse_new_mates(command)
         manager, record = self._manager, command.record
@@ -272,7 +273,7 @@ class EpochGroups:
         mates = {entry.rank: entry.inc for entry in ranks}
         new = [r for r, inc in mates.items() if self._mates.get(r, inc) != inc]
         if new and not self.can_reform:
-            raise CannotMeet(
+            raise GroupNotReformable(
                 f"rank {new[0]} of group {self._peer.group} is a new process, and this group meets "
                 "in a process group of torch's own, too, which that one cannot enter: the group is "
                 "to be started again. Use manager.shard_mesh() alone, or fft run --no-reform"
@@ -297,7 +298,7 @@ class EpochGroups:
             "have the same model, frozen alike, and average it alike (sync_gradients, …)"
         )
         is_right = held[command.index] and not all(held)
-        raise RuntimeError(text) if is_right else UnlikeGroups(text)
+        raise RuntimeError(text) if is_right else GradientLayoutMismatch(text)
 
     def unlike(self, command: Heal) -> dict[str, str] | None:
         """Names of the digests that differ from another group's, each with that group.

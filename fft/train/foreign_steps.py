@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fft.errors import FftError
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torchft.manager import Manager
 
+from fft.errors import FftError, GradientLayoutMismatch, GroupNotReformable, StateError
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
@@ -25,7 +26,6 @@ from fft.train.settings import Learners
 from fft.train.state.learning import Learning
 from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
 from fft.util.error_places import fingerprint, may_pass
-from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ class FetchProgress:
             logger.warning(text, self._source, progress_in_words(got, total, left_s))
 
 
-class Unexportable(FftError):
+class Unexportable(StateError):
     """This rank cannot export its state, and would stop every joiner again."""
 
 
-_COMES_AGAIN = (UnlikeGroups, CannotMeet, Unexportable, UnloadableState)
+_COMES_AGAIN = (GradientLayoutMismatch, GroupNotReformable, Unexportable, UnloadableState)
 """Errors that would fail the next epoch, too, so that they end this process."""
 
 

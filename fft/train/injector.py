@@ -126,7 +126,7 @@ class Injector:
         none.
 
         Reads FFT_FAULTS, FFT_INJECT (1: accept commands, as with a plan), REPLICA_GROUP_ID, RANK,
-        WORLD_SIZE and NUM_REPLICA_GROUPS. Raises FaultPlanError.
+        WORLD_SIZE and NUM_REPLICA_GROUPS. Raises ConfigError.
         """
         path = env.get("FFT_FAULTS")
         if not path and env.get("FFT_INJECT") != "1":

@@ -40,9 +40,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from fft.errors import FftError
 from fft.health.compiling import never_compiled
 from fft.train.unsafe_places import Safety, guarded, look, owner
-from fft.util.errors import FftError
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from fft.engine.core import Host
+from fft.errors import FftError
 from fft.messages.effects import Finish
 from fft.messages.protocol import Drain, Stop
 from fft.train.drain_clock import DrainClock, waiting_for
@@ -25,7 +26,6 @@ from fft.train.preemption import Notice, NoticeSource, Poller, source_of
 from fft.train.settings import drain_within
 from fft.train.unsafe_places import guarded
 from fft.train.watchers import Watchers
-from fft.util.errors import FftError
 
 _FRAMES = 4
 """Number of the main thread's calls to report when it is too late to leave with a commit."""

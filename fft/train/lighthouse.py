@@ -34,8 +34,8 @@ from urllib.parse import urlsplit
 from torchft.coordination import LighthouseClient
 from torchft.manager import Manager, ManagerServer
 
+from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
-from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from torchft.process_group import ProcessGroup
 
 from fft.bus.addresses import own_address
 from fft.durable.plan import Checkpointing
+from fft.errors import FftError
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
@@ -39,7 +40,6 @@ from fft.train.settings import Digest, Learners, OnDivergence, read_settings, re
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
-from fft.util.errors import FftError
 
 
 class ManagerFFT(TorchftInterface):
@@ -85,8 +85,8 @@ class ManagerFFT(TorchftInterface):
 
     Raises:
         TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
-        SpecError: the spec cannot be used.
-        TimeoutsError: timeouts that contradict each other; says which would work.
+        ConfigError: the spec cannot be used.
+        ConfigError: timeouts that contradict each other; says which would work.
         TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
         BusUnreachable: nobody answers at ``bus``. CheckpointError: none can be taken as asked.
     """
@@ -381,7 +381,7 @@ class ManagerFFT(TorchftInterface):
             reason: for people.
 
         Raises:
-            NoticeError: ``within`` is no time.
+            ConfigError: ``within`` is no time.
         """
         self._parts.leaving.drain(within, reason)
 

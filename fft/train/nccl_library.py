@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import weakref
 from dataclasses import replace
 from typing import Literal
 
-from fft.bus import BusError
+from fft.errors import BusError
 from fft.messages.commands import (
     Answer,
     Check,

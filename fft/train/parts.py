@@ -24,6 +24,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import joined, own_address, reachable, reachable_url
 from fft.engine.loop import Engine
+from fft.errors import FftError, TxnAborted
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command
 from fft.messages.protocol import Fault, Peer, Record, Start
@@ -57,7 +58,6 @@ from fft.train.txn_quorums import LighthouseDoubter
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
-from fft.util.errors import FftError, TxnAborted
 from fft.util.full_disk import is_disk_full
 
 logger = logging.getLogger(__name__)

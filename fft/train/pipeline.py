@@ -27,9 +27,9 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from fft.errors import FftError
 from fft.protocol.spec import FsmSpec
 from fft.train.reducer import Reducer
-from fft.util.errors import FftError
 from fft.util.living import living
 
 _KNOWN = (

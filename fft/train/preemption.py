@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from fft.util.errors import FftError
+from fft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,11 @@ _FORM = (
 )
 
 
-class NoticeError(FftError):
-    """A notice, or the setting of its source, is invalid; the message describes valid ones."""
-
-
 @dataclass(frozen=True)
 class Notice:
     """This process must end ``within_s`` seconds from now, or soon if that is None.
 
-    Raises ``NoticeError`` for an invalid time.
+    Raises ``ConfigError`` for an invalid time.
     """
 
     reason: str
@@ -57,7 +53,7 @@ class Notice:
 
     def __post_init__(self) -> None:
         if self.within_s is not None and not 0 <= self.within_s < math.inf:
-            raise NoticeError(f"within {self.within_s} s: give seconds, 0 or more, or None")
+            raise ConfigError(f"within {self.within_s} s: give seconds, 0 or more, or None")
 
 
 class NoticeSource(Protocol):
@@ -101,7 +97,7 @@ class Poller:
     ) -> None:
         """Start the thread, which calls ``on_news`` with each new notice."""
         if not interval_s > 0:
-            raise NoticeError(f"interval_s={interval_s:g}: give a positive number of seconds")
+            raise ConfigError(f"interval_s={interval_s:g}: give a positive number of seconds")
         self._source = source
         self._on_news = on_news
         self._interval_s = interval_s
@@ -298,7 +294,7 @@ class _AwsToken:
             life = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._LIFE_S)}
             status, body = _http("PUT", self._url, life, _HTTP_TIMEOUT_S)
             if status != 200:
-                raise NoticeError(f"{self._url} answers {status} to the request for a token")
+                raise ConfigError(f"{self._url} answers {status} to the request for a token")
             # A machine that was moved or resumed may have lost the session: renew it often.
             self._token, self._until = body.decode("ascii"), time.monotonic() + self._LIFE_S / 10
         return {"X-aws-ec2-metadata-token": self._token}
@@ -321,7 +317,7 @@ def read_google(status: int, body: bytes) -> Notice | None:
     """Read ``instance/preempted``: FALSE, then TRUE."""
     word = body.decode("ascii", "replace").strip()
     if status != 200 or word not in ("TRUE", "FALSE"):
-        raise NoticeError(f"instance/preempted: status {status}, {word[:80]!r}; not TRUE or FALSE")
+        raise ConfigError(f"instance/preempted: status {status}, {word[:80]!r}; not TRUE or FALSE")
     return Notice("Compute Engine preempts this VM", GOOGLE_S) if word == "TRUE" else None
 
 
@@ -347,10 +343,10 @@ def read_azure(status: int, body: bytes, vm: str) -> Notice | None:
 
 def _json(status: int, body: bytes, what: str) -> dict[str, Any]:
     if status != 200:
-        raise NoticeError(f"{what}: status {status}")
+        raise ConfigError(f"{what}: status {status}")
     said = json.loads(body)
     if not isinstance(said, dict):
-        raise NoticeError(f"{what}: no JSON object")
+        raise ConfigError(f"{what}: no JSON object")
     return said
 
 
@@ -361,7 +357,7 @@ def source_of(setting: str, group: str, rank: int) -> NoticeSource:
     """Return the source that ``FFT_NOTICE`` names.
 
     ``{group}`` and ``{rank}`` in a path are replaced by those of this process. Raises
-    ``NoticeError`` if the setting is unknown.
+    ``ConfigError`` if the setting is unknown.
     """
     kind, _, what = setting.partition(":")
     if kind == "file" and what:
@@ -372,6 +368,6 @@ def source_of(setting: str, group: str, rank: int) -> NoticeSource:
         return HttpNotice.aws()
     if setting == "google":
         return HttpNotice.google()
-    raise NoticeError(
+    raise ConfigError(
         f"FFT_NOTICE={setting!r}: write file:PATH, aws, google, or azure:NAME-OF-THE-VM"
     )

@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from statistics import median_low
 from types import TracebackType
 
-from fft.bus.base import BusError, ErrorBus
+from fft.bus.base import (
+    ErrorBus,
+)
+from fft.errors import BusError, FftError
 from fft.messages.progress import Report, SpeedReport, encode_report, register_of
 from fft.messages.protocol import Peer
-from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
 
 VARIABLE = "FFT_PROGRESS_INTERVAL"

@@ -16,6 +16,7 @@ from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
 from fft.durable.manifest import Scope
+from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
@@ -30,7 +31,6 @@ from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import reshard
 from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.periodic.inner_scope import InnerScope

@@ -28,6 +28,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parameter import is_lazy
 
+from fft.errors import FftError
 from fft.train.autograd_calls import hooks_of, is_nested, is_pythons_thread
 from fft.train.buckets import (
     BUCKET_MB,
@@ -39,7 +40,6 @@ from fft.train.buckets import (
     in_words,
     sparse_parameters,
 )
-from fft.util.errors import FftError
 
 
 class Reductions(Protocol):

@@ -18,12 +18,12 @@ from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from fft.errors import FftError, TxnAborted
 from fft.messages.protocol import Manifest
 from fft.train import accelerator
 from fft.train.injector import Injector
 from fft.train.reducer import Reducer
 from fft.train.watchers import Watchers
-from fft.util.errors import FftError, TxnAborted
 
 
 class TxnReductions:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torchft.manager import ExceptionWithTraceback, Manager
 
-import fft.util.errors
+import fft.errors
+from fft.errors import FftError, NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Finish
 from fft.util.error_places import comes_from_peers, first_line, words_of
-from fft.util.errors import FftError, NoQuorum
 
 _LONGEST = 500
 
@@ -71,13 +71,13 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
         error: The error, of this rank.
         own: The code if neither a peer, a connection nor a lighthouse explains the error.
     """
-    if isinstance(error, NoQuorum):
+    if isinstance(error, NoLighthouseQuorum):
         return CauseCode.NO_LIGHTHOUSE_QUORUM
     return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own
 
 
 def error_of(command: Finish) -> FftError:
     """The error by which the main thread shall stop."""
-    kind = getattr(fft.util.errors, command.error or "", FftError)
+    kind = getattr(fft.errors, command.error or "", FftError)
     assert issubclass(kind, FftError)
     return kind(command.reason)

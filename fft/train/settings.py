@@ -17,6 +17,7 @@ from torchft.manager import Manager
 
 from fft.bus.token import JobToken
 from fft.durable.plan import Checkpointing, checkpointing_of
+from fft.errors import FftError
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -32,7 +33,6 @@ from fft.train.lighthouse import Membership, membership_of
 from fft.train.progress_reporter import interval_from
 from fft.train.standalone import Alone, is_alone
 from fft.train.state.equality_checks import refuse_interval
-from fft.util.errors import FftError
 from fft.util.names import unknown
 
 Digest = Literal["never", "commit"]
@@ -73,7 +73,7 @@ class Settings:
     def timeout_table(self, manager: Manager) -> Mapping[str, Timeout]:
         """Return all timeouts; torchft's constructor has applied its environment variables already.
 
-        Raises TimeoutsError if they contradict each other.
+        Raises ConfigError if they contradict each other.
         """
         chosen = {name: Given(float(s), "timeouts=") for name, s in self.timeouts.items()}
         if window := os.environ.get("FFT_REFORM_WINDOW"):
@@ -105,7 +105,7 @@ def read_settings(
 ) -> Settings:
     """Check and complete the arguments of ``ManagerFFT``; ``called`` has those of torchft.
 
-    Services (``alone``) are started last. Raises SpecError, TokenError, FftError.
+    Services (``alone``) are started last. Raises ConfigError, TokenError, FftError.
     """
     refuse_interval(check_replicas)
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft.ddp import DistributedDataParallel as TorchftDdp
 from torchft.ddp import PureDistributedDataParallel
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 from fft.util.living import living
 
 _SYNC = "require_backward_grad_sync"

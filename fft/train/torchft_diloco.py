@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType
 from typing import Any
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 
 def refuse_dropping(state_function: Callable[..., Any]) -> None:

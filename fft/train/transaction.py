@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 from torchft.manager import Manager
 
+from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
@@ -42,7 +43,6 @@ from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import traceback_of_caller
-from fft.util.errors import DeviceLost, FftError, TxnAborted, UnequalData
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ class TransactionLoop:
         where: str = "",
         in_update: bool = False,
     ) -> None:
-        """Raise BodyKeepsFailing if ``error`` keeps coming at the step of that ``number``.
+        """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
 
         ``where``: the step in words; ``in_update``: it was not the body's.
         """
@@ -309,7 +309,7 @@ class TransactionLoop:
             raise hopeless(why, error) from error
 
     def refuse_undone(self, plan: StartTxn, drawn: Drawn | None, mistake: FftError) -> NoReturn:
-        """Raise BodyKeepsFailing for a step function that returned before its ``backward()``.
+        """Raise StepRetriesExceeded for a step function that returned before its ``backward()``.
 
         It is raised at once, because a replay of the same batch would end the same way, and because
         Python ignores the errors of an iterator that a script drops by leaving its loop.

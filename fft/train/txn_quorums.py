@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 
-from fft.bus import BusError
 from fft.engine.loop import Engine
+from fft.errors import BusError, NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault, Suspect, Token, encode
 from fft.train.lighthouse import Quorums
 from fft.train.participation import Participation
-from fft.util.errors import NoQuorum
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +19,12 @@ logger = logging.getLogger(__name__)
 def ask_for(plan: StartTxn, quorums: Quorums, engine: Engine, most_failures: int) -> None:
     """Have the quorum of a txn asked for, that must name its members.
 
-    Raises NoQuorum: the lighthouse has not answered so often in a row.
+    Raises NoLighthouseQuorum: the lighthouse has not answered so often in a row.
     """
     if (epoch := engine.local.epoch) is None:
         return
     if quorums.failures >= most_failures:
-        raise NoQuorum(
+        raise NoLighthouseQuorum(
             f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
             f"({quorums.reason}); start it, or train with membership='register'"
         )
@@ -59,4 +58,4 @@ class LighthouseDoubter:
     def failed(self, token: Token, why: str) -> None:
         if (job := self._job()) is not None:
             code = CauseCode.NO_LIGHTHOUSE_QUORUM
-            job.post(Fault(token, f"NoQuorum: {why}", code, "NoQuorum"))
+            job.post(Fault(token, f"NoLighthouseQuorum: {why}", code, "NoLighthouseQuorum"))

@@ -17,9 +17,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fft.errors import FftError
 from fft.messages.causes import Cause, CauseCode
 from fft.train.schedules import ScheduleLengths
-from fft.util.errors import FftError
 
 
 class Updates:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torchft.manager import Manager
 
+from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
@@ -21,7 +22,6 @@ from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported, code_of, text_of
 from fft.train.settings import Learners
 from fft.train.watchers import Watchers
-from fft.util.errors import NoQuorum
 
 
 class Voter:
@@ -111,7 +111,7 @@ class Voter:
         if self._quorums is None or self._manager._errored is not None:
             return
         if (why := self._quorums.wait(plan.token)) is not None:
-            self._manager._errored = Reported(NoQuorum(why))
+            self._manager._errored = Reported(NoLighthouseQuorum(why))
 
     def _has_state(self) -> bool:
         """Whether this rank can vote. A NO needs no state; a YES of a learner does."""

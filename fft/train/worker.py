@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torchft.manager import Manager
 
 from fft.engine.loop import Command, Engine
+from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
@@ -48,7 +49,6 @@ from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
-from fft.util.errors import Drained, FftError, NoQuorum, NoState, TxnAborted
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class Worker:
             return
         try:
             ask_for(plan, self._quorums, self._job.engine, self._most_failures)
-        except NoQuorum:
+        except NoLighthouseQuorum:
             self._leave_txn()
             raise
 

@@ -30,11 +30,19 @@ _NOT_THE_USERS = (
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
-_FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoEpoch", "NoState"})
+_FOR_ITS_CAUSE = frozenset({"StepRetriesExceeded", "NoEpoch", "NoState"})
 """Error classes whose ``__cause__``, if any, is the actual failure."""
 _MAY_PASS = frozenset(
     {
-        *("InDoubt", "Fenced", "NoEpoch", "NoQuorum", "BusError", "TxnAborted", "GroupAborted"),
+        *(
+            "InDoubt",
+            "Fenced",
+            "NoEpoch",
+            "NoLighthouseQuorum",
+            "BusError",
+            "TxnAborted",
+            "GroupAborted",
+        ),
         *("InjectedFault", "ConnectionError", "TimeoutError", "DistError", "AcceleratorError"),
         "DeviceLost",
     }
@@ -53,7 +61,7 @@ _PERMANENT = frozenset(
 _OF_PEERS = frozenset(
     {
         *("TxnAborted", "GroupAborted", "DistError", "ConnectionError", "TimeoutError"),
-        *("BusError", "NoEpoch", "NoQuorum", "InDoubt", "TransferError"),
+        *("BusError", "NoEpoch", "NoLighthouseQuorum", "InDoubt", "TransferError"),
     }
 )
 """Error classes for which a peer or the connection to it may be at fault."""

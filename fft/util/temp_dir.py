@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 _LONGEST_SOCKET = 107
 """Maximum length of a Unix socket's path in bytes (Linux)."""

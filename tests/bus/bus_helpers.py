@@ -9,8 +9,11 @@ from pathlib import Path
 
 from forked import Forked, as_main
 
-from fft.bus import BusError, ErrorBus
+from fft.bus import (
+    ErrorBus,
+)
 from fft.bus.base import Topic
+from fft.errors import BusError
 
 CHILD = Path(__file__).with_name("child.py")
 

@@ -7,7 +7,11 @@ import socket
 
 import pytest
 
-from fft.bus import BusError, addresses, open_bus, serve_tcp
+from fft.bus import (
+    addresses,
+    open_bus,
+    serve_tcp,
+)
 from fft.bus.addresses import (
     SETTING,
     advertised_address,
@@ -15,6 +19,7 @@ from fft.bus.addresses import (
     own_address,
     reachable_url,
 )
+from fft.errors import BusError
 from fft.train.participation import bus_url
 
 

@@ -13,13 +13,13 @@ from bus_helpers import NOISE_S, Heard
 from fft.bus import (
     MAX_MESSAGE_BYTES,
     BusClosed,
-    BusError,
     BusForgot,
     BusOverrun,
     ErrorBus,
     open_bus,
 )
 from fft.bus.base import MAX_VALUE_BYTES, RING_MESSAGES, TOPICS, Topic
+from fft.errors import BusError
 
 Connect = Callable[[], ErrorBus]
 ANY_BYTES = bytes(range(256))

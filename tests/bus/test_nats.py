@@ -16,11 +16,18 @@ from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from nats_trial import TIMEOUT_S, WAIT_S, Trial
 from waiting import wait_until
 
-from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus
+from fft.bus import (
+    BusClosed,
+    BusForgot,
+    BusOverrun,
+    BusUnreachable,
+    open_bus,
+)
 from fft.bus.base import RING_MESSAGES
 from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
 from fft.bus.natslink import WrongSequence, parse_url
 from fft.bus.natsserver import NatsServers
+from fft.errors import BusError
 
 
 @pytest.fixture
@@ -398,7 +405,7 @@ def test_an_encrypted_bus_with_a_password(
 def test_without_nats_py_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['nats'] = None\n"
-        "from fft.bus import BusError, open_bus\n"
+        "from fft.bus import open_bus\nfrom fft.errors import BusError\n"
         "try: open_bus('nats://127.0.0.1:1/j')\n"
         "except BusError as error: print(error)"
     )

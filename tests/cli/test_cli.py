@@ -159,8 +159,8 @@ def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
 
 
 def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fft.bus import BusError
     from fft.bus.natsserver import find_server
+    from fft.errors import BusError
 
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

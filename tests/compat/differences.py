@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fft.util.errors import FftError, NotEnoughGroups
+from fft.errors import FftError, NotEnoughGroups
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from torchft import ProcessGroupGloo
 from torchft.optim import OptimizerWrapper
 
 import fft
+from fft.errors import Diverged, FftError, StepRetriesExceeded
 from fft.trace.audit import audit_dir, read_lines
 from fft.util.error_places import place_of
-from fft.util.errors import BodyKeepsFailing, Diverged, FftError
 
 STEPS = 6
 Scaler = torch.amp.GradScaler
@@ -432,7 +432,7 @@ def _fails(tmp_path: Path, body: Any, prepare: Any = None) -> str:
             with txn:
                 body(member, txn)
 
-    with job(tmp_path, 2) as made, pytest.raises(BodyKeepsFailing) as caught:
+    with job(tmp_path, 2) as made, pytest.raises(StepRetriesExceeded) as caught:
         made.run(work)
     return str(caught.value.__cause__)
 
@@ -527,7 +527,7 @@ def test_step_function_left_before_backward_raises_in_the_loop(tmp_path: Path, h
                     return
                 _loss(member, txn.batch).backward()
 
-    with job(tmp_path, 1) as made, pytest.raises(BodyKeepsFailing) as caught:
+    with job(tmp_path, 1) as made, pytest.raises(StepRetriesExceeded) as caught:
         made.run(work)
     assert tries == [0, 1], "a replay would end the same way"
     place = place_of(caught.value)
@@ -565,7 +565,7 @@ def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:
             with txn:
                 pass
 
-    with job(tmp_path, 1) as made, pytest.raises(BodyKeepsFailing) as caught:
+    with job(tmp_path, 1) as made, pytest.raises(StepRetriesExceeded) as caught:
         made.run(work)
     place = place_of(caught.value)
     assert place.where.split(":")[0] == __file__ and place.where.endswith(" work")

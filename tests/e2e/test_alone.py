@@ -16,8 +16,8 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
+from fft.errors import FftError, StepRetriesExceeded
 from fft.trace.audit import audit_dir
-from fft.util.errors import BodyKeepsFailing, FftError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp_char_lm.py"
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -74,7 +74,7 @@ def test_it_trains_alone_says_so_and_leaves_nothing(
 def test_a_mistake_in_its_body_comes_out_of_it() -> None:
     manager = manager_of()
     try:
-        with pytest.raises(BodyKeepsFailing) as caught:
+        with pytest.raises(StepRetriesExceeded) as caught:
             train(manager, fails=True)
     finally:
         manager.shutdown()

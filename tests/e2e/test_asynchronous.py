@@ -15,10 +15,10 @@ from torch import nn
 from waiting import wait_until
 
 import fft
+from fft.errors import FftError
 from fft.messages.protocol import decode_record
 from fft.operate.job_view import APART, IN_EPOCH, JobModel
 from fft.trace.audit import read_lines
-from fft.util.errors import FftError
 
 EVERY = 2
 """Inner steps between two synchronizations."""

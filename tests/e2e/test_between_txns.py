@@ -15,9 +15,9 @@ from waiting import wait_until
 import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
+from fft.errors import StepRetriesExceeded
 from fft.messages.protocol import Peer, Record
 from fft.train.checkpoint import gathering
-from fft.util.errors import BodyKeepsFailing
 
 
 def _epoch(learners: tuple[str, ...]) -> Record:
@@ -65,7 +65,7 @@ def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
             made.run(work, register=False, digest="never")
         else:
             with pytest.raises(
-                BodyKeepsFailing,
+                StepRetriesExceeded,
                 match=r"^ValueError: the same each time; .* 2 times .* same error ",
             ):
                 made.run(work, register=False, digest="never")

@@ -17,7 +17,7 @@ from stage import Job, Member, fetches, job, parameters
 from waiting import wait_until
 
 import fft
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 STEPS = 4
 SHORT = timedelta(seconds=0.3)

@@ -14,7 +14,7 @@ import torch
 from stage import Member, aborts, job, notes
 
 import fft
-from fft.util.errors import DeviceLost
+from fft.errors import DeviceLost
 
 STEPS = 6
 

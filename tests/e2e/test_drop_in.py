@@ -18,10 +18,10 @@ from torchft import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD, _StreamingDiLoCoFragment
 from torchft.optim import OptimizerWrapper
 
+from fft.errors import FftError
 from fft.trace.audit import audit_dir
 from fft.trace.report import incidents
 from fft.train.torchft_diloco import packed, refuse_dropping
-from fft.util.errors import FftError
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
 LIMIT_S = 120

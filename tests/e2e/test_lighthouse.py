@@ -320,7 +320,7 @@ def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_o
             way.close()
             assert made.groups["2"].end() == 1
             said = made.groups["2"].log.read_text()
-            assert "NoQuorum: torchft's lighthouse did not answer in 2 attempts" in said
+            assert "NoLighthouseQuorum: torchft's lighthouse did not answer in 2 attempts" in said
         finally:
             way.close()
         made.groups["0"].at(records(made.traces)[-1]["step"] + 10)
@@ -342,7 +342,9 @@ def test_without_a_quorum_the_step_fails_and_in_the_end_the_process(tmp_path: Pa
         begun = time.monotonic()
         for process in made.groups.values():
             assert process.end() == 1
-            assert "NoQuorum: torchft's lighthouse did not answer" in process.log.read_text()
+            assert (
+                "NoLighthouseQuorum: torchft's lighthouse did not answer" in process.log.read_text()
+            )
         assert time.monotonic() - begun > 4, "two attempts, each as long as quorum_timeout"
         causes = [r["cause"] for r in records(made.traces) if r["kind"] == "abort"]
         assert any("no quorum of the lighthouse in 2 s" in cause for cause in causes), causes

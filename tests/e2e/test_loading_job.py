@@ -17,9 +17,9 @@ from torch import nn
 from waiting import wait_until
 
 import fft
+from fft.errors import DataError
 from fft.trace.audit import audit_dir
 from fft.train.data.source import Due
-from fft.util.errors import DataError
 
 SIDE = 6
 

@@ -12,9 +12,9 @@ from forged import nth_note, rewrite
 from stage import Member, Numbers, aborts, batch_of, job, notes, parameters
 
 import fft
+from fft.errors import Drained
 from fft.messages.protocol import Death, encode
 from fft.trace.audit import audit_dir, trace_files
-from fft.util.errors import Drained
 
 STEPS = 3
 """Steps of each loop."""

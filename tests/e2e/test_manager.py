@@ -41,7 +41,7 @@ from waiting import wait_until
 
 import fft
 from fft.bus import BusUnreachable, open_bus
-from fft.util.errors import BodyKeepsFailing, Drained, Fenced, FftError
+from fft.errors import Drained, Fenced, FftError, StepRetriesExceeded
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_a_body_that_keeps_failing_is_told_to_the_user(two: Job) -> None:
         member.start(lambda m: m.train(6, body=body))
     for member in members:
         member.end()
-    assert isinstance(members[0].error, BodyKeepsFailing)
+    assert isinstance(members[0].error, StepRetriesExceeded)
     assert isinstance(members[0].error.__cause__, ZeroDivisionError)
     assert len(tries) == 2
     (batch,) = members[0].error.__cause__.__notes__

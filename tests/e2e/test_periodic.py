@@ -18,11 +18,11 @@ from torch import nn
 from torchft.optim import OptimizerWrapper
 
 import fft
+from fft.errors import FftError, StepRetriesExceeded
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.trace.audit import audit_dir, read_lines, trace_files
 from fft.trace.report import incidents
-from fft.util.errors import BodyKeepsFailing, FftError
 
 EVERY = 3
 
@@ -262,7 +262,7 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
 def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with pytest.raises(BodyKeepsFailing, match="the cause") as told:
+    with pytest.raises(StepRetriesExceeded, match="the cause") as told:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 raise ValueError("of the user's")
@@ -525,7 +525,7 @@ def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_s
 def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with _raising(member, lambda: True) as applied, pytest.raises(BodyKeepsFailing) as told:
+    with _raising(member, lambda: True) as applied, pytest.raises(StepRetriesExceeded) as told:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 _step(member, txn)
@@ -537,7 +537,7 @@ def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job
     again."""
     member = _registered(made)
     _diloco(member)
-    with _raising(member, lambda: txn.inner_step == 2), pytest.raises(BodyKeepsFailing):
+    with _raising(member, lambda: txn.inner_step == 2), pytest.raises(StepRetriesExceeded):
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 _step(member, txn)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft.process_group import ProcessGroupDummy
 
 import fft
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 CPU = torch.device("cpu")
 

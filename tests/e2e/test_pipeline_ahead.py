@@ -14,8 +14,8 @@ from forked_run import fft
 from stage import aborts, job, notes
 
 from benchmarks.slices import slices
+from fft.errors import FftError
 from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
-from fft.util.errors import FftError
 
 SCRIPT = Path(__file__).with_name("ahead_script.py")
 LIMIT_S = 150

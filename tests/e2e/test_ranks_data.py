@@ -12,7 +12,7 @@ from stage import Job, Member, fetches, job
 from waiting import wait_until
 
 import fft
-from fft.util.errors import UnequalData
+from fft.errors import UnequalData
 
 GROUPS = RANKS = 2
 SAVED_AT = 3

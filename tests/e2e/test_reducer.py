@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fft
-from fft.util.errors import BodyKeepsFailing, FftError, UnlikeGroups
+from fft.errors import FftError, GradientLayoutMismatch, StepRetriesExceeded
 
 Gradients = dict[str, torch.Tensor | None]
 Body = Callable[[nn.Module, torch.Tensor], None]
@@ -531,10 +531,10 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
         for member in members:
             member.end()
     # the first one that sees it ends; the other one may see it, too, or continue alone
-    told = [str(m.error) for m in members if isinstance(m.error, UnlikeGroups)]
+    told = [str(m.error) for m in members if isinstance(m.error, GradientLayoutMismatch)]
     assert told and "2 parameters with 36 numbers" in told[0]
     assert "2 parameters with 45 numbers" in told[0]
-    assert {type(m.error) for m in members} <= {UnlikeGroups, type(None)}
+    assert {type(m.error) for m in members} <= {GradientLayoutMismatch, type(None)}
 
 
 class Shared(nn.Module):
@@ -696,7 +696,7 @@ def refused(traces: Path, body: Body) -> str:
             with txn:
                 body(model, txn.batch)
 
-    with job(traces, 2) as made, pytest.raises(BodyKeepsFailing) as caught:
+    with job(traces, 2) as made, pytest.raises(StepRetriesExceeded) as caught:
         made.run(work, register=False, digest="never", max_body_failures=1)
     assert not [r for r in records(traces) if r["kind"] == "commit"]
     return str(caught.value.__cause__)
@@ -843,7 +843,7 @@ def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) 
             member.start(work)
         for member in members:
             member.end()
-    told = [m.error.__cause__ for m in members if isinstance(m.error, BodyKeepsFailing)]
+    told = [m.error.__cause__ for m in members if isinstance(m.error, StepRetriesExceeded)]
     assert told and all("Does a branch depend on the batch?" in str(error) for error in told)
 
 

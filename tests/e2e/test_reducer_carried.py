@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from fft.errors import FftError, StateMismatch
 from fft.train.buckets import fill
-from fft.train.state.composite import StateMismatch
 from fft.train.state.serial import spread_as
-from fft.util.errors import FftError
 
 ONE_EACH = 64 / 2**20
 """Cap of a bucket in MiB, too small for two layers of 8 × 8."""

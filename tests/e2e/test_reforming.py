@@ -222,7 +222,7 @@ def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r1i1", "g1r0i2", *incs}
     assert (traces / "logs" / "g1r1-1.2.log").exists() == (since == 6)
     survivor = (traces / "logs" / "g1r0-1.log").read_text()
-    assert ("CannotMeet: rank 1 of group 1 is a new process" in survivor) == (since == 6)
+    assert ("GroupNotReformable: rank 1 of group 1 is a new process" in survivor) == (since == 6)
 
 
 @pytest.mark.long

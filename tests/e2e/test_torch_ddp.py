@@ -19,7 +19,7 @@ from torchft import ddp as torchft_ddp
 from torchft.process_group import ProcessGroupDummy
 
 import fft
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 STEPS = 5
 FAULT_STEP = 2

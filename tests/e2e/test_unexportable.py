@@ -11,8 +11,8 @@ from typing import Any
 from stage import Member, job
 
 import fft
+from fft.errors import FftError
 from fft.train.healing import Unexportable
-from fft.util.errors import FftError
 
 QUORUM = timedelta(seconds=4)
 

@@ -15,8 +15,8 @@ from stage import Member, Numbers, aborts, batch_of, events, fetches, job, param
 from torchft.optim import OptimizerWrapper
 
 import fft
+from fft.errors import FftError
 from fft.train.updates import Updates
-from fft.util.errors import FftError
 
 STEPS = 6
 

@@ -13,13 +13,19 @@ import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
 from waiting import wait_until
 
-from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
+from fft.bus import (
+    ErrorBus,
+    Subscription,
+    open_bus,
+    serve_tcp,
+)
 from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
 from fft.engine.calls import Buses, Publish
 from fft.engine.core import EngineCore
 from fft.engine.loop import Command, Engine
+from fft.errors import BusError
 from fft.messages.commands import Evict, encode_command
 from fft.messages.effects import Broadcast, Decide, Heal, SetTimer
 from fft.messages.protocol import (

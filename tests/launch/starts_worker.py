@@ -20,7 +20,7 @@ from torchft import Optimizer, ProcessGroupGloo
 
 import fft
 from fft.bus.tcpserver import host_store
-from fft.util.errors import JobEnded
+from fft.errors import JobEnded
 
 
 def place() -> tuple[dict[str, object], object]:

@@ -58,7 +58,7 @@ for line in stage.makefile():
     elif order == "tell":
         os.write(int(os.environ["FFT_SUPERVISOR_FD"]), rest.encode())
     elif order == "raise":
-        from fft.util.errors import JobEnded, NoState
+        from fft.errors import JobEnded, NoState
         kinds = {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError, "lost": NoState}
         kinds["late"] = JobEnded
         raise kinds[rest](rest)

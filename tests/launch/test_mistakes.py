@@ -18,14 +18,20 @@ import pytest
 from supervisor_stage import Job, Stage
 from test_supervisor import at_work, record, supervised_children, trace, two_at_work
 
-from fft.durable.plan import CheckpointError, UnfitCheckpoint
+from fft.errors import (
+    CheckpointError,
+    GradientLayoutMismatch,
+    NoState,
+    OtherSettings,
+    StateMismatch,
+    UnequalData,
+    UnfitCheckpoint,
+)
 from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes, is_the_scripts
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
-from fft.train.state.composite import StateMismatch
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
-from fft.util.errors import NoState, OtherSettings, UnequalData, UnlikeGroups
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -83,7 +89,7 @@ def test_an_item_behind_a_connection_ends_the_job_after_one_restart() -> None:
     assert found is not None and found.ends == "job"
 
 
-@pytest.mark.parametrize("kind", [UnlikeGroups, OtherSettings])
+@pytest.mark.parametrize("kind", [GradientLayoutMismatch, OtherSettings])
 def test_groups_that_are_not_alike_are_a_mistake_at_once(kind: type[BaseException]) -> None:
     found = Mistakes(["0", "1"], 2).ended("1", place(kind), False)
     assert found is not None and found.ends == "job"

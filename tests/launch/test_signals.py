@@ -18,10 +18,10 @@ from forked_run import running
 from waiting import wait_until
 
 from fft.cli.run import Interrupts
+from fft.errors import FftError
 from fft.trace.resumed import audit_job
 from fft.train.data.worker import _end_later
 from fft.train.leaving import Leaving
-from fft.util.errors import FftError
 
 LIMIT_S = 60.0
 SCRIPT = """

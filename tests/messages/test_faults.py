@@ -16,7 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from fft.messages.fault_plans import FaultPlan, FaultPlanError, load_plan
+from fft.errors import ConfigError
+from fft.messages.fault_plans import (
+    FaultPlan,
+    load_plan,
+)
 from fft.train.injector import InjectedFault, Injector
 
 GOOD = """
@@ -146,7 +150,7 @@ def test_a_bad_plan_names_file_place_and_mend(
     tmp_path: Path, text: str, place: str, mend: str
 ) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(FaultPlanError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_plan(path, groups=2, ranks=2)
     said = str(caught.value)
     assert said.startswith(f"{path}: ") and place in said and mend in said, said
@@ -154,7 +158,7 @@ def test_a_bad_plan_names_file_place_and_mend(
 
 
 def test_a_plan_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(FaultPlanError, match="cannot read the fault plan"):
+    with pytest.raises(ConfigError, match="cannot read the fault plan"):
         load_plan(tmp_path / "none.yaml")
 
 
@@ -340,7 +344,7 @@ def test_the_environment_names_the_participant(tmp_path: Path) -> None:
         one.at("backward")
     assert claims.taken == ["faults/a/1/1"]
     assert Injector.from_env(claims, lambda fault: None, env={}) is None
-    with pytest.raises(FaultPlanError, match="no group '1'"):
+    with pytest.raises(ConfigError, match="no group '1'"):
         Injector.from_env(claims, lambda fault: None, env={**env, "NUM_REPLICA_GROUPS": "1"})
 
 

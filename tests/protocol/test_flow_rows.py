@@ -160,7 +160,7 @@ def test_waiting_for_a_stalled_scope_times_out() -> None:
     a, b = job.live()
     job.fire("flow_limit")
     job.settle()
-    assert {ended(node).error for node in (a, b)} == {"FlowStalled"}
+    assert {ended(node).error for node in (a, b)} == {"UpstreamTimeout"}
     assert "waits until scope 'stage0' has taken 2 slices of the data" in ended(a).reason
     assert_sound(job)
 

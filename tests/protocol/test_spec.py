@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
+from fft.errors import ConfigError
 from fft.protocol.graph import (
     edges,
     in_mermaid,
@@ -23,7 +24,6 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
 from fft.prove.checker import all_rows
 from fft.prove.sets_of_bounds import sets_for
-from fft.util.errors import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = ROOT / "fsm_specs"
@@ -45,7 +45,7 @@ def write(folder: Path, files: Files) -> Path:
 
 def refusal(folder: Path, files: Files) -> str:
     """Return the error that loading hsdp with these files raises, without the folder."""
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_spec(write(folder, files))
     return str(caught.value).replace(f"{folder}/", "")
 
@@ -373,7 +373,7 @@ def test_conflicting_includes_are_refused_with_their_line(
 ) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(ConfigError, match=told):
         load_spec(path)
 
 
@@ -387,7 +387,7 @@ def test_parts_that_include_each_other_in_a_circle_are_refused(
     for part, following in zip(circle, circle[1:] + circle[:1], strict=True):
         text = f"# {part}\ninclude: [{following}.yaml]\n"
         path.with_name(f"{part}.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(SpecError, match=rf"{circle[-1]}.yaml:2: .*one.yaml includes itself"):
+    with pytest.raises(ConfigError, match=rf"{circle[-1]}.yaml:2: .*one.yaml includes itself"):
         load_spec(path)
 
 
@@ -432,9 +432,9 @@ def test_a_deferral_without_an_end_is_refused() -> None:
 
 def test_a_spec_is_found_by_name_and_by_path() -> None:
     assert load_spec("hsdp").digest() == load_spec(ROOT / "fsm_specs" / "hsdp.yaml").digest()
-    with pytest.raises(SpecError, match=r"there are: .*hsdp"):
+    with pytest.raises(ConfigError, match=r"there are: .*hsdp"):
         find_spec("hdsp")
-    with pytest.raises(SpecError, match="no such spec file"):
+    with pytest.raises(ConfigError, match="no such spec file"):
         find_spec("elsewhere/hsdp.yaml")
 
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
+from fft.errors import ConfigError, ProtocolError
 from fft.protocol.load import load_machine, load_spec, load_thread, parse_spec, parse_thread
 from fft.protocol.main_thread import Reaction, shipped_thread
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.vocabulary import COMMANDS, ENGINE, MAIN_THREAD, WORDS
-from fft.util.errors import ProtocolError, SpecError
 
 TABLE = shipped_thread()
 STATES = sorted(TABLE.spec.leaves)
 
 
 def refusal(raw: dict[str, Any]) -> str:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_thread(yaml.safe_dump(raw), "x.yaml")
     return str(caught.value)
 
@@ -85,12 +85,12 @@ def test_a_machine_is_told_by_what_its_file_says() -> None:
     assert load_machine("main_thread") == load_thread()
     assert load_machine("hsdp") == load_spec("hsdp")
     with pytest.raises(
-        SpecError, match=r"main_thread\.yaml:\d+: machine: Input should be 'engine'"
+        ConfigError, match=r"main_thread\.yaml:\d+: machine: Input should be 'engine'"
     ):
         load_spec("main_thread")
-    with pytest.raises(SpecError, match="machine: Input should be 'main_thread'"):
+    with pytest.raises(ConfigError, match="machine: Input should be 'main_thread'"):
         parse_thread(yaml.safe_dump(load_spec("hsdp").model_dump()), "x.yaml")
-    with pytest.raises(SpecError, match="unknown role 'computing'"):
+    with pytest.raises(ConfigError, match="unknown role 'computing'"):
         spec = load_spec("hsdp").model_dump()
         spec["states"]["NORMAL"]["role"] = "computing"
         parse_spec(yaml.safe_dump(spec), "x.yaml")

@@ -9,13 +9,13 @@ from hypothesis import given as example
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from fft.errors import ConfigError
 from fft.protocol.load import load_spec
 from fft.protocol.timeouts import (
     ARGUMENTS,
     HOST_LIMIT_S,
     Given,
     Timeout,
-    TimeoutsError,
     bus_operation,
     from_env,
     from_pairs,
@@ -44,7 +44,7 @@ def test_the_defaults_fit_as_they_are() -> None:
 def test_the_margin_of_a_drain_is_a_row_that_can_be_given() -> None:
     assert chosen()["drain_margin"].seconds == 5.0
     assert chosen(drain_margin=2.0)["drain_margin"].origin == "test"
-    with pytest.raises(TimeoutsError, match="drain_margin is -1"):
+    with pytest.raises(ConfigError, match="drain_margin is -1"):
         chosen(drain_margin=-1.0)
 
 
@@ -73,7 +73,7 @@ def test_given_values_are_kept_or_refused_with_a_set_that_works(
 ) -> None:
     try:
         table = chosen(bus, **seconds)
-    except TimeoutsError as error:
+    except ConfigError as error:
         advice = str(error).splitlines()[-1].removeprefix("these would work: ")
         shown = from_pairs(advice.split(", "))
         chosen(bus, **{name: value.seconds for name, value in shown.items()})
@@ -102,13 +102,13 @@ def test_a_bus_that_elects_leaders_is_given_the_time_for_it() -> None:
     assert table["bus_limit"].seconds == 40
     assert table["bus_limit"].origin == "spec hsdp, raised to fit bus_operation"
     assert chosen(bus=BUSES[1], connect_timeout=5)["bus_operation"].seconds == 5
-    with pytest.raises(TimeoutsError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as told:
+    with pytest.raises(ConfigError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as told:
         chosen(bus=BUSES[1], bus_limit=15)
     assert str(told.value).endswith("these would work: bus_limit=20")
 
 
 def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
-    with pytest.raises(TimeoutsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         chosen(bus_limit=3, bus_retry=1)
     assert "bus_limit = 3 s (test) must be at least 4 x bus_retry = 1 s (test)" in str(caught.value)
     assert str(caught.value).endswith("these would work: bus_retry=1, bus_limit=4")
@@ -126,12 +126,12 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
     ],
 )
 def test_invalid_timeout_is_refused(pair: str, told: str) -> None:
-    with pytest.raises(TimeoutsError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(told)):
         resolve(HSDP, from_pairs([pair]))
 
 
 def test_torchfts_variables_are_read_under_their_names() -> None:
     found = from_env({"TORCHFT_TIMEOUT_SEC": "7", "TORCHFT_MANAGER_PORT": "1"})
     assert found == {"timeout": Given(7.0, "TORCHFT_TIMEOUT_SEC")}
-    with pytest.raises(TimeoutsError, match="quorum_timeout='x'"):
+    with pytest.raises(ConfigError, match="quorum_timeout='x'"):
         from_env({"TORCHFT_QUORUM_TIMEOUT_SEC": "x"})

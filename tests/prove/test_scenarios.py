@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
+from fft.errors import FftError
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec, parse_spec
 from fft.prove.checker import Search, narrate
@@ -18,7 +19,6 @@ from fft.prove.model import KINDS, Bounds, Model, World
 from fft.prove.mutant import run
 from fft.prove.mutants import MUTANTS
 from fft.prove.scenario import (
-    ScenarioError,
     check_scenario,
     read_scenario,
     rewrite_scenario,
@@ -185,7 +185,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
 
 def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
     path = scenario(tmp_path, "# a note", "A/0 raises", output="nothing\n")
-    with pytest.raises(ScenarioError, match=r"-nothing\n\+A/0 raises: NORMAL → ROLLBACK_REQ"):
+    with pytest.raises(FftError, match=r"-nothing\n\+A/0 raises: NORMAL → ROLLBACK_REQ"):
         check_scenario(path)
     assert rewrite_scenario(path)
     check_scenario(path)
@@ -230,7 +230,7 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
 def test_ambiguous_scenario_line_is_refused_with_its_place(
     tmp_path: Path, commands: list[str], says: str
 ) -> None:
-    with pytest.raises(ScenarioError, match=says):
+    with pytest.raises(FftError, match=says):
         run_scenario(scenario(tmp_path, *commands))
 
 
@@ -248,14 +248,14 @@ def test_ambiguous_scenario_line_is_refused_with_its_place(
     ],
 )
 def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], says: str) -> None:
-    with pytest.raises(ScenarioError, match=says):
+    with pytest.raises(FftError, match=says):
         run_scenario(scenario(tmp_path, "A/0 raises", **header))
 
 
 def test_a_block_without_its_line_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cut.txt"
     path.write_text("title: t\n\nA/0 raises\n", encoding="utf-8")
-    with pytest.raises(ScenarioError, match=r"cut.txt:3: the last commands lack their line `----`"):
+    with pytest.raises(FftError, match=r"cut.txt:3: the last commands lack their line `----`"):
         read_scenario(path)
 
 
@@ -283,14 +283,14 @@ def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Pat
     check_scenario(path)
     assert len(list(narrate(search.model, violation.path))) == len(violation.path)
     path.write_text(written.replace(f"expect: {violation.name}", "expect: ok"), encoding="utf-8")
-    with pytest.raises(ScenarioError, match=f"should leave ok, but it leaves {violation.name}: "):
+    with pytest.raises(FftError, match=f"should leave ok, but it leaves {violation.name}: "):
         run_scenario(path)
     path.write_text(written.replace("\nstate\n", "\nsettle\n"), encoding="utf-8")
-    with pytest.raises(ScenarioError, match=f"{violation.name} is broken: nothing can come after"):
+    with pytest.raises(FftError, match=f"{violation.name} is broken: nothing can come after"):
         run_scenario(path)
     (tmp_path / "torn.yaml").write_text(TEXT, encoding="utf-8")
     path.write_text(written.replace("torn.yaml", "hsdp"), encoding="utf-8")
-    with pytest.raises(ScenarioError, match=r"found.txt:\d+: "):
+    with pytest.raises(FftError, match=r"found.txt:\d+: "):
         run_scenario(path)
 
 
@@ -335,7 +335,7 @@ def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
     mended = tmp_path / "mended" / "stuck.txt"
     (tmp_path / "mended" / "deaf.yaml").write_text(TEXT, encoding="utf-8")
     mended.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(ScenarioError, match="eventually: from here on everything can still settle"):
+    with pytest.raises(FftError, match="eventually: from here on everything can still settle"):
         run_scenario(mended)
 
 
@@ -352,8 +352,8 @@ def test_a_counterexample_names_its_mutant(tmp_path: Path) -> None:
     path = tmp_path / "mutant.txt"
     save_counterexample(search, violation, path, mutant=mutant.name)
     check_scenario(path)
-    with pytest.raises(ScenarioError):
+    with pytest.raises(FftError):
         save_counterexample(search, violation, path)
     path.write_text("title: t\nmutant: nobody\n\nsettle\n----\n", encoding="utf-8")
-    with pytest.raises(ScenarioError, match=f":1: no mutant 'nobody'; there are .*{mutant.name}"):
+    with pytest.raises(FftError, match=f":1: no mutant 'nobody'; there are .*{mutant.name}"):
         run_scenario(path)

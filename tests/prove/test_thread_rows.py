@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fft.errors import ConfigError
 from fft.protocol.load import load_spec, load_thread, parse_thread
 from fft.protocol.main_thread import ThreadTable
 from fft.prove.bounds import Bounds
@@ -16,7 +17,6 @@ from fft.prove.planting import small
 from fft.prove.simulator import standing
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.run import run_seed
-from fft.util.errors import SpecError
 
 HSDP = load_spec("hsdp")
 Place = tuple[str, str, int]
@@ -67,7 +67,7 @@ def without(place: Place) -> ThreadTable | None:
         del on[event]
     try:
         return ThreadTable(parse_thread(yaml.safe_dump(raw), "x.yaml"))
-    except SpecError:
+    except ConfigError:
         return None
 
 

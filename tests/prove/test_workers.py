@@ -17,8 +17,13 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+from fft.errors import FftError
 from fft.prove import workers
-from fft.prove.workers import Tell, WorkerError, processes, spread
+from fft.prove.workers import (
+    Tell,
+    processes,
+    spread,
+)
 
 FFT = [sys.executable, "-m", "fft.cli"]
 LIMIT_S = 200.0
@@ -75,9 +80,9 @@ def dies(how: str, tell: Tell) -> str:
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [
-        ("killed", WorkerError, r"^task 1: its process ended with SIGKILL .*fewer --jobs"),
-        ("exits", WorkerError, r"^task 1: its process ended with exit code 3 before it was done$"),
-        ("memory", WorkerError, r"^task 1: MemoryError; .*fewer --jobs"),
+        ("killed", FftError, r"^task 1: its process ended with SIGKILL .*fewer --jobs"),
+        ("exits", FftError, r"^task 1: its process ended with exit code 3 before it was done$"),
+        ("memory", FftError, r"^task 1: MemoryError; .*fewer --jobs"),
         ("raises", OSError, r"^no such disk$"),
     ],
 )
@@ -105,7 +110,7 @@ def test_how_many_there_are_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes(None, 2048) == 1, "one, whatever it needs"
     assert processes(None, 1) == cores
     assert processes(7, 1024) == 7, "as asked for"
-    with pytest.raises(WorkerError, match="--jobs 0: give the number"):
+    with pytest.raises(FftError, match="--jobs 0: give the number"):
         processes(0, 1)
 
 

@@ -16,10 +16,15 @@ from traced import TracedJob, peak_of
 from typer.testing import CliRunner
 
 from fft.cli import app
+from fft.errors import FftError
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Token
 from fft.trace import audit, ends, flow
-from fft.trace.audit import NO_END, AuditError, audit_dir, read_lines
+from fft.trace.audit import (
+    NO_END,
+    audit_dir,
+    read_lines,
+)
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
 from fft.trace.report import fired, incidents, input_wait, save_plan
@@ -578,7 +583,7 @@ def test_another_format_is_refused(traces: Path) -> None:
 
 
 def test_a_directory_without_traces_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(AuditError, match="--trace-dir"):
+    with pytest.raises(FftError, match="--trace-dir"):
         audit_dir(tmp_path)
 
 

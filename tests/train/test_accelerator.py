@@ -18,12 +18,12 @@ from rollback_harness import store_server
 from torch import nn
 from torchft import ProcessGroupGloo
 
+from fft.errors import DeviceLost
 from fft.train import accelerator
 from fft.train.process_group import AbortableGroup, StepState
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.random_states import capture_random, export_random, load_random
 from fft.util.error_places import place_of
-from fft.util.errors import DeviceLost
 
 SOON, NEVER = timedelta(seconds=30), timedelta(milliseconds=30)
 POOL = 4

@@ -37,8 +37,8 @@ from fft.durable.manifest import (
     sealed,
     unsealed,
 )
-from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
+from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
 from fft.messages.progress import CheckpointReport, decode_report
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
@@ -49,8 +49,6 @@ from fft.train.checkpoint.gathering import Attempt
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import RankWriter, decline
-from fft.train.state.composite import StateMismatch
-from fft.util.errors import DataError, Drained, FftError
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8

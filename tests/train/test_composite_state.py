@@ -16,8 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from fft.errors import StateMismatch
 from fft.train.checkpoint.rank_file import packed, unpacked
-from fft.train.process_group import ShardProcessGroupGloo, StateMismatch, StepState
+from fft.train.process_group import (
+    ShardProcessGroupGloo,
+    StepState,
+)
 
 
 class Quantized(torch.Tensor):

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import fft
+from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import Due, Inputs, StreamSource, as_source
-from fft.util.errors import DataError, FftError
 
 
 class Stream:

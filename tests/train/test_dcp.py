@@ -17,8 +17,8 @@ from torchft import ProcessGroupGloo
 import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
+from fft.errors import StateMismatch
 from fft.train.checkpoint.dcp import export_dcp, import_dcp
-from fft.train.process_group import StateMismatch
 
 WIDTH = 4
 

@@ -17,8 +17,11 @@ import pytest
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.plan import (
+    Checkpointing,
+)
 from fft.engine.other_scopes import OtherScope
+from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
 from fft.messages.wire import EPOCH, Wire, encode_members, list_name

@@ -14,13 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 from torch.utils.data.distributed import DistributedSampler
 
 import fft
+from fft.errors import DataError, UnequalData
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.digests import digest_of
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import Inputs, StreamSource, as_source
-from fft.util.errors import DataError, UnequalData
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
+from fft.errors import FftError
 from fft.train.state.equality_checks import EqualityChecks
 from fft.train.state.fingerprint import fingerprint
-from fft.util.errors import FftError
 
 ROW = (1 << 15) * 8
 """Bytes that the fingerprint processes at once."""

@@ -19,8 +19,8 @@ from forked import Forked, as_main
 from waiting import wait_until
 
 import fft
+from fft.errors import DataError
 from fft.train.data.source import Due
-from fft.util.errors import DataError
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from fft.errors import DataError
 from fft.train.data.batch_copy import copied
-from fft.util.errors import DataError
 
 
 class Pair(NamedTuple):

@@ -21,9 +21,9 @@ from test_loading import Noisy, bits, workers
 from waiting import wait_until
 
 import fft
+from fft.errors import DataError
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import Due, Inputs, StreamSource
-from fft.util.errors import DataError
 
 # --- bits ----------------------------------------------------------------------------------------
 

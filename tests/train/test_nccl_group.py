@@ -26,10 +26,10 @@ from torch.distributed.distributed_c10d import Store, Work
 from torchft.process_group import ProcessGroupWrapper
 
 import fft
+from fft.errors import FftError
 from fft.train import nccl_library
 from fft.train.nccl_library import TorchNccl
 from fft.train.process_group import AbortableGroup, GroupAborted
-from fft.util.errors import FftError
 
 LIMIT = timedelta(seconds=30)
 OTHER = "fft-other"

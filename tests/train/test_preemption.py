@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fft.errors import ConfigError
 from fft.train.preemption import (
     Earliest,
     FileNotice,
     HttpNotice,
     Notice,
-    NoticeError,
     Poller,
     read_aws,
     read_azure,
@@ -52,7 +52,7 @@ def test_a_deadline_moves_forward_and_never_back() -> None:
 
 @pytest.mark.parametrize("within", [-1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(within: float) -> None:
-    with pytest.raises(NoticeError, match="give seconds, 0 or more"):
+    with pytest.raises(ConfigError, match="give seconds, 0 or more"):
         Notice("soon", within)
 
 
@@ -261,7 +261,7 @@ def test_scheduled_events() -> None:
      (lambda s, b: read_azure(s, b, "vm"), 200, b'{"Events": [{}]}')],
 )  # fmt: skip
 def test_malformed_notice_is_an_error(read, status, body) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises((NoticeError, ValueError, KeyError)):
+    with pytest.raises((ConfigError, ValueError, KeyError)):
         read(status, body)
 
 
@@ -314,7 +314,7 @@ def test_only_news_is_passed_on_and_each_error_is_logged_once(
 
 
 def test_an_interval_must_be_one() -> None:
-    with pytest.raises(NoticeError, match="interval_s=0"):
+    with pytest.raises(ConfigError, match="interval_s=0"):
         Poller(Scripted(None), print, 0.0)
 
 
@@ -333,5 +333,5 @@ def test_setting_names_a_notice_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["file:", "azure", "aws:x", "/tmp/x", "gcp", ""])
 def test_a_setting_that_names_nothing_is_refused(setting: str) -> None:
-    with pytest.raises(NoticeError, match="write file:PATH, aws, google, or azure:"):
+    with pytest.raises(ConfigError, match="write file:PATH, aws, google, or azure:"):
         source_of(setting, "0", 0)

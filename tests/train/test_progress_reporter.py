@@ -16,6 +16,7 @@ from waiting import wait_until
 from fft.bus import BusUnreachable
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
+from fft.errors import FftError
 from fft.messages.progress import (
     MAX_WORD,
     CheckpointReport,
@@ -27,7 +28,6 @@ from fft.messages.progress import (
 from fft.messages.protocol import Peer, UnreadableMessage
 from fft.trace.checkpoint_notes import report_of
 from fft.train.progress_reporter import ProgressReporter, interval_from
-from fft.util.errors import FftError
 
 LIMIT_S = 30.0
 ME = Peer("1", 0, 3)

@@ -18,9 +18,9 @@ from torchft import Manager
 from torchft.coordination import LighthouseServer
 from torchft.manager import ManagerClient, ManagerServer
 
+from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.train.lighthouse import Ask, Beacon, Named, Quorums, membership_of
-from fft.util.errors import FftError
 
 TOKEN, OLD = Token(3, 7), Token(3, 6)
 WINDOW = 1.0

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft import ProcessGroupGloo
 
+from fft.errors import FftError
 from fft.train.epoch_groups import EpochGroups
 from fft.train.process_group import ShardProcessGroupGloo, StepState
-from fft.util.errors import FftError
 
 
 @pytest.fixture

@@ -15,7 +15,12 @@ from rollback_harness import client, run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo, StateMismatch, StepState
+from fft.errors import StateMismatch
+from fft.train.process_group import (
+    AbortableGroup,
+    ShardProcessGroupGloo,
+    StepState,
+)
 
 STEPS = 6
 BLOCKS = 3

@@ -30,9 +30,9 @@ from torch.distributed.distributed_c10d import (
 from torchft.process_group import ProcessGroupGloo
 from waiting import wait_until
 
+from fft.errors import FftError
 from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
 from fft.train.process_group.rendezvous import RendezvousStore
-from fft.util.errors import FftError
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from fft.train.process_group import StateMismatch, StepState
+from fft.errors import StateMismatch
+from fft.train.process_group import (
+    StepState,
+)
 from fft.train.state.step_state import TornState
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import fft
+from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data.drawn import ALONE, SHARDED
@@ -19,7 +20,6 @@ from fft.train.data.source import Inputs, as_source
 from fft.train.schedules import length_of
 from fft.train.transaction import Transaction
 from fft.train.updates import Updates
-from fft.util.errors import FftError
 
 
 def optimizer() -> torch.optim.Optimizer:

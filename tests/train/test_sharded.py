@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fft
+from fft.errors import DataError, UnequalData
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.protocol.invariants import Finding
@@ -17,7 +18,6 @@ from fft.trace.inputs import Given, Inputs, Items, Owed, judge_shards, told_of_i
 from fft.train.data import retries, sharded
 from fft.train.data.digests import ids_of
 from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
-from fft.util.errors import DataError, UnequalData
 
 
 class Share:

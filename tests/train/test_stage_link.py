@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy import zeros
 
+from fft.errors import FftError
 from fft.train.stages import link
 from fft.train.stages.link import Stranger, greet, kept_of, packed
-from fft.util.errors import FftError
 
 KEY = b"k" * 32
 

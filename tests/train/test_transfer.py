@@ -21,11 +21,11 @@ from torchft.checkpointing.http_transport import HTTPTransport
 
 import fft.train.state.transfer as transfer_module
 from fft.bus.token import JobToken
+from fft.errors import FftError
 from fft.messages.effects import Heal
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.train.healing import StateExchange
 from fft.train.state.transfer import StateTransfer, TransferError
-from fft.util.errors import FftError
 
 TOKEN = JobToken.fresh()
 LIMIT = timedelta(seconds=60)

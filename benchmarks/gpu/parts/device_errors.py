@@ -34,8 +34,8 @@ def run(pen: Pen, setting: Setting) -> None:
 
 def _judged(pen: Pen) -> None:
     from benchmarks.gpu.parts.broken import CODES, error_of
+    from fft.errors import DeviceLost
     from fft.train import accelerator
-    from fft.util.errors import DeviceLost
 
     for way in CODES:
         try:

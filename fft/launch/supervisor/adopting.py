@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from fft.bus import BusError
+from fft.errors import BusError
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.ending import Absent
 from fft.launch.supervisor.links import Links

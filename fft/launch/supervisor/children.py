@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fft.errors import JobEnded
 from fft.health.death_mutex import DeathMutex, supported
 from fft.launch import script_runner
 from fft.util import pidfd
 from fft.util.die_with_parent import tied
 from fft.util.error_places import Place
-from fft.util.errors import JobEnded
 
 logger = logging.getLogger(__name__)
 

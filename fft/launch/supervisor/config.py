@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.durable.plan import Checkpointing
+from fft.errors import ConfigError
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
-from fft.util.errors import FftError
 
 
-class SupervisorError(FftError):
+class SupervisorError(ConfigError):
     """The job cannot be started as asked; the message names the fix."""
 
 

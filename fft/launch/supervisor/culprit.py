@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from fft.bus.token import JobToken
+from fft.errors import FftError
 from fft.operate.client import JobClient
 from fft.operate.diagnosis.rounds import Report, diagnose
 from fft.operate.diagnosis.show import evict_group
 from fft.trace.blame import Rollback
-from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from fft.errors import NoState, NotEnoughGroups
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.groups import Group
@@ -13,7 +14,6 @@ from fft.launch.supervisor.mistakes import Mistake, is_the_scripts
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
-from fft.util.errors import NoState, NotEnoughGroups
 
 NO_TRANSACTIONS = (
     "the groups train alone, without each other and without fault tolerance: use "

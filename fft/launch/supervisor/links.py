@@ -10,9 +10,13 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus import (
+    ErrorBus,
+    open_job_bus,
+)
 from fft.bus.addresses import own_address
 from fft.bus.token import JobToken
+from fft.errors import BusError
 from fft.health.hosts import HostWatch, Process
 from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.commands import CommandEar

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from fft.bus import BusError
 from fft.bus.token import JobToken
+from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError, Services

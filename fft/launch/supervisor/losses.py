@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from fft.errors import InDoubt, NoState
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group
 from fft.trace.tail import JobView
-from fft.util.errors import InDoubt, NoState
 
 ALL_DIED = "all groups that had the state have died"
 NOBODY_HAS_IT = "no process has the state any more"

@@ -11,23 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fft.launch.supervisor.config import RunConfig
-from fft.util.error_places import Place
-from fft.util.errors import (
+from fft.errors import (
     FftError,
+    GradientLayoutMismatch,
     NotEnoughGroups,
     OtherSettings,
+    StateMismatch,
     UnequalData,
-    UnlikeGroups,
+    UnfitCheckpoint,
 )
+from fft.launch.supervisor.config import RunConfig
+from fft.util.error_places import Place
 
 _UNLIKE = {
-    UnlikeGroups: "all groups must train the same model",
+    GradientLayoutMismatch: "all groups must train the same model",
     OtherSettings: "all groups must be set up alike",
 }
-_UNFIT = frozenset({"UnfitCheckpoint", "StateMismatch"})
+_UNFIT = (UnfitCheckpoint, StateMismatch)
 """Classes of errors that recur in every group that begins with this checkpoint."""
-_NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
+_NEVER_LOADED = (SyntaxError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ class Mistakes:
     def _before_the_first_commit(self, error: Place, again: bool, alike: int) -> str | None:
         if again:
             return "after a restart it failed in the same place, and no step was committed"
-        if not _NEVER_LOADED.isdisjoint(error.kinds):
+        if any(map(error.is_a, _NEVER_LOADED)):
             return "it cannot be loaded"
-        if not _UNFIT.isdisjoint(error.kinds):
+        if any(map(error.is_a, _UNFIT)):
             return "all groups begin with the same state"
         if alike == len(self._groups) == self._all:
             return "no group reached its first step"

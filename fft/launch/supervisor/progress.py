@@ -10,8 +10,11 @@ import queue
 import threading
 from contextlib import suppress
 
-from fft.bus import BusError, ErrorBus
+from fft.bus import (
+    ErrorBus,
+)
 from fft.bus.resubscribing import ResubscribingListener
+from fft.errors import BusError
 from fft.health.detectors.straggler import Change, Stragglers
 from fft.messages.commands import fresh_id
 from fft.messages.progress import (

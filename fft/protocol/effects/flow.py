@@ -43,7 +43,7 @@ def stop_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         f"step {step_due(s)} waits until scope {other.scope!r} has taken {needed_of(s, c, other)} "
         f"slices of the data; it has stood at {other.cursor} for {c.timeouts['flow_limit']:g} s; "
         "its own ranks say why",
-        error="FlowStalled",
+        error="UpstreamTimeout",
     )
 
 

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fft.errors import FftError
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.prove.simulator.faults import CHANCES, RATES, Weather
 from fft.prove.simulator.run import Result, never_taken, row_uses, run_seed
 from fft.prove.workers import Tell, processes, spread
-from fft.util.errors import FftError
 
 _CHUNK = 25
 """Number of seeds that a worker runs between reports."""
@@ -33,10 +33,6 @@ _EACH_MIB = 256
 """Memory of a worker, with a margin."""
 _KEPT = 5
 """Number of failures that are kept complete, and whose traces are written."""
-
-
-class SimulateError(FftError):
-    """Arguments of ``fft simulate`` that cannot be used; the message names the remedy."""
 
 
 @dataclass(slots=True)
@@ -173,7 +169,7 @@ def simulate(
     found.
 
     Raises:
-        SimulateError, SpecError: The arguments or the spec cannot be used.
+        FftError, ConfigError: The arguments or the spec cannot be used.
     """
     _check(seeds, first, seed)
     spec = load_spec(spec_name)
@@ -192,11 +188,11 @@ def simulate(
 
 def _check(seeds: int | None, first: int, seed: int | None) -> None:
     if seed is not None and (seeds is not None or first):
-        raise SimulateError("--seed runs one seed; leave out --seeds and --first, or --seed")
+        raise FftError("--seed runs one seed; leave out --seeds and --first, or --seed")
     if seeds is not None and seeds < 1:
-        raise SimulateError(f"--seeds {seeds}: give the number of seeds to run, 1 or more")
+        raise FftError(f"--seeds {seeds}: give the number of seeds to run, 1 or more")
     if first < 0 or (seed is not None and seed < 0):
-        raise SimulateError("a seed is a whole number from 0 on; give --first or --seed as one")
+        raise FftError("a seed is a whole number from 0 on; give --first or --seed as one")
 
 
 def replay(seed: int, spec: FsmSpec, trace_dir: Path | None) -> Result:

@@ -19,7 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from fft.bus.base import HEAD, BusError
+from fft.bus.base import (
+    HEAD,
+)
 from fft.engine.calls import (
     GROUP,
     SCOPE,
@@ -34,6 +36,7 @@ from fft.engine.calls import (
     beside,
 )
 from fft.engine.core import Command, EngineCore, Heard, Posted, ScopeReader, Wiring
+from fft.errors import BusError, ProtocolError
 from fft.messages.commands import Answer
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -79,7 +82,6 @@ from fft.prove.simulator.faults import Weather
 from fft.prove.simulator.latency import Latency
 from fft.trace.inputs import CONSUMED, ENTRY, LOOP, MADE_ANEW, TRANSACTIONS
 from fft.trace.writer import TraceWriter, header, trace_path
-from fft.util.errors import ProtocolError
 
 _WALL = 1_700_000_000.0
 """Wall clock of the traces at virtual second 0."""

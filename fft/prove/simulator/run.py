@@ -63,7 +63,7 @@ def run_seed(
         participant: The core; another class plants a bug.
 
     Raises:
-        SpecError: The spec cannot be used.
+        ConfigError: The spec cannot be used.
     """
     loaded = load_spec(spec) if isinstance(spec, str) else spec
     clock, table = Clock(), _table(loaded)

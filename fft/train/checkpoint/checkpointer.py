@@ -21,11 +21,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fft.bus import BusError
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Origin
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
+from fft.errors import BusError, FftError
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
@@ -40,7 +40,6 @@ from fft.train.checkpoint.writer import RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
-from fft.util.errors import FftError
 from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import File, Manifest, Scope, name_of, partial_name
-from fft.durable.plan import CheckpointError
+from fft.errors import CheckpointError
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_rank

@@ -19,10 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from fft.bus import BusError, ErrorBus
+from fft.bus import (
+    ErrorBus,
+)
 from fft.durable.manifest import attempt_name
-from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.plan import (
+    Checkpointing,
+)
 from fft.engine.other_scopes import OtherScope
+from fft.errors import BusError, CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Token
 from fft.protocol.elsewhere import Elsewhere

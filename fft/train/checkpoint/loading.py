@@ -17,7 +17,10 @@ from fft.bus.base import HEAD
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, Scope, name_of
-from fft.durable.plan import CheckpointError, Checkpointing, UnfitCheckpoint
+from fft.durable.plan import (
+    Checkpointing,
+)
+from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
@@ -25,7 +28,6 @@ from fft.train.local_tensors import same_bits
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
-from fft.train.state.composite import StateMismatch
 from fft.train.state.random_states import load_random
 from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState

@@ -18,22 +18,17 @@ from safetensors.torch import save_file
 
 from fft.durable.manifest import File, file_stem
 from fft.durable.stores import Store
-from fft.util.errors import FftError
+from fft.errors import CheckpointError
 
 
-class UnfitForFile(FftError):
-    """A state contains a value that no file of a checkpoint can hold; the message names its
-    place."""
-
-
-class UnreadableFile(FftError):
+class UnreadableFile(CheckpointError):
     """A file of a checkpoint does not have the expected contents."""
 
 
 def packed(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split plain data with tensors in it into a JSON value and the tensors by name.
 
-    Raises UnfitForFile.
+    Raises CheckpointError.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _packed(tree, "", tensors), tensors
@@ -60,7 +55,7 @@ def write_rank(
         place: Group and rank.
         tensors: Tensors on the CPU that share no memory.
 
-    Raises OSError, UnfitForFile.
+    Raises OSError, CheckpointError.
     """
     stem = file_stem(*place)
     with store.writing(f"{directory}/{stem}.safetensors") as path:
@@ -81,7 +76,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
     except KeyError as error:
-        raise UnfitForFile(f"safetensors has no type for tensors of {error}") from error
+        raise CheckpointError(f"safetensors has no type for tensors of {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +122,7 @@ def _packed(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         return {"$dict": [[_packed(k, f"{place}.key", tensors), v] for k, v in pairs]}
-    raise UnfitForFile(
+    raise CheckpointError(
         f"{place.lstrip('.')} is a {type(value).__name__}, which a checkpoint cannot hold: it "
         "takes tensors, dicts, lists, tuples, str, bytes, bool, int, float and None"
     )

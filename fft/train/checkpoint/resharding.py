@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fft.durable.plan import CheckpointError, UnfitCheckpoint
+from fft.errors import CheckpointError, UnfitCheckpoint
 from fft.train.checkpoint.snapshot import Layout, layout_of
 from fft.train.local_tensors import local_of
 from fft.train.rank_state import RankState

@@ -18,13 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fft.errors import FftError
 from fft.train.checkpoint.rank_file import packed
 from fft.train.local_tensors import edit_count, local_of
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import export_random
 from fft.train.state.serial import merged, plain
 from fft.train.state.step_state import export_parameters
-from fft.util.errors import FftError
 
 PARAMETERS = "state.parameters."
 LATE = (PARAMETERS, "state.optimizers.")
@@ -73,8 +73,8 @@ class Snapshot:
         gives: Slices whose entries this stage gives to the next one, to be included.
 
     Raises:
-        TypeError, UnfitForFile: The state contains a value that no file can hold; the message names
-            its place.
+        TypeError, CheckpointError: The state contains a value that no file can hold; the message
+            names its place.
     """
 
     def __init__(

@@ -24,11 +24,11 @@ from fft.durable.manifest import (
     Receipt,
     Scope,
 )
+from fft.errors import FftError
 from fft.train.checkpoint.due import Note, tell_left_out
 from fft.train.checkpoint.gathering import Attempt, Cleared, Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
-from fft.util.errors import FftError
 from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fft.util.errors import DataError
+from fft.errors import DataError
 
 _UNCHANGEABLE = (str, bytes, bool, int, float, complex, type(None))
 _Memo = dict[int, Any]

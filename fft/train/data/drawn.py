@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 NO_DATA_EPOCHS = "not available for this loader, which has no data epochs; pass an fft.CursorLoader"
 """Reason why a txn has no data epochs: the loader does not count them."""

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fft.errors import DataError
 from fft.train.data.digests import digest_of, runs_no_code
 from fft.train.data.retries import forbid_retry, name_item
 from fft.train.data.source import (
@@ -45,7 +46,6 @@ from fft.train.data.worker import (
     same,
     seeded,
 )
-from fft.util.errors import DataError
 from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from fft.errors import FftError
 from fft.util.error_places import may_pass
-from fft.util.errors import FftError
 
 
 class Superseded(Exception):

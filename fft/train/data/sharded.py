@@ -20,14 +20,13 @@ from typing import Any, Literal
 
 import torch
 
-from fft.bus.base import BusError
+from fft.errors import BusError, DataError
 from fft.messages.effects import StartTxn
 from fft.train.data.batch_copy import copied
 from fft.train.data.drawn import SHARDED, Drawn
 from fft.train.data.retries import is_ahead, retried
 from fft.train.data.source import DataSource, Due, Identify, StreamSource, named
 from fft.train.state.serial import plain
-from fft.util.errors import DataError
 
 logger = logging.getLogger(__name__)
 

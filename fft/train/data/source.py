@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from fft.errors import DataError, FftError, UnequalData
 from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of, runs_no_code
 from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
-from fft.util.errors import DataError, FftError, UnequalData
 from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)

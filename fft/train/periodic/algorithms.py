@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fft.errors import FftError
 from fft.train.local_tensors import like, local_of
 from fft.train.periodic.shared_state import Fragment
 from fft.train.periodic.synchronizer import Synchronizer
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT

@@ -24,8 +24,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fft.bus import BusError, open_job_bus
+from fft.bus import (
+    open_job_bus,
+)
 from fft.engine.loop import Command, Engine
+from fft.errors import BusError, FftError
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -58,7 +61,6 @@ from fft.train.reported import code_of, error_of, text_of
 from fft.train.settings import Settings
 from fft.train.state.step_state import StepState, TornState
 from fft.train.watchers import Watchers
-from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.data.drawn import Drawn
 from fft.train.interrupt import Interrupted
@@ -20,7 +21,6 @@ from fft.train.reported import code_of, text_of
 from fft.train.state.step_state import TornState
 from fft.train.transaction import Transaction
 from fft.train.unsafe_places import guarded
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.periodic.loop import PeriodicLoop
@@ -77,7 +77,7 @@ class InnerTransaction(Transaction):
     def _left_undone(self) -> Exception | None:
         """The error that the step function has reported, if it ended without an exception.
 
-        Raises BodyKeepsFailing if it ended too early, or stepped a scheduler.
+        Raises StepRetriesExceeded if it ended too early, or stepped a scheduler.
         """
         updates = self._periodic.state.updates
         if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
@@ -141,7 +141,7 @@ class InnerTransaction(Transaction):
         periodic.watchers.txn_ended(committed=False)
 
     def _give_up_if_hopeless(self, error: Exception, in_update: bool = False) -> None:
-        """Raise BodyKeepsFailing if ``error`` keeps coming here; of updates, in this window."""
+        """Raise StepRetriesExceeded if ``error`` keeps coming here; of updates, in this window."""
         number = self.step * self._periodic.synchronizer.steps
         number += 0 if in_update else self.inner_step
         where = f"step {self.step}, inner step {self.inner_step}"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Synchronise
 from fft.protocol.apart import own_lease
@@ -26,7 +27,6 @@ from fft.train.reductions import TxnReductions
 from fft.train.transaction import TransactionLoop
 from fft.train.unsafe_places import guarded
 from fft.train.watchers import Watchers
-from fft.util.errors import DataError, FftError
 
 _IN_A_STEP = (
     "manager.allreduce() while the groups step alone: the others are not at the same step, so that "

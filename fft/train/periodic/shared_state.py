@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fft.errors import FftError, StateMismatch
 from fft.train.local_tensors import local_of
-from fft.train.state.composite import StateMismatch, refuse_composite
+from fft.train.state.composite import (
+    refuse_composite,
+)
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.serial import (
     check_optimizer,
@@ -27,7 +30,6 @@ from fft.train.state.serial import (
     tensors_of,
 )
 from fft.train.state.step_state import StepState
-from fft.util.errors import FftError
 
 
 @dataclass

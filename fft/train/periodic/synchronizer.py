@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torchft.manager import WorldSizeMode
 
+from fft.errors import FftError
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
@@ -26,7 +27,6 @@ from fft.protocol.apart import is_brought
 from fft.train.local_tensors import local_of
 from fft.train.periodic.shared_state import Fragment, SharedState
 from fft.train.state.sharded import reshard
-from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from fft.errors import StateMismatch
 from fft.train.process_group.abortable import AbortableGroup
 from fft.train.process_group.op_names import CollectiveFailed, GroupAborted
 from fft.train.process_group.shard import ShardProcessGroupGloo
-from fft.train.state.composite import StateMismatch
 from fft.train.state.step_state import StepState
 
 __all__ = [

@@ -33,6 +33,7 @@ from torchft.process_group import (
 )
 
 from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_unreachable
+from fft.errors import DeviceLost
 from fft.train import accelerator
 from fft.train.nccl_library import outlive_aborts
 from fft.train.process_group import sockets
@@ -44,7 +45,6 @@ from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore, s
 from fft.train.process_group.shard import ShardGroup
 from fft.train.process_group.sockets import Address
 from fft.train.process_group.works import Era, TrackedWork, forget_ended
-from fft.util.errors import DeviceLost
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fft.errors import FftError
 from fft.train.process_group.freeing import time_left
 from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore
-from fft.util.errors import FftError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fft.errors import DataError, FftError
 from fft.trace.inputs import ENTRY
 from fft.train.data.retries import Superseded
 from fft.train.data.source import Due, as_source
 from fft.train.stages.link import JOIN_S, LOST, Stranger, cut, greet, key_of, parts_of, place
-from fft.util.errors import DataError, FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fft.bus.token import derive
-from fft.util.errors import FftError
+from fft.errors import FftError
 from fft.util.kernel_limit import limit_in_kernel
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fft.bus.addresses import own_address
+from fft.errors import DataError, FftError
 from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
@@ -41,7 +42,6 @@ from fft.train.stages.link import (
     parts_of,
     place,
 )
-from fft.util.errors import DataError, FftError
 
 if TYPE_CHECKING:
     from fft.engine.loop import Engine

@@ -14,12 +14,12 @@ from torchft.manager import Manager
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.other_scopes import OtherScope
+from fft.errors import FftError
 from fft.messages.wire import SCOPES
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.trace.format import scope_folder
 from fft.train.settings import Settings
-from fft.util.errors import FftError
 
 
 class StageScope:

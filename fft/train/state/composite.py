@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fft.errors import FftError, StateMismatch
 from fft.train.local_tensors import is_composite, leaves_of, like, local_of, part_of
-from fft.util.errors import FftError
 
 CLASS = "$class"
 """Key of the class name in an exported subclass."""
@@ -24,10 +24,6 @@ LAYOUT = "$layout"
 _OPAQUE = "$repr"
 """Key of metadata that can be compared but not rebuilt."""
 _PLAIN = (str, bool, int, float, type(None))
-
-
-class StateMismatch(FftError):
-    """A state does not fit this rank's model or optimizer; the message names the first mismatch."""
 
 
 def is_marked(value: object) -> bool:

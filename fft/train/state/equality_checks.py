@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fft.util.errors import FftError
+from fft.errors import FftError
 
 _SHARE = 0.01
 """Share of the time between commits that fingerprints may take."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fft.errors import FftError
 from fft.train import accelerator
-from fft.util.errors import FftError
 
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:

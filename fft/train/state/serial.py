@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fft.errors import StateMismatch
 from fft.train.local_tensors import leaves_of, like
 from fft.train.state.composite import (
-    StateMismatch,
     check_beside,
     exported,
     exported_beside,

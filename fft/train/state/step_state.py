@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from fft.errors import FftError, StateError
 from fft.train.local_tensors import bits_of, edit_count, leaves_of, put_bits, same_bits
 from fft.train.state.buffers import Buffer, capture_buffers, restore_buffers
 from fft.train.state.composite import copy_into, exported
@@ -47,12 +48,11 @@ from fft.train.state.serial import (
     without_tensors,
 )
 from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
-from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 
 
-class TornState(FftError):
+class TornState(StateError):
     """A rolled back step had changed parameters without a copy; the message names them."""
 
 

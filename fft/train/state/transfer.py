@@ -44,7 +44,7 @@ from torchft.checkpointing import CheckpointTransport
 
 from fft.bus.addresses import HOW_TO_REACH, joined
 from fft.bus.token import JobToken, derive, mac
-from fft.util.errors import FftError
+from fft.errors import StateError
 from fft.util.log_sampler import LogSampler
 
 WORKERS = 16
@@ -67,7 +67,7 @@ _TAG_BYTES = 32
 logger = logging.getLogger(__name__)
 
 
-class TransferError(FftError):
+class TransferError(StateError):
     """State could not be fetched or sent; the message names the peer and the problem."""
 
 

@@ -1,0 +1,65 @@
+"""Tests of the public exceptions, their tree, and their old names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import fft
+import fft.errors
+import fft.util.errors
+
+CLASSES = {
+    name: kind
+    for name, kind in vars(fft.errors).items()
+    if inspect.isclass(kind) and issubclass(kind, BaseException)
+}
+OLD = {
+    "BodyKeepsFailing": "StepRetriesExceeded",
+    "CannotMeet": "GroupNotReformable",
+    "FlowStalled": "UpstreamTimeout",
+    "NoQuorum": "NoLighthouseQuorum",
+    "SpecError": "ConfigError",
+    "UnlikeGroups": "GradientLayoutMismatch",
+    "Drained": "Drained",
+    "FftError": "FftError",
+}
+
+
+def test_public_exceptions_are_few_documented_and_exported() -> None:
+    assert len(fft.errors.__all__) <= 15
+    for name in fft.errors.__all__:
+        assert CLASSES[name].__doc__ and getattr(fft, name) is CLASSES[name]
+        assert name in fft.__all__
+
+
+def test_tree_in_the_docstring_is_that_of_the_classes() -> None:
+    drawn: dict[str, str] = {}
+    above: list[tuple[int, str]] = []
+    for line in (fft.errors.__doc__ or "").split("::")[1].splitlines():
+        if found := re.match(r"([ │├└─]*)(\w+)(  |$)", line):
+            depth, name = len(found[1]), found[2]
+            above = [entry for entry in above if entry[0] < depth]
+            if above:
+                drawn[name] = above[-1][1]
+            above.append((depth, name))
+    assert drawn == {name: CLASSES[name].__base__.__name__ for name in fft.errors.__all__}
+
+
+def test_every_other_exception_has_a_public_base() -> None:
+    public = {CLASSES[name] for name in fft.errors.__all__}
+    for kind in CLASSES.values():
+        assert public & set(kind.__mro__)
+
+
+@pytest.mark.parametrize(("old", "new"), OLD.items())
+def test_old_name_warns_and_is_the_new_class(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{old} is fft\.errors\.{new}"):
+        assert getattr(fft.util.errors, old) is CLASSES[new]
+
+
+def test_unknown_old_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = fft.util.errors.Nothing
