@@ -151,9 +151,10 @@ class Job:
     def whole_epoch(self) -> tuple[int, ...] | None:
         """Return the epoch that all groups are working in, by rank, if there is one.
 
-        It is the same for all, except for stages that step by themselves. Asynchronous groups are
-        rarely in one epoch together: the result is ``()`` if each has been in an epoch since it
-        began and the newest record lists it, which is the only sign for a group that was killed.
+        It is the same for all, except for stages that each have a scope of their own. Asynchronous
+        groups are rarely in one epoch together: the result is ``()`` if each has been in an epoch
+        since it began and the newest record lists it, which is the only sign for a group that was
+        killed.
         """
         view, groups = self.tail.poll(), [str(g) for g in range(self.layout.groups)]
         ranks = [view.of(group) for group in groups]

@@ -46,8 +46,8 @@ TIMEOUTS = ("hang_grace=3",)
 """Timeouts that make the monitor end a process that is stopped for 5 s."""
 _TICK_S = 0.1
 _STAGES_APART = 2
-"""Maximum distance in steps of stages that step by themselves; the driver observes the first
-stage's step."""
+"""Maximum distance in steps of stages with a scope each; the driver observes the first stage's
+step."""
 _APART = 10
 """Steps between faults that may end a process; the previous one has begun by then, or is over."""
 

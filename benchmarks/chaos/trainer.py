@@ -187,7 +187,7 @@ def _next_tokens(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_ahead(manager: fft.ManagerFFT) -> tuple[Body, Any]:
-    """Train the GPT's halves as stages that step by themselves; the first has its own head."""
+    """Train the GPT's halves as stages with a scope each; the first has its own head."""
     whole = GPT(2, 64)
     rank = int(os.environ["RANK"])
     model = nn.ModuleDict({"stage": Stage(whole, rank, 2), "head": Stage(GPT(2, 64), 1, 2)})

@@ -24,7 +24,13 @@ def title(job: str) -> str:
 def svg(
     curves: Mapping[str, Curve], faults: Mapping[str, Sequence[tuple[int, str]]], outer: int
 ) -> str:
-    """``curves`` by job: (synchronisation, loss). ``faults`` by job: (synchronisation, kind)."""
+    """Return the plot as SVG.
+
+    Args:
+        curves: Points (synchronization, loss) by job.
+        faults: Faults (synchronization, kind) by job.
+        outer: Number of synchronizations of a run.
+    """
     losses = [loss for points in curves.values() for _, loss in points]
     low, high = math.floor(min(losses) * 5) / 5, math.ceil(max(losses) * 5) / 5
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM

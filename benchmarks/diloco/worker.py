@@ -105,7 +105,7 @@ class Recorder:
         self.pen.say("dropped", why=why, step=self.manager.current_step())
         self.samples = []
 
-    # --- synchronisations ---
+    # --- synchronizations ---
 
     def outer_stepped(self, *_: Any) -> None:
         """Record that the job's parameters have taken a step here."""

@@ -1,13 +1,13 @@
-"""Try FFT on this machine's GPU: ``make gpu``, or ``python -m benchmarks.gpu [PART …]``.
+"""Test FFT on this machine's GPU: ``make gpu``, or ``python -m benchmarks.gpu [PART …]``.
 
-Takes at most 8 minutes and no network, installs nothing, and runs from the source tree. Packages
-that the machine lacks may lie in gpu-packages/ beside it (python -m benchmarks.gpu.packages).
-Results: results.jsonl in the run's folder, and docs/gpu.md with --write. Where that page is wanted
-on another machine, bring results.jsonl there, and give it to --page.
+It takes at most 8 minutes, uses no network, installs nothing, and runs from the source tree.
+Packages that the machine lacks may lie in gpu-packages/ beside it (python -m
+benchmarks.gpu.packages). The results are results.jsonl in the run's folder, and docs/gpu.md with
+--write. To write that page on another machine, copy results.jsonl there and pass it to --page.
 
-Exit code: 0 all that was tried is well, or there is no GPU; 1 something that must hold does not, or
-nothing was tried, or the machine cannot be described; 2 wrong arguments; 3 a part has crashed or
-hung, or was not begun for want of time; 4 there is a GPU that torch cannot use.
+Exit codes: 0 if all tested requirements hold or the machine has no GPU; 1 if a requirement does not
+hold, nothing was tested, or the machine cannot be described; 2 for wrong arguments; 3 if a part
+crashed, hung, or was not begun for lack of time; 4 if torch cannot use an existing GPU.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _lookup_ms() -> int:
     """Return how long the lookup of an unknown name takes, with torch's query (`runner`)."""
     began = time.monotonic()
     with suppress(OSError):
-        socket.getnameinfo(("192.0.2.1", 80), socket.NI_NAMEREQD)  # RFC 5737: nobody's address
+        socket.getnameinfo(("192.0.2.1", 80), socket.NI_NAMEREQD)  # RFC 5737: a reserved address
     return round(1e3 * (time.monotonic() - began))
 
 

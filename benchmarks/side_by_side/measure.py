@@ -207,6 +207,6 @@ def _median_step(events: Sequence[Event]) -> float | None:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-len(ordered) * percent // 100) - 1))]

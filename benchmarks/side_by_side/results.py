@@ -91,7 +91,7 @@ class Results:
         return len(found) if all(one.never for one in found) else 0
 
     def absence(self, row: Row, system: System) -> str | None:
-        """Return the reason why there are none, if it is known."""
+        """Return the reason why a system has no results in a row, if it is known."""
         found = [
             str(r["why"])
             for r in self.records

@@ -23,7 +23,7 @@ from fft.train.local_tensors import edit_count, local_of, same_bits
 BUCKET_MB = 25.0
 """As DDP's ``bucket_cap_mb``."""
 _FIRST_BUCKET_MB = 1.0
-"""Size of the second bucket, so that reducing begins early; as in DDP."""
+"""Cap of the first bucket, which backward fills first, so that reducing begins early; as in DDP."""
 _ALIGNMENT = 16
 """Every gradient begins at a multiple of this many elements, for vectorized kernels."""
 

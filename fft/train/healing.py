@@ -220,7 +220,8 @@ class Healer:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            # A misfit with this state, or a problem of this host, would only stop the others again.
+            # A state that does not fit here, or a process that cannot reach a living peer, would
+            # only stop the others again.
             if touched or isinstance(error, _COMES_AGAIN) or self._is_cut_off(error):
                 raise
             return

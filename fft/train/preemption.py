@@ -1,4 +1,4 @@
-"""Preemption notices: sources that tell that this process must end soon.
+"""Preemption notices: messages from outside that this process must end soon.
 
 A source is any object with ``poll``, such as a file or a cloud's metadata server. A `Poller` calls
 it repeatedly on a thread of its own and passes new notices on. `fft.train.drain_clock` decides what

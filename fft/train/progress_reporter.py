@@ -27,7 +27,7 @@ from fft.util.log_sampler import LogSampler
 VARIABLE = "FFT_PROGRESS_INTERVAL"
 DEFAULT_INTERVAL_S = 1.0
 WORDS_A_SECOND = 100
-"""Limit for the reports of a whole job; in a large job each rank reports less often."""
+"""Maximum for a whole job; in a large job each rank reports less often."""
 _KEEP = 1024
 """Maximum number of timed steps between two reports."""
 

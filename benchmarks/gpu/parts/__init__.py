@@ -1,2 +1,1 @@
-"""The tests, a module each, with ``run(pen, setting)``, and the helpers that several of them
-use."""
+"""The tests, one module each with ``run(pen, setting)``, and helpers that several of them use."""

@@ -11,7 +11,7 @@ decides before its vote and names the txn in the register. A commit includes tha
 rank that has the commit finds the name, and a rank outside the txn is not concerned. (If each stage
 has its own scope: `fft.train.checkpoint.due_in_stages`.)
 
-Everything runs on the main thread, unless a docstring says otherwise.
+Everything runs on the main thread, unless a docstring states otherwise.
 """
 
 from __future__ import annotations

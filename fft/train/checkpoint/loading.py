@@ -1,6 +1,7 @@
-"""Loading of the checkpoint that a rank resumes from, before it joins a job that is not running.
+"""Loading of the checkpoint that a rank resumes from, before it joins its job.
 
-A rank reads the files of the group that wrote the common state, and its own files for buffers and
+It happens only if the job is not running; otherwise the state comes from a group that has it. A
+rank reads the files of the group that wrote the common state, and its own files for buffers and
 random states. It changes nothing before all has been read and fits.
 """
 

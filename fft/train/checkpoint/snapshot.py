@@ -253,7 +253,7 @@ def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """Return the part of a DTensor that this rank has, or None for a tensor that is not sharded."""
+    """Return the part of a DTensor that this rank has, or None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     _, offset = compute_local_shape_and_global_offset(
