@@ -76,7 +76,7 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
         state_dict=None,
         min_replica_size=1,
         trace_dir=traces,
-        check_replicas=0,
+        config=fft.ManagerConfig(check_replicas=0),
         checkpoint=fft.Checkpointing(place, every=EVERY, keep=2),
     )
     checkpointer = manager._parts.checkpointer

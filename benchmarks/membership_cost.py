@@ -50,7 +50,9 @@ def child(path: str, group: str) -> None:
             store_addr="127.0.0.1",
             store_port=turn["stores"][int(group)],
             lighthouse_addr=config["lighthouse"] if with_lighthouse else None,
-            membership="lighthouse" if turn["arm"] == ARMS[2] else "register",
+            config=fft.ManagerConfig(
+                membership="lighthouse" if turn["arm"] == ARMS[2] else "register"
+            ),
             init_sync=False,
             bus=turn["bus"],
         )

@@ -36,7 +36,8 @@ def main() -> None:
         min_replica_size=1,
         timeouts={"join_window": 0.2, "join_interval": 0.1},  # wait no longer for who is not ready
         init_sync=False,  # every process builds the same weights from the seed
-        digest="commit",  # lets the audit compare the groups bit by bit; too costly for long runs
+        # Lets the audit compare the groups bit by bit; too costly for long runs
+        config=fft.ManagerConfig(digest="commit"),
     )
     try:
         train(manager, args.steps, args.seed)

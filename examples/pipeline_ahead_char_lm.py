@@ -35,7 +35,8 @@ def main() -> None:
         state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
-        digest="commit",  # lets the audit compare the groups bit by bit; too costly for long runs
+        # Lets the audit compare the groups bit by bit; too costly for long runs
+        config=fft.ManagerConfig(digest="commit"),
     )
     try:
         train = (train_first, train_last)[int(os.environ["RANK"])]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.settings import ManagerConfig
     from fft.train.stages.input import StageInput
     from fft.train.stages.output import StageOutput
 
@@ -48,6 +49,7 @@ _HOME = {
     "FileNotice": "fft.train.preemption",
     "HttpNotice": "fft.train.preemption",
     "LocalSGD": "fft.train.periodic.algorithms",
+    "ManagerConfig": "fft.train.settings",
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
@@ -78,6 +80,7 @@ __all__ = [
     "InDoubt",
     "JobError",
     "LocalSGD",
+    "ManagerConfig",
     "ManagerFFT",
     "NoEpoch",
     "NoState",

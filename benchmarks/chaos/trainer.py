@@ -301,8 +301,7 @@ def main() -> None:
         init_sync=False,
         connect_timeout=timedelta(seconds=10),
         timeouts={**joins, **timeouts},
-        digest="commit",
-        check_replicas=CHECK_EVERY,
+        config=fft.ManagerConfig(digest="commit", check_replicas=CHECK_EVERY),
         shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if shards else None,
         spec="hsdp" if name in ("gpt", "cnn") else name,
     )

@@ -69,7 +69,7 @@ def main() -> None:
         init_sync=False,
         connect_timeout=timedelta(seconds=connect),
         timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     model = built(manager, sharded)
     manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

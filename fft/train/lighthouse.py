@@ -62,13 +62,17 @@ _LONGEST_PAUSE = 64
 back."""
 
 
-def membership_of(given: str | None) -> Membership:
-    """Return the membership set by ``membership=`` or ``FFT_MEMBERSHIP``. Raises FftError."""
+def membership_of(given: str | None = None) -> Membership:
+    """Return the given membership, else ``FFT_MEMBERSHIP``, else ``register``.
+
+    Raises FftError if it is unknown.
+    """
+    wanted = given or os.environ.get("FFT_MEMBERSHIP") or "register"
     for known in get_args(Membership):
-        if (given or "register") == known:
+        if wanted == known:
             return known  # type: ignore[no-any-return]
     known_ones = " or ".join(map(repr, get_args(Membership)))
-    raise FftError(f"membership={given!r} (or FFT_MEMBERSHIP): it is {known_ones}")
+    raise FftError(f"membership={wanted!r} (or FFT_MEMBERSHIP): expected {known_ones}")
 
 
 def construct(manager: Manager, called: BoundArguments) -> None:

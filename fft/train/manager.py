@@ -31,12 +31,12 @@ from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
-from fft.train.lighthouse import Membership, construct
+from fft.train.lighthouse import construct
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
 from fft.train.reported import QuietLogger
-from fft.train.settings import Digest, Learners, OnDivergence, read_settings, refuse_unknown
+from fft.train.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
@@ -56,39 +56,16 @@ class ManagerFFT(TorchftInterface):
             seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
         timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
             and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
-        digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
-            every commit, so that the audit can compare replicas bit by bit. Hashes all of them in
-            every step: for audits, not for long runs. Buffers, which may differ, are left out.
-        check_replicas: every so many steps replicas compare a fingerprint of parameters and
-            optimizer state in their votes; a power of 2. None: as often as costs 1 % of the time;
-            0: never. Needs ``register``.
-        on_divergence: what follows if they differ. ``stop``: the job ends with ``Diverged``.
-            ``heal``: who differs from most fetches their state; without a majority, stop. None:
-            as the spec says (``policies``), which is ``stop`` as shipped.
-        learners: a group that joins computes its first step on weights that are not the job's,
-            while its state is on its way. ``auto``: not where bodies change reduced gradients, by
-            clipping, say, since that might depend on the weights: then it waits for the state.
-            ``always``: it need not wait, for they depend on the gradients alone. ``never``: it
-            always waits.
-        max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
-            None: 2 times by the same error (class, words and every call), 5 times in all.
-        monitor: whether a process beside this one watches it: rolls back when the main thread
-            hangs, ends the process when that does not help, and tells of its death. None: unless
-            ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
-        progress_interval: seconds between two words of progress, by which slow ranks are named; 0:
-            none (``FFT_PROGRESS_INTERVAL``, else 1).
-        membership: ``register``: the job's register decides alone who is in, and a lighthouse, if
-            one is given (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats.
-            ``lighthouse``: no txn commits without a quorum of it that names every group; give all
-            groups the same (``FFT_MEMBERSHIP``, else ``register``).
-        checkpoint: a place for durable ones, or ``fft.Checkpointing``; `fft run`'s comes first.
+        checkpoint: Place of durable checkpoints, or ``fft.Checkpointing``; that of ``fft run``
+            takes precedence.
+        config: Further settings, such as ``fft.ManagerConfig(digest="commit")``.
 
     Raises:
         TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
-        ConfigError: the spec cannot be used.
-        ConfigError: timeouts that contradict each other; says which would work.
-        TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
-        BusUnreachable: nobody answers at ``bus``. CheckpointError: none can be taken as asked.
+        ConfigError: The spec or the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used,
+            or timeouts contradict each other; the message names ones that would work.
+        BusError: No bus answers at ``bus``.
+        CheckpointError: Checkpoints cannot be taken as configured.
     """
 
     def __init__(
@@ -104,18 +81,12 @@ class ManagerFFT(TorchftInterface):
         shard_pg: ProcessGroup | None = None,
         expected_groups: int | None = None,
         timeouts: Mapping[str, float] | None = None,
-        digest: Digest = "never",
-        check_replicas: int | None = None,
-        on_divergence: OnDivergence | None = None,
-        learners: Learners = "auto",
-        max_body_failures: int | None = None,
-        monitor: bool | None = None,
-        progress_interval: float | None = None,
-        membership: Membership | None = None,
         checkpoint: Checkpointing | str | Path | None = None,
+        config: ManagerConfig | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unknown(ManagerFFT.__init__, kwargs)
+        config = ManagerConfig.taken(kwargs, config)
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
         )
@@ -126,15 +97,8 @@ class ManagerFFT(TorchftInterface):
             trace_dir=trace_dir,
             expected_groups=expected_groups,
             timeouts=timeouts,
-            digest=digest,
-            check_replicas=check_replicas,
-            on_divergence=on_divergence,
-            learners=learners,
-            max_body_failures=max_body_failures,
-            monitor=monitor,
-            progress_interval=progress_interval,
-            membership=membership,
             checkpoint=checkpoint,
+            config=config,
         )
         with ExitStack() as undo:
             if settings.alone is not None:

@@ -112,7 +112,7 @@ class Parts:
         undo.callback(self.leaving.close)
         self.quorums = self._make_quorums(manager)
         self.healer = Healer(
-            manager, self.job, self.state, self.groups, self.exchange, settings.learners
+            manager, self.job, self.state, self.groups, self.exchange, settings.config.learners
         )
         self.voter = Voter(
             manager,
@@ -123,7 +123,7 @@ class Parts:
             self.healer,
             self.quorums,
             self.injector,
-            settings.learners,
+            settings.config.learners,
         )
         self.worker = Worker(
             manager,
@@ -138,7 +138,7 @@ class Parts:
             self.leaving,
             self.quorums,
             self.injector,
-            settings.max_body_failures,
+            settings.config.max_body_failures,
             partial(join, manager, self),
         )
         own = self.job, self.watchers, self.state, self.reductions
@@ -164,7 +164,7 @@ class Parts:
 
     def _make_quorums(self, manager: Manager) -> Quorums | None:
         """Who asks the lighthouse, if it is in charge: the first rank of a group."""
-        if self.settings.membership != "lighthouse" or manager._group_rank != 0:
+        if self.settings.config.membership != "lighthouse" or manager._group_rank != 0:
             return None
         return Quorums(
             cast("Beacon", manager._manager),
@@ -318,7 +318,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     if parts.quorums is not None:
         parts.quorums.start()
     speed = watchers.report_speed(
-        job.bus, job.peer, settings.progress_interval, None if stage is None else stage.name
+        job.bus, job.peer, settings.config.progress_interval, None if stage is None else stage.name
     )
     job.report_to(speed)
     if parts.groups.shard is not None:
@@ -386,7 +386,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         min_replica_size=config.min_groups,
         world_size_mode=manager._replica_world_size_mode.name,
         on_divergence=config.on_divergence,
-        membership=parts.settings.membership,
+        membership=parts.settings.config.membership,
         **({} if synchronizer is None else synchronizer.plan),
     )
 

@@ -34,7 +34,7 @@ _KEEP = 1024
 logger = logging.getLogger(__name__)
 
 
-def interval_from(given: float | None, env: Mapping[str, str] = os.environ) -> float:
+def interval_from(given: float | None = None, env: Mapping[str, str] = os.environ) -> float:
     """Return the seconds between two reports, 0 for none.
 
     That is ``given``, else ``FFT_PROGRESS_INTERVAL``, else 1. Raises FftError if it is not a number

@@ -68,9 +68,9 @@ class RankState:
         """Number of ranks of a group that take separate data items; 1 if all ranks take the same
         item."""
         self._injector = injector
-        self._check_every = settings.check_replicas
+        self._check_every = settings.config.check_replicas
         """Number of steps between comparisons of replicas."""
-        self._digests = settings.digest == "commit"
+        self._digests = settings.config.digest == "commit"
         self.models: list[nn.Module] = []
         self.pipelines: list[Rewindable] = []
         self.step: StepState | None = None

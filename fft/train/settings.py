@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import BoundArguments, signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torchft.manager import Manager
 
 from fft.bus.token import JobToken
@@ -39,6 +41,85 @@ Digest = Literal["never", "commit"]
 Learners = Literal["auto", "always", "never"]
 OnDivergence = Literal["stop", "heal"]
 
+
+class ManagerConfig(BaseModel):
+    """Settings of ``ManagerFFT`` that most scripts leave alone; ``config=`` takes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: Digest = "never"
+    """``commit`` traces a digest of this rank's parameters and optimizer state after every commit,
+    so that the audit can compare replicas bit by bit. It hashes all of them in every step: for
+    audits, not for long runs. Buffers, which may differ, are left out."""
+    check_replicas: int | None = None
+    """Interval in steps at which replicas compare a fingerprint of parameters and optimizer state
+    in their votes; a power of 2. None chooses an interval that costs 1 % of the time; 0 disables
+    the comparison. It needs ``register``."""
+    on_divergence: OnDivergence | None = None
+    """Reaction to replicas that differ. ``stop`` ends the job with ``Diverged``. With ``heal``,
+    ranks that differ from the majority fetch its state; without a majority the job stops. None
+    takes the value of the spec (``policies``), which is ``stop`` as shipped."""
+    learners: Learners = "auto"
+    """Whether a group that joins computes its first step while it still fetches the state, so that
+    its weights are not the job's. ``auto``: not if step functions change reduced gradients, for
+    example by clipping, because the change might depend on the weights. ``always``: the change
+    depends on the gradients alone. ``never``: the group always waits for the state."""
+    max_body_failures: int | None = None
+    """Number of failures of this rank's step function in a row at one step after which the error is
+    raised. None: 2 with the same error (class, text and every call), 5 in all."""
+    monitor: bool | None = None
+    """Whether a process beside this one watches it: it starts a rollback when the main thread
+    hangs, ends the process if that does not help, and reports its death. None: unless
+    ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains."""
+    progress_interval: float = Field(default_factory=interval_from)
+    """Seconds between two progress reports, which show slow ranks; 0 disables them
+    (``FFT_PROGRESS_INTERVAL``, else 1)."""
+    membership: Membership = Field(default_factory=membership_of)
+    """``register``: the job's register alone decides who is a member, and a lighthouse, if there is
+    one (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats. ``lighthouse``: no txn
+    commits without a quorum of the lighthouse that names every group. All groups must have the same
+    value (``FFT_MEMBERSHIP``, else ``register``)."""
+
+    @field_validator("check_replicas")
+    @classmethod
+    def _check_interval(cls, every: int | None) -> int | None:
+        refuse_interval(every)
+        return every
+
+    @field_validator("progress_interval", mode="before")
+    @classmethod
+    def _check_seconds(cls, given: Any) -> float:
+        return interval_from(given)
+
+    @field_validator("membership", mode="before")
+    @classmethod
+    def _check_membership(cls, given: Any) -> Membership:
+        return membership_of(given)
+
+    @classmethod
+    def taken(cls, given: dict[str, Any], config: ManagerConfig | None) -> ManagerConfig:
+        """Remove the settings from the keyword arguments of a constructor, and return them.
+
+        They were arguments of ``ManagerFFT`` before; this warns of them.
+
+        Args:
+            given: Keyword arguments; the names of settings are removed.
+            config: The argument ``config``.
+
+        Raises:
+            TypeError: There are both a config and arguments that it replaces.
+        """
+        old = {name: given.pop(name) for name in cls.model_fields if name in given}
+        if not old:
+            return cls() if config is None else config
+        names = ", ".join(f"{name}=" for name in old)
+        if config is not None:
+            raise TypeError(f"ManagerFFT(): config= and {names}: put these into config")
+        text = f"ManagerFFT({names}…): pass config=fft.ManagerConfig({names}…)"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return cls(**{name: value for name, value in old.items() if value is not None})
+
+
 _NO_NAMES = {"self", "args", "kwargs"}
 """Parameters of a constructor that cannot be passed by name."""
 
@@ -56,14 +137,9 @@ class Settings:
     expected_groups: int
     timeouts: Mapping[str, float]
     """Given timeouts by name; `timeout_table` adds the rest."""
-    digest: Digest
-    check_replicas: int | None
+    config: ManagerConfig
     on_divergence: OnDivergence
-    learners: Learners
-    max_body_failures: int | None
     monitor: bool
-    progress_interval: float
-    membership: Membership
     is_successor: bool
     """The process replaces a lost rank whose group lives; it meets no peer before its first
     epoch."""
@@ -93,21 +169,13 @@ def read_settings(
     trace_dir: str | Path | None,
     expected_groups: int | None,
     timeouts: Mapping[str, float] | None,
-    digest: Digest,
-    check_replicas: int | None,
-    on_divergence: OnDivergence | None,
-    learners: Learners,
-    max_body_failures: int | None,
-    monitor: bool | None,
-    progress_interval: float | None,
-    membership: Membership | None,
     checkpoint: Checkpointing | str | Path | None,
+    config: ManagerConfig,
 ) -> Settings:
     """Check and complete the arguments of ``ManagerFFT``; ``called`` has those of torchft.
 
     Services (``alone``) are started last. Raises ConfigError, TokenError, FftError.
     """
-    refuse_interval(check_replicas)
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
     url = bus or os.environ.get("FFT_BUS")
     _refuse_another_bus(bus)
@@ -117,13 +185,11 @@ def read_settings(
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
     durable = checkpointing_of(checkpoint)
-    chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
-    interval = interval_from(progress_interval)
     wanted = called.arguments["min_replica_size"]
     directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
     if not called.arguments.get("replica_id") and (group := os.environ.get("REPLICA_GROUP_ID")):
         called.arguments["replica_id"] = group
-    alone: Alone | None = None
+    alone, monitor = None, config.monitor
     if not url:
         alone = Alone(called)
         url, expected_groups = alone.bus_url, 1
@@ -137,14 +203,9 @@ def read_settings(
         trace_dir=Path(directory) if directory else None,
         expected_groups=expected_groups or int(os.environ.get("NUM_REPLICA_GROUPS", str(wanted))),
         timeouts=timeouts or {},
-        digest=digest,
-        check_replicas=check_replicas,
-        on_divergence=on_divergence or loaded.policies.on_divergence,
-        learners=learners,
-        max_body_failures=max_body_failures,
+        config=config,
+        on_divergence=config.on_divergence or loaded.policies.on_divergence,
         monitor=os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor,
-        progress_interval=interval,
-        membership=chosen,
         is_successor=os.environ.pop("FFT_SUCCESSOR", "") == "1",
         checkpoint=durable,
     )
@@ -154,6 +215,7 @@ def refuse_unknown(constructor: Callable[..., None], given: Iterable[str]) -> No
     """Raise TypeError for a name that is an argument of neither ``constructor`` nor torchft's
     Manager. The message suggests the nearest one."""
     known = {*signature(constructor).parameters, *signature(Manager).parameters} - _NO_NAMES
+    known |= ManagerConfig.model_fields.keys()
     for name in given:
         if name not in known:
             raise TypeError(f"ManagerFFT(): {unknown('argument', name, known)}")

@@ -45,7 +45,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 40.0},
-        digest=args.digest,
+        config=fft.ManagerConfig(digest=args.digest),
     )
     breaker = Breaker(args.breaks if group == "1" else "", args.device, args.out)
     torch.manual_seed(0)

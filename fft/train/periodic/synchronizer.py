@@ -162,7 +162,7 @@ class Synchronizer(ABC):
             return "a replica group is one rank; give it --ranks 1"
         if manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
             return "there are no spares where any number of groups synchronise; use DYNAMIC"
-        if manager._parts.settings.membership == "lighthouse":
+        if manager._parts.settings.config.membership == "lighthouse":
             return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
         return ""
 

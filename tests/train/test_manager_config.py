@@ -1,0 +1,54 @@
+"""Tests of the settings that `fft.ManagerConfig` declares; they start no job."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from torchft.manager import Manager
+
+import fft
+from fft.train.settings import ManagerConfig
+
+
+def test_manager_has_few_arguments_of_its_own() -> None:
+    own = inspect.signature(fft.ManagerFFT).parameters.keys()
+    own -= inspect.signature(Manager).parameters.keys() | {"args", "kwargs"}
+    assert len(own) <= 10
+
+
+def test_old_arguments_become_a_config_with_a_warning() -> None:
+    given: dict[str, Any] = {"digest": "commit", "monitor": None, "replica_id": "1"}
+    with pytest.warns(DeprecationWarning, match=r"config=fft\.ManagerConfig\(digest=, monitor=…"):
+        config = ManagerConfig.taken(given, None)
+    assert config == ManagerConfig(digest="commit") and given == {"replica_id": "1"}
+
+
+def test_old_arguments_beside_a_config_are_refused() -> None:
+    with pytest.raises(TypeError, match="digest=: put these into config"):
+        ManagerConfig.taken({"digest": "commit"}, ManagerConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"check_replicas": 3}, fft.FftError, "power of 2"),
+        ({"membership": "both"}, fft.FftError, "expected 'register' or 'lighthouse'"),
+        ({"progress_interval": -1}, fft.FftError, "give seconds"),
+        ({"digest": "always"}, ValidationError, "'never' or 'commit'"),
+        ({"digset": "commit"}, ValidationError, "digset"),
+    ],
+)
+def test_wrong_settings_are_refused(given: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ManagerConfig(**given)
+
+
+def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FFT_PROGRESS_INTERVAL", "0.5")
+    monkeypatch.setenv("FFT_MEMBERSHIP", "lighthouse")
+    config = ManagerConfig()
+    assert (config.progress_interval, config.membership) == (0.5, "lighthouse")
+    assert ManagerConfig(progress_interval=2).progress_interval == 2.0
