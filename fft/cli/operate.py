@@ -15,6 +15,9 @@ import typer
 
 from fft.cli.shared import BusUrl, console, job_client, plain_errors
 
+_GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL for an evicted process."""
+
 
 def drain(
     groups: Annotated[list[str], typer.Argument(help="Replica groups, by name.")],
@@ -35,7 +38,6 @@ def evict(
     ],
     bus: BusUrl = None,
     restart: Annotated[bool, typer.Option("--restart", help="Start the group again.")] = False,
-    grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds before SIGKILL.")] = 10.0,
 ) -> None:
     """Leave a group out at once, and have its supervisor end its processes."""
     from fft.operate.drain import evict as ask
@@ -44,7 +46,7 @@ def evict(
         sys.stdout.write(text + "\n")
 
     with job_client(bus) as client:
-        done = ask(client, place, restart=restart, grace=grace, on_accepted=on_accepted)
+        done = ask(client, place, restart=restart, grace=_GRACE_S, on_accepted=on_accepted)
     sys.stdout.write(done.done + "\n")
 
 
@@ -57,9 +59,6 @@ def diagnose(
     trace_dir: Annotated[
         Path | None, typer.Option(help="The job's traces, for the causes of the last rollbacks.")
     ] = None,
-    limit: Annotated[
-        float, typer.Option(min=1, max=120, help="Seconds for one check of one rank.")
-    ] = 20.0,
 ) -> None:
     """Check all ranks of a running job, alone and in pairs; exit 1 if one is found at fault."""
     from fft.operate.diagnosis import show
@@ -67,7 +66,7 @@ def diagnose(
 
     rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
     with job_client(bus) as client:
-        found = ask(client, rollbacks, limit)
+        found = ask(client, rollbacks)
         if evict:
             show.evict_culprits(client, found)
     if as_json:
@@ -84,17 +83,11 @@ def inject(
     group: Annotated[str | None, typer.Option(help="The group to hit.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank; 0 if the kind needs one.")] = None,
     step: Annotated[int | None, typer.Option(help="Not before this step; now if absent.")] = None,
-    now: Annotated[
-        bool, typer.Option("--now", help="At once; the default without --step.")
-    ] = False,
     phase: Annotated[str | None, typer.Option(help="Where in the step; `next` if absent.")] = None,
     seconds: Annotated[float | None, typer.Option(help="How long: hang, stop, slow.")] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps: slow.")] = None,
     holding_gil: Annotated[
         bool | None, typer.Option("--holding-gil", help="Keep the interpreter's lock: hang.")
-    ] = None,
-    where: Annotated[
-        str | None, typer.Option(help="before or after the reduction: nan_gradient.")
     ] = None,
     random: Annotated[
         int | None,
@@ -105,14 +98,11 @@ def inject(
 ) -> None:
     """Inject faults into a running job that was started to allow it."""
     from fft.operate import inject
-    from fft.operate.client import OperatorError
 
     given = {"group": group, "rank": rank, "phase": phase, "seconds": seconds, "steps": steps}
-    given |= {"holding_gil": holding_gil, "where": where}
+    given["holding_gil"] = holding_gil
     options = {name: value for name, value in given.items() if value is not None}
     with job_client(bus) as client:
-        if now and step is not None:
-            raise OperatorError("--now and --step contradict each other; give one")
         job = client.job()
         if random is None:
             plan = inject.single(job, kind, step, options)

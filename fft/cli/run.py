@@ -245,9 +245,14 @@ def run(
     script: Annotated[Path, typer.Argument(help="The training script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     groups: Annotated[
-        int, typer.Option(help="Number of replica groups; 0 for a host of spares only.")
+        int,
+        typer.Option(
+            "--groups", "--nnodes", help="Number of replica groups; 0 for a host of spares only."
+        ),
     ] = 1,
-    ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "--nproc-per-node", help="Ranks in each group.")
+    ] = 1,
     faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
     injectable: _INJECTABLE = False,
     trace_dir: Annotated[

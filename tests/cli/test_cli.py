@@ -20,6 +20,7 @@ from pathlib import Path
 import forked_run
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fft.bus import open_bus, serve_tcp
@@ -401,3 +402,9 @@ def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path) -
     made = [own_folder(tmp_path / "runs", "now") for _ in range(3)]
     assert [folder.name for folder in made] == ["now", "now-2", "now-3"]
     assert all(folder.is_dir() for folder in made)
+
+
+def test_run_takes_the_names_of_torchrun() -> None:
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    context = command.make_context("run", ["--nnodes", "3", "--nproc-per-node", "2", "train.py"])
+    assert (context.params["groups"], context.params["ranks"]) == (3, 2)
