@@ -1,61 +1,49 @@
-"""A whole job in memory, event by event: the shipped core over a modelled bus and register.
+"""A whole job in memory, event by event: the shipped engine over a modelled bus.
 
-Uses core, machine and spec only. The caller decides when messages are delivered, when main threads
-answer, and which processes crash; ``settle`` runs until no event is left. There is no real time
-here: timers fire when the caller requests it.
+The caller decides when messages are delivered, when main threads answer, and which processes crash;
+``settle`` runs until no event is left. There is no real time here: timers fire when the caller
+requests it. Operations on the bus are answered at once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import assert_never
+from dataclasses import replace
+from typing import Any
 
+from fft.bus.base import HEAD, BusError
+from fft.engine.calls import Call, Cast, CompareSet, Delete, Publish, Read, Send, Write, beside
+from fft.engine.core import Command, EngineCore, ScopeReader, Wiring
 from fft.messages.causes import CauseCode
-from fft.messages.effects import (
-    AbortGroups,
-    Apply,
-    Broadcast,
-    CancelFutures,
-    CastVote,
-    ClearTimers,
-    Decide,
-    DropBallot,
-    Effect,
-    Finish,
-    Heal,
-    ReadHead,
-    ReadScope,
-    Restore,
-    SetTimer,
-    StartTxn,
-    Tell,
-    TellHeld,
-)
+from fft.messages.commands import Answer
+from fft.messages.commands import Command as OperatorCommand
+from fft.messages.effects import Apply, Finish, Heal, Restore, SetTimer, StartTxn, TellHeld
+from fft.messages.progress import HeldReport
 from fft.messages.protocol import (
     Applied,
     ApplyFailed,
-    Ballot,
-    BusDown,
     BusMessage,
     Connected,
     Death,
     Decision,
     Event,
     Fault,
+    GroupEntry,
     Healed,
     Manifest,
     Peer,
     Prepared,
+    RankEntry,
     Record,
     Restored,
     ScopeRecord,
     Start,
     Timer,
-    Token,
     Vote,
 )
+from fft.messages.wire import Packed, Register, Wire, inbox_name, list_name
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS, Config, Local
@@ -67,25 +55,53 @@ _FETCHED = 100
 Observer = Callable[["Node", Local, Event, Outcome], None]
 
 
-@dataclass
-class Node:
-    """One participant, with the state that its engine and main thread would hold."""
+_SILENT = logging.Logger("fft.prove.cluster", logging.CRITICAL + 1)
 
-    participant: Participant
-    local: Local
-    alive: bool = True
-    inbox: deque[Event] = field(default_factory=deque)
-    timers: dict[str, SetTimer] = field(default_factory=dict)
-    txn: StartTxn | None = None
-    """The txn that the main thread is in."""
-    finished: Finish | None = None
-    applied: list[Record] = field(default_factory=list)
-    skipped: list[Record] = field(default_factory=list)
-    fetched: int = 0
-    heals: list[Heal] = field(default_factory=list)
-    learning: Heal | None = None
-    """The heal that a learner is still fetching its state for."""
-    outcomes: list[Outcome] = field(default_factory=list)
+
+class Node:
+    """One participant: its engine, for which this is host, slot and trace, and its main thread."""
+
+    def __init__(self, cluster: Cluster, participant: Participant, local: Local) -> None:
+        self._cluster = cluster
+        others = tuple(ScopeReader(bound.scope) for bound in participant.config.flow)
+        wiring = Wiring(others=others, log=_SILENT)
+        self.core = EngineCore(participant, local, self, self, self, wiring)
+        self.alive = True
+        self.inbox: deque[Event] = deque()
+        """Messages and reports that its engine has not received yet."""
+        self.txn: StartTxn | None = None
+        """The txn that the main thread is in."""
+        self.finished: Finish | None = None
+        self.applied: list[Record] = []
+        self.skipped: list[Record] = []
+        self.fetched = 0
+        self.heals: list[Heal] = []
+        self.learning: Heal | None = None
+        """The heal that a learner is still fetching its state for."""
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def participant(self) -> Participant:
+        """The core of the protocol."""
+        return self.core.participant
+
+    @property
+    def local(self) -> Local:
+        """State of the participant."""
+        return self.core.local
+
+    @local.setter
+    def local(self, local: Local) -> None:
+        self.core.local = local
+
+    @property
+    def timers(self) -> dict[str, SetTimer]:
+        """Armed timers by name."""
+        return {
+            timer.name: SetTimer(timer.name, due, timer.serial)
+            for due, _, timer in self.core._timers
+            if self.local.timers.get(timer.name) == timer.serial
+        }
 
     @property
     def peer(self) -> Peer:
@@ -97,22 +113,64 @@ class Node:
         """State of the state machine."""
         return outermost(self.local.state)
 
+    # --- what its engine asks of it ---
+
+    def put(self, command: Command) -> None:
+        """Let the main thread carry out a command at once."""
+        self._cluster.obey(self, command)
+
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        """Record the outcome of an event."""
+        self.outcomes.append(out)
+        if self._cluster.observer:
+            self._cluster.observer(self, before, event, out)
+
+    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
+        """Record that another scope holds a txn back."""
+        self._cluster.held.append(TellHeld(**data))
+
+    def nudge(self) -> None:
+        """Do nothing: no main thread waits."""
+
+    def cancel_futures(self, cause: str) -> None:
+        """Do nothing: there are no futures."""
+
+    def abort_groups(self, cause: str) -> None:
+        """Do nothing: there are no process groups."""
+
+    def members_lost(self) -> None:
+        """Do nothing: no abort is postponed."""
+
+    def decided(self, record: Record) -> None:
+        """Do nothing: the main thread reads the decision in its command."""
+
+    def command(self, command: OperatorCommand) -> None:
+        """Do nothing: no operator sends commands."""
+
+    def interrupt(self, cause: str) -> None:
+        """Do nothing: main threads answer when the caller decides."""
+
 
 class Cluster:
-    """Participants, one FIFO bus, one head register, ballots."""
+    """Participants on one bus, which delivers messages in the order of sending."""
 
     def __init__(self, spec: FsmSpec, observer: Observer | None = None) -> None:
         self.spec = spec
         self.table = Table(spec)
         self.nodes: dict[Peer, Node] = {}
         self.head: Record | None = None
+        """Value of the head register, with its members."""
         self.history: list[Record] = []
-        """Every value that the register ever had."""
-        self.ballots: dict[Token, dict[Peer, Vote]] = {}
+        """Every value that the head register ever had."""
+        self.registers: dict[str, Register] = {}
+        self.ballots: dict[str, list[tuple[str, tuple[Vote, ...]]]] = {}
+        """Slot → the tag and the votes of each entry."""
         self.scopes: dict[str, ScopeRecord] = {}
         """Newest records of other scopes."""
         self.held: list[TellHeld] = []
         self.bus_up = True
+        self.loses_decision = False
+        """The next decision takes effect, but is not announced, and its answer is lost."""
         self.observer = observer
         self._incs: dict[tuple[str, int], int] = {}
 
@@ -142,7 +200,7 @@ class Cluster:
             **config,
         }
         participant = Participant(self.table, Config(**values))  # type: ignore[arg-type]
-        node = Node(participant, participant.initial(lineage, step))
+        node = Node(self, participant, participant.initial(lineage, step))
         self.nodes[peer] = node
         self.post(node, Start())
         return node
@@ -178,16 +236,20 @@ class Cluster:
             node.inbox.append(message)
 
     def deliver(self, node: Node) -> Outcome:
-        """Handle the node's next event and carry out the effects."""
-        event = node.inbox.popleft()
-        before = node.local
-        node.local, out = node.participant.handle(before, event, 0.0)
-        node.outcomes.append(out)
-        if self.observer:
-            self.observer(node, before, event, out)
-        for effect in out.effects:
-            self.carry_out(node, effect)
-        return out
+        """Let the node's engine handle the next event, and the answers of the bus to it.
+
+        Returns the outcome of the event itself.
+        """
+        core, done = node.core, len(node.outcomes)
+        core.post(node.inbox.popleft())
+        while core.patience(0.0) == 0.0:
+            call = core.step(0.0)
+            while call is not None:
+                try:
+                    call = core.step(0.0, self._perform(call))
+                except BusError as error:
+                    call = core.fail(0.0, error)
+        return node.outcomes[done]
 
     def settle(self, limit: int = 100_000) -> None:
         """Deliver until every inbox is empty. Raises ``RuntimeError`` past ``limit`` events."""
@@ -201,8 +263,8 @@ class Cluster:
     def fire(self, name: str, nodes: Iterable[Node] | None = None) -> None:
         """Let the timer ``name`` fire on every node where it is armed."""
         for node in list(nodes or self.live()):
-            if timer := node.timers.pop(name, None):
-                self.post(node, Timer(timer.name, timer.serial))
+            if (timer := node.timers.get(name)) is not None:
+                self.post(node, Timer(name, timer.serial))
 
     # --- main threads ---
 
@@ -239,70 +301,23 @@ class Cluster:
         self.compute()
         self.settle(limit)
 
-    # --- effects ---
-
-    def carry_out(self, node: Node, effect: Effect) -> None:
-        """Do what an engine would do for one effect."""
-        match effect:
-            case Tell(to=to, message=message):
-                if self._bus(node, "tell") and to in self.nodes:
-                    self.post(self.nodes[to], message)
-            case Broadcast(message=message):
-                if self._bus(node, "broadcast"):
-                    self.broadcast(message)
-            case ReadHead():
-                if self._bus(node, "read"):
-                    self.post(node, Decision(self.head))
-            case ReadScope(scope=scope):
-                if self._bus(node, "read scope") and scope in self.scopes:
-                    self.post(node, self.scopes[scope])
-            case Decide(after=after, proposal=proposal):
-                if self._bus(node, "decide"):
-                    self._decide(node, after, proposal)
-            case CastVote(token=token, vote=vote, voters=voters):
-                if self._bus(node, "vote"):
-                    votes = self.ballots.setdefault(token, {})
-                    votes[vote.peer] = vote
-                    if len(votes) >= voters:
-                        self.post(node, Ballot(token, tuple(votes.values())))
-            case DropBallot(token=token):
-                self.ballots.pop(token, None)
-            case SetTimer(name=name):
-                node.timers[name] = effect
-            case ClearTimers(names=names):
-                for name in names:
-                    node.timers.pop(name, None)
-            case CancelFutures() | AbortGroups():
-                pass
-            case TellHeld():
-                self.held.append(effect)
+    def obey(self, node: Node, command: Command) -> None:
+        """Do what the main thread of a node does with a command."""
+        match command:
             case Restore(token=token):
                 node.txn, node.learning = None, None
                 torn = node.peer in self.restore_fails
                 self.restore_fails -= {node.peer}
                 self.post(node, Restored(token, torn, "the body changed a parameter" * torn))
             case Heal():
-                self._heal(node, effect)
+                self._heal(node, command)
             case StartTxn():
-                node.txn = effect
+                node.txn = command
             case Apply():
-                self._apply(node, effect)
+                self._apply(node, command)
             case Finish():
-                node.finished = effect
+                node.finished = command
                 node.inbox.clear()
-            case _:
-                assert_never(effect)
-
-    def _bus(self, node: Node, operation: str) -> bool:
-        if not self.bus_up:
-            self.post(node, BusDown(operation, "the bus is out of reach"))
-        return self.bus_up
-
-    def _decide(self, node: Node, after: Record | None, proposal: Record) -> None:
-        if self.head == after:
-            self.head = proposal
-            self.history.append(proposal)
-        self.post(node, Decision(self.head, won=self.head == proposal))
 
     def _heal(self, node: Node, effect: Heal) -> None:
         node.heals.append(effect)
@@ -326,3 +341,71 @@ class Cluster:
             return
         (node.skipped if effect.skip else node.applied).append(effect.record)
         self.post(node, Applied(token))
+
+    # --- the bus ---
+
+    def _perform(self, call: Call) -> object:
+        if not self.bus_up:
+            raise BusError("the bus is out of reach")
+        match call:
+            case Read(key=key, at=at):
+                return (self._beside(at) if at else self.registers).get(key)
+            case Write(key=key, value=value):
+                self.registers[key] = value
+            case CompareSet(expected=expected, desired=desired, announce=announce):
+                if self.registers.get(HEAD) != expected:
+                    return self.registers.get(HEAD)
+                self._set_head(desired)
+                if self.loses_decision:
+                    self.loses_decision = False
+                    raise BusError("no answer")
+                if announce:
+                    self._publish(desired)
+                return desired
+            case Cast(slot=slot, tag=tag, votes=votes, voters=voters):
+                cast = self.ballots.setdefault(slot, [])
+                cast.append((tag, votes))
+                mine = [vote for t, some in cast if t == tag for vote in some]
+                return mine if len(mine) >= voters else None
+            case Delete(key=key):
+                self.ballots.pop(key, None)
+                self.registers.pop(key, None)
+            case Publish(message=message) if not isinstance(message, HeldReport):
+                self._publish(message)
+            case Send(inbox=inbox, message=message) if not isinstance(message, Answer):
+                for node in self.nodes.values():
+                    if inbox_name(node.peer) == inbox:
+                        self.post(node, self._whole(message))
+        return None
+
+    def _set_head(self, desired: Packed) -> None:
+        self.registers[HEAD] = desired
+        head = self._whole(desired)
+        assert isinstance(head, Decision) and head.record is not None
+        self.head = head.record
+        self.history.append(self.head)
+
+    def _publish(self, message: BusMessage | Packed) -> None:
+        self.broadcast(self._whole(message))
+
+    def _whole(self, message: BusMessage | Packed) -> BusMessage:
+        """Return a message as its receivers see it: a record with its members."""
+        if not isinstance(message, Packed):
+            return message
+        members = self.registers[list_name(message)] if message.members else ()
+        assert isinstance(members, tuple), "a list is written before its record"
+        return Decision(replace(message.record, members=members) if members else message.record)
+
+    def _beside(self, at: str) -> dict[str, Register]:
+        """Return the registers of another scope, which has just formed an epoch there."""
+        found = next((r for name, r in self.scopes.items() if beside(name) == at), None)
+        if found is None:
+            return {}
+        ranks = (RankEntry(0, 1, True, "", 1, ""),)
+        members = tuple(GroupEntry(group, "", ranks) for group in found.groups)
+        by = Peer("1", 0, 1)
+        record = Record(
+            found.n, "epoch", found.n, 0, 0, GENESIS, found.cursor, 0, by, members=members
+        )
+        packed = Wire().pack(record)
+        return {HEAD: packed, list_name(packed): members}

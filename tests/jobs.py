@@ -143,7 +143,7 @@ class Hasty(Job):
 
     def add(self, *args: Any, **config: Any) -> Node:
         node = super().add(*args, **config)
-        node.participant = _Impatient(node.participant.table, node.participant.config)
+        node.core.participant = _Impatient(node.participant.table, node.participant.config)
         return node
 
 

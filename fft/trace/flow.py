@@ -46,6 +46,10 @@ class Flow:
         """Take one move of a participant of the scope."""
         if move.record is not None:
             self.take(move.record)
+        self.end(move)
+
+    def end(self, move: Move) -> None:
+        """Note whether a participant leaves the scope in good order with this move."""
         finish = next((e for e in move.out.effects if isinstance(e, Finish)), None)
         if finish is not None and finish.error is None:
             self._left.add(move.peer)

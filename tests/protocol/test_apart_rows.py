@@ -240,6 +240,7 @@ def begin_of_another_epoch() -> None:
 
 def a_fetch_that_fails_late() -> None:
     job, node = _building()
+    job.bus_up = False  # else the answer to its ABORT comes first
     take(job, node, Fault(node.local.token, "boom"))
     assert node.local.state == "ROLLBACK_REQ"
     failed = HealFailed(node.local.token.epoch, "the source is gone", torn=True)

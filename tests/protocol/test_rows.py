@@ -212,6 +212,22 @@ def bus_away_for_good() -> Job:
     return job
 
 
+def bus_back_before_its_limit_in_doubt() -> Job:
+    """A message of a peer shows that the bus is back; the timer of its limit is still armed."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.bus_up = False
+    only(job, a)
+    job.bus_up = True
+    job.post(a, Ready(b.peer, 1))
+    only(job, a)
+    assert a.state == "PREPARED" and not a.local.bus_down
+    job.fire("bus_limit", [a])
+    job.settle()
+    return job
+
+
 def bus_away_for_good_without_a_vote() -> Job:
     job = Job(2).until_running()
     job.bus_up = False
@@ -963,9 +979,13 @@ def fetch_fails_late(state: str) -> Job:
     job.fail(a)
     failed = hold_back(job, c, "heal_failed")
     job.post(c, Fault(Token(2, 1), "watchdog"))
+    job.bus_up = state != "ROLLBACK_REQ"  # else the answer to its ABORT comes first
     while c.state != state:
         job.deliver(c)
     c.inbox.appendleft(failed)
+    job.deliver(c)
+    job.bus_up = True
+    job.fire("bus_retry", [c])
     job.settle()
     assert c.fetched and job.states() == {"NORMAL"}
     return job
@@ -1004,9 +1024,13 @@ def let_in_again(state: str) -> Job:
         job.heal_fails = {c.peer: True}
         job.post(a, Fault(Token(2, 1), "again"))
         job.deliver(a)
+        job.lose_decisions(c)
         job.post(c, restored)
-        while c.state != "ROLLBACK_REQ":
+        while c.inbox[0].type != "heal_failed":
             job.deliver(c)
+        job.bus_up = False  # else the answer to its ABORT comes first
+        job.deliver(c)
+        job.bus_up = True
     else:
         job.post(c, restored)
         job.settle()
@@ -1015,15 +1039,16 @@ def let_in_again(state: str) -> Job:
             only(job, c)
         job.fail(a)
         job.deliver(a)
+        job.lose_decisions(c)
         if state == "ROLLBACK_REQ":
-            job.fail(c)
+            job.bus_up = False  # else the answer to its ABORT comes first
+            c.inbox.appendleft(Fault(c.local.token, "boom"))
             job.deliver(c)
-    job.lose_decisions(c)
+            job.bus_up = True
     only(job, a, b)
-    c_hears = [e for e in c.inbox if isinstance(e, Decision) and e.record]
-    assert c_hears[-1].record == job.history[-1]
+    assert job.history[-1].kind == "abort"
     job.lose_decisions(c)
-    job.post(c, c_hears[-1])
+    job.post(c, Decision(job.history[-1]))
     job.settle()
     return job
 
@@ -1055,6 +1080,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "torn everywhere": torn_everywhere,
     "torn beside a silent group": torn_beside_a_silent_group,
     "asked to leave with too few": asked_to_leave_with_too_few,
+    "bus back before its limit, in doubt": bus_back_before_its_limit_in_doubt,
     "asked last to leave": asked_last_to_leave,
     "asked in its own process to leave": asked_in_its_own_process_to_leave,
     "a hang is told": lambda: a_hang_is_told("NORMAL"),

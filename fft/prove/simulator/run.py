@@ -121,6 +121,10 @@ def _flow_of(world: World) -> Flow:
     flow = Flow(world.name, {e.scope: e.ahead for e in world.spec.bound_to(world.name)})
     for record in world.bus.history:
         flow.take(record)
+    for moves in world.history.moves.values():
+        ends = (move for move in moves if move.after.role == "terminal")
+        if (end := next(ends, None)) is not None:
+            flow.end(end)
     return flow
 
 

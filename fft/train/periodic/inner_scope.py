@@ -341,7 +341,7 @@ class InnerScope:
 
 
 class _Host:
-    """What the engine of an inner scope asks of its process; see `fft.engine.host.Host`."""
+    """The host of the engine of an inner scope; see `fft.engine.core.Host`."""
 
     def __init__(self, scope: InnerScope) -> None:
         self._scope = weakref.ref(scope)
