@@ -378,6 +378,13 @@ class Cluster:
                         self.post(node, self._whole(message))
         return None
 
+    def put_head(self, record: Record) -> None:
+        """Write the head register, as a process of another job does."""
+        packed = Wire().pack(record)
+        if packed.members:
+            self.registers[list_name(packed)] = record.members
+        self._set_head(packed)
+
     def _set_head(self, desired: Packed) -> None:
         self.registers[HEAD] = desired
         head = self._whole(desired)

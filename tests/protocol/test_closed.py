@@ -22,8 +22,8 @@ def test_nobody_goes_on_in_a_closed_job_whatever_it_was_at(seed: int, is_heard: 
     assert job.head is not None
     if job.head.last:
         return
-    last = job.head = closing(job.head)
-    job.history.append(last)
+    last = closing(job.head)
+    job.put_head(last)
     there = job.live()
     if is_heard:
         job.broadcast(Decision(last))
