@@ -8,23 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fft import errors as errors
-from fft.errors import (
-    BusError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeviceLost,
-    Diverged,
-    Drained,
-    Fenced,
-    FftError,
-    InDoubt,
-    JobError,
-    NoEpoch,
-    NoState,
-    StateError,
-    StepRetriesExceeded,
-)
+from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -61,36 +45,22 @@ _HOME = {
 }
 
 __all__ = [
-    "BusError",
-    "CheckpointError",
+    *errors.__all__,
     "Checkpointing",
-    "ConfigError",
     "CursorLoader",
-    "DataError",
     "DataSource",
-    "DeviceLost",
     "DiLoCo",
-    "Diverged",
-    "Drained",
     "Due",
-    "Fenced",
-    "FftError",
     "FileNotice",
     "HttpNotice",
-    "InDoubt",
-    "JobError",
     "LocalSGD",
     "ManagerConfig",
     "ManagerFFT",
-    "NoEpoch",
-    "NoState",
     "Notice",
     "ShardProcessGroupGloo",
     "ShardProcessGroupNCCL",
     "StageInput",
     "StageOutput",
-    "StateError",
-    "StepRetriesExceeded",
     "StreamLoader",
     "Transaction",
     "errors",

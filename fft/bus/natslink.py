@@ -31,12 +31,7 @@ import nats.errors
 from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
-from fft.bus.base import (
-    BusClosed,
-    BusForgot,
-    BusUnreachable,
-    check_job,
-)
+from fft.bus.base import BusClosed, BusForgot, BusUnreachable, check_job
 from fft.errors import BusError
 from fft.util.chance import CHANCE
 

@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fft.bus.addresses import family_of
-from fft.bus.base import (
-    check_job,
-)
+from fft.bus.base import check_job
 from fft.bus.natskeeper import NatsKeeper
 from fft.errors import BusError
 from fft.util.chance import CHANCE

@@ -9,12 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from fft.bus.base import (
-    BusOverrun,
-    ErrorBus,
-    Subscription,
-    Topic,
-)
+from fft.bus.base import BusOverrun, ErrorBus, Subscription, Topic
 from fft.errors import BusError
 
 logger = logging.getLogger(__name__)

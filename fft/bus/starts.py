@@ -6,10 +6,7 @@ The first start of job ``j`` has the name ``j``, the second ``j.start2``, and so
 
 from __future__ import annotations
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.errors import BusError
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fft.bus.addresses import family_of, joined
-from fft.bus.base import (
-    check_job,
-)
+from fft.bus.base import check_job
 from fft.errors import BusError
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out

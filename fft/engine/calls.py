@@ -10,11 +10,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, assert_never
 
-from fft.bus.base import (
-    HEAD,
-    ErrorBus,
-    Topic,
-)
+from fft.bus.base import HEAD, ErrorBus, Topic
 from fft.errors import BusError
 from fft.messages.commands import Answer, encode_answer
 from fft.messages.progress import HeldReport, encode_report

@@ -31,10 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol, assert_never
 
-from fft.bus.base import (
-    HEAD,
-    BusForgot,
-)
+from fft.bus.base import HEAD, BusForgot
 from fft.engine.calls import (
     GROUP,
     JOB,
@@ -89,15 +86,7 @@ from fft.messages.protocol import (
     UnreadableMessage,
     Vote,
 )
-from fft.messages.wire import (
-    EPOCH,
-    MissingList,
-    Packed,
-    Wire,
-    inbox_name,
-    left_name,
-    list_name,
-)
+from fft.messages.wire import EPOCH, MissingList, Packed, Wire, inbox_name, left_name, list_name
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.state import Local
 from fft.protocol.witness import Witness

@@ -16,36 +16,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 
-from fft.bus.base import (
-    ErrorBus,
-    Refusal,
-    Subscription,
-)
+from fft.bus.base import ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.calls import Buses, Call
-from fft.engine.core import (
-    SILENCE_S,
-    Close,
-    EngineCore,
-    Posted,
-    ScopeReader,
-    Wiring,
-)
+from fft.engine.core import SILENCE_S, Close, EngineCore, Posted, ScopeReader, Wiring
 from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, FftError
 from fft.messages.commands import decode_command
 from fft.messages.effects import Finish
-from fft.messages.protocol import (
-    BusDown,
-    Death,
-    Drain,
-    Event,
-    Stop,
-    Suspect,
-    UnreadableMessage,
-)
+from fft.messages.protocol import BusDown, Death, Drain, Event, Stop, Suspect, UnreadableMessage
 from fft.messages.wire import decode, inbox_name
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local

@@ -32,13 +32,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fft.bus.base import (
-    HEAD,
-    BusClosed,
-    BusForged,
-    BusForgot,
-    ErrorBus,
-)
+from fft.bus.base import HEAD, BusClosed, BusForged, BusForgot, ErrorBus
 from fft.errors import BusError
 from fft.health.detectors.hosts import BEATS, Beating, HostJudge, Looked
 from fft.messages.protocol import Count, Name, Suspect, UnreadableMessage, encode, unreadable

@@ -44,10 +44,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.errors import BusError, FftError
 from fft.health.busy_children import BusyChildren

@@ -19,9 +19,7 @@ from fft.bus.token import JobToken
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import name_of
-from fft.durable.plan import (
-    Checkpointing,
-)
+from fft.durable.plan import Checkpointing
 from fft.durable.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.compiled import compile_cache

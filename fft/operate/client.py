@@ -18,10 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.base import HEAD, Topic
 from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
@@ -38,14 +35,7 @@ from fft.messages.commands import (
 )
 from fft.messages.progress import KEPT, Report, decode_report
 from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMessage
-from fft.messages.wire import (
-    EPOCH,
-    SCOPES,
-    Packed,
-    Wire,
-    decode,
-    decode_packed,
-)
+from fft.messages.wire import EPOCH, SCOPES, Packed, Wire, decode, decode_packed
 from fft.protocol.timeouts import bus_operation
 
 FIRST_ANSWER_S = 5.0

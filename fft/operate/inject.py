@@ -15,14 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from fft.messages.commands import Inject, fresh_id
-from fft.messages.fault_plans import (
-    MODELS,
-    PHASES,
-    AnyFault,
-    Fault,
-    FaultPlan,
-    first_problem,
-)
+from fft.messages.fault_plans import MODELS, PHASES, AnyFault, Fault, FaultPlan, first_problem
 from fft.operate.client import FIRST_ANSWER_S, JobClient, JobState, OperatorError, listed
 
 SURVIVED = ("exception", "one_sided", "kill", "hang", "stop", "slow", "network_cut")

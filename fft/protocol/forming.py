@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fft.messages.protocol import (
-    GroupEntry,
-    Hello,
-    Peer,
-    RankEntry,
-    Record,
-    Standing,
-    Token,
-)
+from fft.messages.protocol import GroupEntry, Hello, Peer, RankEntry, Record, Standing, Token
 from fft.protocol import apart
 from fft.protocol.leases import Granted, granted
 from fft.protocol.state import (

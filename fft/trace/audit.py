@@ -26,14 +26,7 @@ from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
 from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, judge_shards, told_of_ids
 from fft.trace.owed_digests import OwedDigests, judge_digests
-from fft.trace.read import (
-    GAP,
-    TraceFile,
-    has_gap,
-    read_lines,
-    read_trace,
-    trace_files,
-)
+from fft.trace.read import GAP, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
 
 __all__ = [

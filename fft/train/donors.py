@@ -14,10 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import HOW_TO_REACH, joined, why_unreachable
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fft.messages.protocol import Peer
-from fft.protocol.state import (
-    Config,
-    Local,
-    coordinator,
-    member_peers,
-    waited_for,
-)
+from fft.protocol.state import Config, Local, coordinator, member_peers, waited_for
 from fft.train.preemption import Earliest, Notice
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,7 @@ import threading
 from collections.abc import Set
 from typing import Any
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
 from fft.errors import BusError

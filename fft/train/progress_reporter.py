@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping
 from statistics import median_low
 from types import TracebackType
 
-from fft.bus.base import (
-    ErrorBus,
-)
+from fft.bus.base import ErrorBus
 from fft.errors import BusError, FftError
 from fft.messages.progress import Report, SpeedReport, encode_report, register_of
 from fft.messages.protocol import Peer

@@ -23,14 +23,7 @@ from fft.errors import FftError
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
-from fft.protocol.timeouts import (
-    ARGUMENTS,
-    TORCHFT_DEFAULT_S,
-    Given,
-    Timeout,
-    from_env,
-    resolve,
-)
+from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, from_env, resolve
 from fft.train.lighthouse import Membership, membership_of
 from fft.train.progress_reporter import interval_from
 from fft.train.standalone import Alone, is_alone

@@ -23,13 +23,7 @@ from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource
-from fft.train.data.source import (
-    AUGMENTATION_MEND,
-    ORDER_MEND,
-    Identify,
-    Inputs,
-    named,
-)
+from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, Identify, Inputs, named
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.left_loop import LeftLoop

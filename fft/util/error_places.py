@@ -34,17 +34,9 @@ _FOR_ITS_CAUSE = frozenset({"StepRetriesExceeded", "NoEpoch", "NoState"})
 """Error classes whose ``__cause__``, if any, is the actual failure."""
 _MAY_PASS = frozenset(
     {
-        *(
-            "InDoubt",
-            "Fenced",
-            "NoEpoch",
-            "NoLighthouseQuorum",
-            "BusError",
-            "TxnAborted",
-            "GroupAborted",
-        ),
-        *("InjectedFault", "ConnectionError", "TimeoutError", "DistError", "AcceleratorError"),
-        "DeviceLost",
+        *("InDoubt", "Fenced", "NoEpoch", "NoLighthouseQuorum", "BusError", "TxnAborted"),
+        *("GroupAborted", "InjectedFault", "ConnectionError", "TimeoutError", "DistError"),
+        *("AcceleratorError", "DeviceLost"),
     }
 )
 """Error classes that usually come from the machine, the network or peers, not from the script.

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from forked import Forked, as_main
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.bus.base import Topic
 from fft.errors import BusError
 

@@ -7,18 +7,8 @@ import socket
 
 import pytest
 
-from fft.bus import (
-    addresses,
-    open_bus,
-    serve_tcp,
-)
-from fft.bus.addresses import (
-    SETTING,
-    advertised_address,
-    joined,
-    own_address,
-    reachable_url,
-)
+from fft.bus import addresses, open_bus, serve_tcp
+from fft.bus.addresses import SETTING, advertised_address, joined, own_address, reachable_url
 from fft.errors import BusError
 from fft.train.participation import bus_url
 

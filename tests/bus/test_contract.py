@@ -10,14 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from bus_helpers import NOISE_S, Heard
 
-from fft.bus import (
-    MAX_MESSAGE_BYTES,
-    BusClosed,
-    BusForgot,
-    BusOverrun,
-    ErrorBus,
-    open_bus,
-)
+from fft.bus import MAX_MESSAGE_BYTES, BusClosed, BusForgot, BusOverrun, ErrorBus, open_bus
 from fft.bus.base import MAX_VALUE_BYTES, RING_MESSAGES, TOPICS, Topic
 from fft.errors import BusError
 

@@ -16,13 +16,7 @@ from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from nats_trial import TIMEOUT_S, WAIT_S, Trial
 from waiting import wait_until
 
-from fft.bus import (
-    BusClosed,
-    BusForgot,
-    BusOverrun,
-    BusUnreachable,
-    open_bus,
-)
+from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus
 from fft.bus.base import RING_MESSAGES
 from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
 from fft.bus.natslink import WrongSequence, parse_url

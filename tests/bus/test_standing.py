@@ -11,12 +11,7 @@ import pytest
 from bus_helpers import NOISE_S, Heard
 from waiting import wait_until
 
-from fft.bus.base import (
-    RING_MESSAGES,
-    BusForgot,
-    BusOverrun,
-    BusUnreachable,
-)
+from fft.bus.base import RING_MESSAGES, BusForgot, BusOverrun, BusUnreachable
 from fft.bus.memory import MemoryBus
 from fft.bus.resubscribing import ResubscribingListener
 from fft.errors import BusError

@@ -16,14 +16,7 @@ import pytest
 from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from waiting import wait_until
 
-from fft.bus import (
-    BusClosed,
-    BusForgot,
-    BusOverrun,
-    BusUnreachable,
-    open_bus,
-    serve_tcp,
-)
+from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.tcpclient import length, put
 from fft.bus.tcpstore import Ring, TcpBus

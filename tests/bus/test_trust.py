@@ -52,13 +52,7 @@ from fft.messages.protocol import (
     encode_record,
     encode_vote,
 )
-from fft.messages.wire import (
-    Wire,
-    decode_packed,
-    decode_votes,
-    encode_votes,
-    inbox_name,
-)
+from fft.messages.wire import Wire, decode_packed, decode_votes, encode_votes, inbox_name
 from fft.messages.wire import decode as decode_wire
 from fft.util.log_sampler import LogSampler
 

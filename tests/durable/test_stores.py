@@ -27,10 +27,7 @@ from fft.durable.manifest import (
     sealed,
     step_of,
 )
-from fft.durable.plan import (
-    Checkpointing,
-    checkpointing_of,
-)
+from fft.durable.plan import Checkpointing, checkpointing_of
 from fft.durable.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
 from fft.errors import CheckpointError
 from fft.launch.resuming import about_newest

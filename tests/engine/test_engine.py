@@ -13,12 +13,7 @@ import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
 from waiting import wait_until
 
-from fft.bus import (
-    ErrorBus,
-    Subscription,
-    open_bus,
-    serve_tcp,
-)
+from fft.bus import ErrorBus, Subscription, open_bus, serve_tcp
 from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
@@ -28,16 +23,7 @@ from fft.engine.loop import Command, Engine
 from fft.errors import BusError
 from fft.messages.commands import Evict, encode_command
 from fft.messages.effects import Broadcast, Decide, Heal, SetTimer
-from fft.messages.protocol import (
-    Begin,
-    Drain,
-    GroupEntry,
-    Healed,
-    Peer,
-    RankEntry,
-    Record,
-    encode,
-)
+from fft.messages.protocol import Begin, Drain, GroupEntry, Healed, Peer, RankEntry, Record, encode
 from fft.messages.wire import (
     Packed,
     Wire,

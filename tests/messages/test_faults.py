@@ -17,10 +17,7 @@ import torch
 from torch import nn
 
 from fft.errors import ConfigError
-from fft.messages.fault_plans import (
-    FaultPlan,
-    load_plan,
-)
+from fft.messages.fault_plans import FaultPlan, load_plan
 from fft.train.injector import InjectedFault, Injector
 
 GOOD = """

@@ -18,14 +18,7 @@ import test_rows
 from cluster import Node
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from jobs import HSDP, Job, calm
 
 from fft.messages.effects import Apply, Broadcast, CastVote, Heal, StartTxn, Tell

@@ -19,11 +19,7 @@ from waiting import wait_until
 
 from fft.errors import FftError
 from fft.prove import workers
-from fft.prove.workers import (
-    Tell,
-    processes,
-    spread,
-)
+from fft.prove.workers import Tell, processes, spread
 
 FFT = [sys.executable, "-m", "fft.cli"]
 LIMIT_S = 200.0

@@ -20,11 +20,7 @@ from fft.errors import FftError
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Token
 from fft.trace import audit, ends, flow
-from fft.trace.audit import (
-    NO_END,
-    audit_dir,
-    read_lines,
-)
+from fft.trace.audit import NO_END, audit_dir, read_lines
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
 from fft.trace.report import fired, incidents, input_wait, save_plan

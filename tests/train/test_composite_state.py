@@ -18,10 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fft.errors import StateMismatch
 from fft.train.checkpoint.rank_file import packed, unpacked
-from fft.train.process_group import (
-    ShardProcessGroupGloo,
-    StepState,
-)
+from fft.train.process_group import ShardProcessGroupGloo, StepState
 
 
 class Quantized(torch.Tensor):

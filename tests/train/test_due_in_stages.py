@@ -17,9 +17,7 @@ import pytest
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.durable.plan import (
-    Checkpointing,
-)
+from fft.durable.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn

@@ -16,11 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import StateMismatch
-from fft.train.process_group import (
-    AbortableGroup,
-    ShardProcessGroupGloo,
-    StepState,
-)
+from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo, StepState
 
 STEPS = 6
 BLOCKS = 3

@@ -21,15 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from fft.health.detectors.hang import (
-    Atomic,
-    Begun,
-    Ended,
-    Marked,
-    Moved,
-    ProgressEvent,
-    Waiting,
-)
+from fft.health.detectors.hang import Atomic, Begun, Ended, Marked, Moved, ProgressEvent, Waiting
 
 _MAGIC: Final = 0x1_4646_5450  # "FFTP", with the version of this layout before it
 _BEAT, _MOVED, _MARKED, _BEGUN, _ENDED, _TOOK = range(1, 7)

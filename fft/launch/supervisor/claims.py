@@ -24,9 +24,7 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.errors import BusError
 from fft.launch.supervisor.config import SupervisorError
 from fft.messages.commands import Answer, Id, answer_inbox, decode_answer, encode_answer, fresh_id

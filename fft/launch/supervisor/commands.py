@@ -10,9 +10,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.bus.resubscribing import ResubscribingListener
 from fft.errors import BusError
 from fft.launch.supervisor.groups import Group

@@ -10,10 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from fft.bus import (
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import own_address
 from fft.bus.token import JobToken
 from fft.errors import BusError

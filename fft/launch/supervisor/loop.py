@@ -56,12 +56,7 @@ from fft.messages.commands import (
     encode_command,
     fresh_id,
 )
-from fft.messages.fault_plans import (
-    AnyServiceFault,
-    BusRestartFault,
-    FaultPlan,
-    ServiceFault,
-)
+from fft.messages.fault_plans import AnyServiceFault, BusRestartFault, FaultPlan, ServiceFault
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.display import Display
 from fft.trace.report import save_plan

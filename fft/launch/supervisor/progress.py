@@ -10,9 +10,7 @@ import queue
 import threading
 from contextlib import suppress
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.bus.resubscribing import ResubscribingListener
 from fft.errors import BusError
 from fft.health.detectors.straggler import Change, Stragglers

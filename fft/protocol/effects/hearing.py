@@ -9,14 +9,7 @@ from fft.messages.effects import Effect
 from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
 from fft.protocol.apart import standing
 from fft.protocol.effects.base import action
-from fft.protocol.state import (
-    Config,
-    Local,
-    incarnations,
-    member_peers,
-    peers_meant,
-    silent_mates,
-)
+from fft.protocol.state import Config, Local, incarnations, member_peers, peers_meant, silent_mates
 
 
 def _heard(s: Local, h: Hello) -> None:

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fft.messages.protocol import Decision, Manifest, Prepared, next_lineage
-from fft.protocol.invariants.claims import (
-    Claim,
-    Given,
-    Holds,
-    Know,
-    Move,
-    Same,
-    applied,
-    voted,
-)
+from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, applied, voted
 from fft.protocol.roles import COMMITTING
 from fft.protocol.state import member_peers
 

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
-from fft.protocol.invariants.claims import (
-    Claim,
-    Given,
-    Holds,
-    Know,
-    Move,
-    Same,
-    applied,
-)
+from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, applied
 from fft.protocol.leases import lease_of
 from fft.protocol.state import leases_outside, with_lease
 

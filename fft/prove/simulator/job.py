@@ -19,9 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from fft.bus.base import (
-    HEAD,
-)
+from fft.bus.base import HEAD
 from fft.engine.calls import (
     GROUP,
     SCOPE,

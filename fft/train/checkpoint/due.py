@@ -22,9 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.durable.manifest import attempt_name
 from fft.durable.plan import Checkpointing
 from fft.errors import BusError

@@ -19,13 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.durable.manifest import attempt_name
-from fft.durable.plan import (
-    Checkpointing,
-)
+from fft.durable.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, CheckpointError
 from fft.messages.effects import StartTxn

@@ -18,9 +18,7 @@ from fft.bus.base import HEAD
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, Scope, name_of
-from fft.durable.plan import (
-    Checkpointing,
-)
+from fft.durable.plan import Checkpointing
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 
 from fft.durable.checkpoints import Checkpoints, Passed
-from fft.durable.manifest import (
-    File,
-    Manifest,
-    Receipt,
-    Scope,
-)
+from fft.durable.manifest import File, Manifest, Receipt, Scope
 from fft.errors import FftError
 from fft.train.checkpoint.due import Note, tell_left_out
 from fft.train.checkpoint.gathering import Attempt, Cleared, Gathering

@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fft.bus import (
-    ErrorBus,
-)
+from fft.bus import ErrorBus
 from fft.bus.addresses import own_address
 from fft.errors import BusError
 from fft.messages.commands import Answer, AnswerKind, Check, CheckTask, answer_inbox, encode_answer

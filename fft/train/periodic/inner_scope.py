@@ -24,9 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fft.bus import (
-    open_job_bus,
-)
+from fft.bus import open_job_bus
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError, FftError
 from fft.messages.causes import CauseCode

@@ -15,9 +15,7 @@ from torch import nn
 
 from fft.errors import FftError, StateMismatch
 from fft.train.local_tensors import local_of
-from fft.train.state.composite import (
-    refuse_composite,
-)
+from fft.train.state.composite import refuse_composite
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.serial import (
     check_optimizer,

@@ -13,13 +13,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from fft.train.nccl_library import (
-    Communicator,
-    NcclLibrary,
-    TorchNccl,
-    abort_within,
-    meet,
-)
+from fft.train.nccl_library import Communicator, NcclLibrary, TorchNccl, abort_within, meet
 from fft.train.process_group.shard import ShardGroup
 
 _ABORT_S = 5.0
