@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
-    from fft.train.periodic.algorithms import DiLoCo, LocalSGD
+    from fft.train.paradigms.periodic.algorithms import DiLoCo, LocalSGD
+    from fft.train.paradigms.stages.input import StageInput
+    from fft.train.paradigms.stages.output import StageOutput
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
     from fft.train.settings import ManagerConfig
-    from fft.train.stages.input import StageInput
-    from fft.train.stages.output import StageOutput
 
 _HOME = {
     "Checkpointing": "fft.durable.plan",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
-    "DiLoCo": "fft.train.periodic.algorithms",
+    "DiLoCo": "fft.train.paradigms.periodic.algorithms",
     "Due": "fft.train.data.source",
     "FileNotice": "fft.train.preemption",
     "HttpNotice": "fft.train.preemption",
-    "LocalSGD": "fft.train.periodic.algorithms",
+    "LocalSGD": "fft.train.paradigms.periodic.algorithms",
     "ManagerConfig": "fft.train.settings",
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
     "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
-    "StageInput": "fft.train.stages.input",
-    "StageOutput": "fft.train.stages.output",
+    "StageInput": "fft.train.paradigms.stages.input",
+    "StageOutput": "fft.train.paradigms.stages.output",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }

@@ -271,7 +271,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             FftError: another schedule, or one that is put together otherwise; says the mend.
         """
-        from fft.train import pipeline  # half a second, for who has one
+        from fft.train.paradigms import pipeline  # half a second, for who has one
 
         def averaged(module: nn.Module) -> Reducer:
             self.sync_gradients(module, bucket_cap_mb)
@@ -317,7 +317,7 @@ class ManagerFFT(TorchftInterface):
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
         if "torch.distributed.pipelining.schedules" in sys.modules:
-            from fft.train import pipeline
+            from fft.train.paradigms import pipeline
 
             pipeline.refuse_forgotten(self._parts.groups.stages)
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)

@@ -44,13 +44,13 @@ from fft.train.healing import Healer, StateExchange
 from fft.train.leaving import Leaving
 from fft.train.lighthouse import Beacon, Quorums
 from fft.train.operator_commands import OperatorCommands, make_injector
+from fft.train.paradigms.periodic.inner_scope import InnerScope, inner_scope_of
+from fft.train.paradigms.stages.scope import scope_of_stage
 from fft.train.participation import Participation
-from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported
 from fft.train.settings import Settings, monitor_config, refuse_ranks
-from fft.train.stages.scope import scope_of_stage
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.transaction import TransactionLoop

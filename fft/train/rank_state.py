@@ -23,9 +23,9 @@ from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
-from fft.train.periodic.shared_state import SharedState
+from fft.train.paradigms.periodic.shared_state import SharedState
+from fft.train.paradigms.stages.input import refuse_unconnected
 from fft.train.settings import Settings
-from fft.train.stages.input import refuse_unconnected
 from fft.train.state.equality_checks import EqualityChecks
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import reshard
@@ -33,10 +33,10 @@ from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
 
 if TYPE_CHECKING:
-    from fft.train.periodic.inner_scope import InnerScope
-    from fft.train.periodic.synchronizer import Synchronizer
-    from fft.train.stages.output import StageOutput
-    from fft.train.stages.scope import StageScope
+    from fft.train.paradigms.periodic.inner_scope import InnerScope
+    from fft.train.paradigms.periodic.synchronizer import Synchronizer
+    from fft.train.paradigms.stages.output import StageOutput
+    from fft.train.paradigms.stages.scope import StageScope
 
 logger = logging.getLogger(__name__)
 

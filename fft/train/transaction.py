@@ -27,11 +27,11 @@ from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, Identify, Input
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.left_loop import LeftLoop
+from fft.train.paradigms.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
@@ -101,7 +101,9 @@ class TransactionLoop:
         try:
             source.open()  # before there are process groups, whose sockets workers would have
             if state.synchronizer is not None:
-                from fft.train.periodic.loop import PeriodicLoop  # which builds on this module
+                from fft.train.paradigms.periodic.loop import (
+                    PeriodicLoop,  # which builds on this module
+                )
 
                 assert not isinstance(source, ShardedSource), "refused by shard_of"
                 alone = PeriodicLoop(

@@ -28,7 +28,7 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
 from fft.train.checkpoint.due import AT, Due, Named, words_on
-from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, refuse_forks
+from fft.train.paradigms.stages.due import DueToFirst, DueToLater, refuse_forks
 
 
 class Rank:

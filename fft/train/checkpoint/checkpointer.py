@@ -31,15 +31,15 @@ from fft.protocol.spec import FsmSpec
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named, tell_left_out
-from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.gathering import Attempt, Cleared
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import RankWriter
+from fft.train.paradigms.stages.due import DueToFirst, DueToLater, due_to, refuse_forks
+from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
-from fft.train.stages.scope import StageScope
 from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0

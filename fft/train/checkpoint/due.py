@@ -9,7 +9,7 @@ If groups train locally between synchronizations, no two groups know the same co
 has the writer or the time of the last checkpoint. There the first rank of the txn's first member
 decides before its vote and names the txn in the register. A commit includes that vote, so every
 rank that has the commit finds the name, and a rank outside the txn is not concerned. (If each stage
-has its own scope: `fft.train.checkpoint.due_in_stages`.)
+has its own scope: `fft.train.paradigms.stages.due`.)
 
 Everything runs on the main thread, unless a docstring states otherwise.
 """

@@ -24,15 +24,15 @@ from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
 from fft.train.local_tensors import same_bits
+from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
-from fft.train.stages.scope import StageScope
 from fft.train.state.random_states import load_random
 from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
 
 if TYPE_CHECKING:
-    from fft.train.periodic.synchronizer import Synchronizer
+    from fft.train.paradigms.periodic.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,21 @@ from fft.errors import DataError, FftError
 from fft.trace.inputs import ENTRY
 from fft.train.data.retries import Superseded
 from fft.train.data.source import Due, as_source
-from fft.train.stages.link import JOIN_S, LOST, Stranger, cut, greet, key_of, parts_of, place
+from fft.train.paradigms.stages.link import (
+    JOIN_S,
+    LOST,
+    Stranger,
+    cut,
+    greet,
+    key_of,
+    parts_of,
+    place,
+)
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
-    from fft.train.stages.output import StageOutput
-    from fft.train.stages.scope import StageScope
+    from fft.train.paradigms.stages.output import StageOutput
+    from fft.train.paradigms.stages.scope import StageScope
 
 
 logger = logging.getLogger(__name__)

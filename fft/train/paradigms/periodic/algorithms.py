@@ -10,8 +10,8 @@ from torch import nn
 
 from fft.errors import FftError
 from fft.train.local_tensors import like, local_of
-from fft.train.periodic.shared_state import Fragment
-from fft.train.periodic.synchronizer import Synchronizer
+from fft.train.paradigms.periodic.shared_state import Fragment
+from fft.train.paradigms.periodic.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT

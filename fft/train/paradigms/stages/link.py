@@ -23,8 +23,8 @@ from fft.util.kernel_limit import limit_in_kernel
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
+    from fft.train.paradigms.stages.scope import StageScope
     from fft.train.parts import Parts
-    from fft.train.stages.scope import StageScope
 
 JOIN_S = 5.0
 """For a thread of ours to end that was told to."""

@@ -15,7 +15,7 @@ from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.data.drawn import Drawn
 from fft.train.interrupt import Interrupted
-from fft.train.periodic.inner_scope import InnerScope
+from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.process_group import GroupAborted
 from fft.train.reported import code_of, text_of
 from fft.train.state.step_state import TornState
@@ -23,7 +23,7 @@ from fft.train.transaction import Transaction
 from fft.train.unsafe_places import guarded
 
 if TYPE_CHECKING:
-    from fft.train.periodic.loop import PeriodicLoop
+    from fft.train.paradigms.periodic.loop import PeriodicLoop
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataSource, Due
-from fft.train.stages.link import (
+from fft.train.paradigms.stages.link import (
     JOIN_S,
     LOST,
     Stranger,

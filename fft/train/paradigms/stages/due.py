@@ -41,8 +41,8 @@ from fft.train.checkpoint.due import (
     is_first,
     words_on,
 )
+from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
-from fft.train.stages.scope import StageScope
 
 _POLL_S = 0.2
 """Seconds between two reads of the registers by a stage that has ended and receives no messages."""

@@ -25,7 +25,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
 from fft.protocol.apart import is_brought
 from fft.train.local_tensors import local_of
-from fft.train.periodic.shared_state import Fragment, SharedState
+from fft.train.paradigms.periodic.shared_state import Fragment, SharedState
 from fft.train.state.sharded import reshard
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from fft.messages.protocol import Synchronise
 from fft.protocol.apart import own_lease
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import DataSource, LeasedInputs
+from fft.train.paradigms.periodic.inner_txns import InnerTransaction, SharedInnerTransaction
+from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.participation import Participation
-from fft.train.periodic.inner_txns import InnerTransaction, SharedInnerTransaction
-from fft.train.periodic.synchronizer import Synchronizer
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.transaction import TransactionLoop
