@@ -6,8 +6,10 @@ Touches process groups, the checkpoint transport and the state; reports the resu
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,6 @@ from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.reported import code_of, text_of
 from fft.train.settings import Learners
-from fft.train.state.learning import Learning
 from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
 from fft.util.error_places import fingerprint, may_pass
 
@@ -231,7 +232,7 @@ class Healer:
         """Whether this process could not reach one living peer in two epochs in a row.
 
         A third attempt would stop the other groups again. The successor of this process waits
-        outside the epoch (`fft.train.donors`). A peer that has died is not in the second epoch.
+        outside the epoch (`fft.train.parts`). A peer that has died is not in the second epoch.
         """
         before, self._unreached = self._unreached, ""
         if isinstance(error, Unreachable):
@@ -246,8 +247,8 @@ class Healer:
         """
         step, compared = self._state.step, self._compared
         is_due = not compared or (len(compared) == 1 and command.record.step > compared[0])
-        steps_together = self._state.synchronizer is None
-        if step is None or command.fetch_from is not None or not (is_due and steps_together):
+        trains_in_txn = self._state.paradigm.trains_in_txn
+        if step is None or command.fetch_from is not None or not (is_due and trains_in_txn):
             return None
         try:
             return step.compared_digests()
@@ -298,9 +299,9 @@ class Healer:
         """
         state = self._state
         late = command.fetch_from is not None and self._job.peer.group in command.record.learners
-        # The step function would update such state, beyond buffers, from a wrong start; with a
-        # synchronizer a learner computes nothing.
-        moves_on = state.has_extra and state.synchronizer is None
+        # The step function would update such state, beyond buffers, from a wrong start; a learner
+        # that only synchronizes computes nothing.
+        moves_on = state.has_extra and state.paradigm.trains_in_txn
         may = self._learners == "always" or (self._learners == "auto" and not moves_on)
         own = state.step is not None and self._exchange.transfer is not None
         own = own and not self._manager._user_state_dicts
@@ -362,3 +363,58 @@ def _heal_failed(record: Record, error: Exception, torn: bool) -> HealFailed:
     """Return the report that this rank is not ready for the epoch of ``record``."""
     code = code_of(error, own=CauseCode.EPOCH_FAILED)
     return HealFailed(record.epoch, text_of(error), torn, code)
+
+
+Payload = dict[str, Any]
+_AGAIN_S = 0.05
+
+
+class Learning:
+    """One fetch of the state with which the epoch of ``record`` begins.
+
+    Args:
+        record: The epoch record.
+        source: The group that sends the state.
+        fetch: Returns the state and its size in bytes, within its own time limit, or raises.
+        stop: Makes a running ``fetch`` fail at once.
+        told: Called on the thread of the fetch when it has ended, with or without success.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        source: str,
+        fetch: Callable[[], tuple[Payload, int]],
+        stop: Callable[[], None],
+        told: Callable[[], None],
+    ) -> None:
+        self.record = record
+        self.source = source
+        """The group that sends the state."""
+        self._fetch, self._stop = fetch, stop
+        self._came: Future[tuple[Payload, int]] = Future()
+        self._came.add_done_callback(lambda _: told())
+        # not an executor, whose threads would delay the exit of a process that fails elsewhere
+        threading.Thread(target=self._run, name="fft-learning", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._came.set_result(self._fetch())
+        except BaseException as error:  # noqa: BLE001 - raised again in result()
+            self._came.set_exception(error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the fetch has ended, so that `result` returns at once."""
+        return self._came.done()
+
+    def result(self) -> tuple[Payload, int]:
+        """Return the state and its size in bytes, or raise the error of the fetch."""
+        return self._came.result()
+
+    def close(self, limit: float) -> None:
+        """End a fetch that is no longer needed; wait at most ``limit`` seconds for its end."""
+        deadline = time.monotonic() + limit
+        while not self.ended and time.monotonic() < deadline:
+            self._stop()  # repeated, because the fetch may not have connected yet
+            wait([self._came], _AGAIN_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -195,7 +194,7 @@ class ManagerFFT(TorchftInterface):
                 all parameters of the model are averaged already.
         """
         torch_ddp.refuse_unfit(model)
-        self._parts.state.refuse_sync()
+        self._parts.paradigm.refuse_sync()
         reducers, own = self._parts.reductions.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
@@ -271,14 +270,12 @@ class ManagerFFT(TorchftInterface):
         Raises:
             FftError: another schedule, or one that is put together otherwise; says the mend.
         """
-        from fft.train.paradigms import pipeline  # half a second, for who has one
 
         def averaged(module: nn.Module) -> Reducer:
             self.sync_gradients(module, bucket_cap_mb)
             return self._parts.reductions.reducers[-1]
 
-        spec, state, group = self._parts.settings.spec, self._parts.state, self.stage_group()
-        state.pipelines += [pipeline.registered(schedule, spec, group, state.models, averaged)]
+        self._parts.paradigm.register_pipeline(schedule, averaged)
 
     def shard_mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group, for ``fully_shard``."""
@@ -316,10 +313,7 @@ class ManagerFFT(TorchftInterface):
         """
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
-        if "torch.distributed.pipelining.schedules" in sys.modules:
-            from fft.train.paradigms import pipeline
-
-            pipeline.refuse_forgotten(self._parts.groups.stages)
+        self._parts.paradigm.refuse_unregistered()
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
-from fft.engine.loop import Engine
+from fft.engine.loop import Command, Engine
 from fft.errors import BusError
 from fft.messages.progress import FetchReport, TraceReport, fitting
 from fft.messages.protocol import (
@@ -26,19 +26,67 @@ from fft.messages.protocol import (
     Suspect,
     encode,
 )
-from fft.protocol.main_thread import NO_FACTS
+from fft.protocol.main_thread import NO_FACTS, shipped_thread
+from fft.protocol.roles import Role
 from fft.protocol.state import Local
+from fft.protocol.vocabulary import COMMANDS
 from fft.trace.checkpoint_notes import report_of
 from fft.trace.format import FETCHING, NO_REFORM
 from fft.trace.writer import TraceWriter
-from fft.train.main_thread import MainThread
-from fft.train.place_log import PlaceLog
 from fft.train.progress_reporter import ProgressReporter
+from fft.util.error_places import Place, place_of
 
 logger = logging.getLogger(__name__)
 
 Word = Prepared | Restored | Connected | Healed | HealFailed
 """What the main thread says of its work, but for updates, whose errors any thread may tell."""
+
+
+class MainThread:
+    """The state of one main thread.
+
+    The main thread itself makes the transitions; only the error of an update may come from another
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._table = shipped_thread()
+        self._state = self._table.spec.initial
+        self._lock = threading.Lock()
+
+    @property
+    def role(self) -> Role:
+        """The role of the state. Any thread."""
+        return self._table.role(self._state)
+
+    def awaits(self, event: str) -> bool:
+        """Whether the state has a row for the event."""
+        return self._table.has(self._state, event)
+
+    def obeys(self, command: Command, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """Carry out the command; return the effects, in order.
+
+        Raises:
+            ProtocolError: The command is not allowed in this state.
+        """
+        return self.moves_on(COMMANDS[type(command)], facts)
+
+    def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """Make the transition for any event, by its name; return the effects."""
+        with self._lock:
+            return self._move(event, facts)
+
+    def leaves(self, role: Role, event: str) -> bool:
+        """Make the transition if the state has this role; return whether it has."""
+        with self._lock:
+            if self.role != role:
+                return False
+            self._move(event, NO_FACTS)
+            return True
+
+    def _move(self, event: str, facts: Set[str]) -> tuple[str, ...]:
+        self._state, effects = self._table.react(self._state, event, facts)
+        return effects
 
 
 class Participation:
@@ -159,3 +207,40 @@ class Participation:
 def bus_url(store: str, name: str) -> str:
     """Return the URL of the bus ``name`` on a replica group's own store (``host:port``)."""
     return f"tcp://{store}/{name}"
+
+
+_REMEMBERED = 100
+"""Places whose traceback was logged; a new one after so many is logged like a known one."""
+
+
+class PlaceLog:
+    """The errors of one rank. Any thread; formats tracebacks, so not for moments that count."""
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self._trace = trace
+        self._seen: set[tuple[str, str]] = set()
+
+    def note(self, error: BaseException, local: Local) -> None:
+        """Trace where ``error`` comes from, and log it: the traceback once for each place."""
+        place = place_of(error)
+        self._trace.note(
+            "fault",
+            {
+                "type": place.type,
+                "message": place.message,
+                "where": place.where,
+                "operation": place.operation,
+                "traceback": place.text,
+            },
+            local,
+        )
+        self._log(place, local.step)
+
+    def _log(self, place: Place, step: int) -> None:
+        operation = f" ({place.operation})" if place.operation else ""
+        text = f"an error of this rank in step {step}: {place.short()}{operation}"
+        if place.signature in self._seen or len(self._seen) >= _REMEMBERED:
+            logger.warning("%s", text)
+            return
+        self._seen.add(place.signature)
+        logger.warning("%s\n%s", text, place.text.rstrip())

@@ -10,55 +10,76 @@ import logging
 import os
 import socket
 import sys
+import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from urllib.parse import urlsplit
 
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
-from fft.bus import ErrorBus, open_job_bus
-from fft.bus.addresses import joined, own_address, reachable, reachable_url
+from fft.bus import (
+    BusError,
+    ErrorBus,
+    open_job_bus,
+)
+from fft.bus.addresses import (
+    HOW_TO_REACH,
+    joined,
+    own_address,
+    reachable,
+    reachable_url,
+    why_unreachable,
+)
+from fft.bus.base import HEAD
+from fft.bus.token import JobToken
 from fft.engine.loop import Engine
-from fft.errors import FftError, TxnAborted
+from fft.errors import FftError, NoState, TxnAborted
 from fft.messages.causes import CauseCode
-from fft.messages.commands import Command
-from fft.messages.protocol import Fault, Peer, Record, Start
+from fft.messages.commands import Command, RollCall, fresh_id
+from fft.messages.protocol import Fault, Peer, RankEntry, Record, Start
+from fft.operate.client import JobClient, OperatorError
 from fft.operate.entering import JobStart, enter
 from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
-from fft.protocol.timeouts import timers
-from fft.trace.format import DIGESTS
+from fft.protocol.timeouts import bus_operation, timers
+from fft.trace.format import DIGESTS, UNREACHABLE
 from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
 from fft.train.checkpoint.checkpointer import Checkpointer
-from fft.train.common_settings import common_settings, refuse_other_settings
-from fft.train.donors import wait_for_donor
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.leaving import Leaving
-from fft.train.lighthouse import Beacon, Quorums
 from fft.train.operator_commands import OperatorCommands, make_injector
-from fft.train.paradigms.periodic.inner_scope import InnerScope, inner_scope_of
-from fft.train.paradigms.stages.scope import scope_of_stage
+from fft.train.paradigms.selection import paradigm_of, scope_of
 from fft.train.participation import Participation
+from fft.train.rank import Rank
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported
-from fft.train.settings import Settings, monitor_config, refuse_ranks
+from fft.train.settings import (
+    Settings,
+    common_settings,
+    monitor_config,
+    refuse_other_settings,
+    refuse_ranks,
+)
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.transaction import TransactionLoop
-from fft.train.txn_quorums import LighthouseDoubter
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.full_disk import is_disk_full
+from fft.util.pidfd import is_there
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +113,8 @@ class Parts:
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        self.stage = scope_of_stage(settings, manager, bus, operation_s, undo)
-        trace = TraceWriter(traces if self.stage is None else self.stage.traces(traces), peer)
+        self.scope = scope_of(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(self.scope.traces(traces), peer)
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
@@ -103,76 +124,42 @@ class Parts:
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
-        self.state = RankState(manager, self.injector, settings, self.stage)
+        self.state = RankState(manager, self.injector, settings)
+        self.rank = rank = Rank(
+            manager,
+            settings,
+            limits,
+            self.scope,
+            self.job,
+            self.watchers,
+            self.groups,
+            self.state,
+            self.reductions,
+            self.injector,
+        )
+        self.paradigm = self.state.paradigm = paradigm_of(rank)
+        self.checkpointer: Checkpointer | None = None
+        if settings.checkpoint is not None:
+            self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
         self.exchange = StateExchange(manager, self.state, transfer, self.job.tell_fetch)
-        self.checkpointer = self._make_checkpointer(manager)
-        self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
-        self.quorums = self._make_quorums(manager)
+        self.preconditions = self.paradigm.vote_preconditions()
         self.healer = Healer(
             manager, self.job, self.state, self.groups, self.exchange, settings.config.learners
         )
-        self.voter = Voter(
-            manager,
-            self.job,
-            self.watchers,
-            self.state,
-            self.reductions,
-            self.healer,
-            self.quorums,
-            self.injector,
-            settings.config.learners,
-        )
+        self.voter = Voter(rank, self.healer, self.preconditions)
         self.worker = Worker(
-            manager,
-            self.job,
-            self.watchers,
-            self.state,
-            self.groups,
-            self.reductions,
+            rank,
             self.exchange,
             self.healer,
             self.voter,
             self.leaving,
-            self.quorums,
-            self.injector,
-            settings.config.max_body_failures,
+            self.preconditions,
             partial(join, manager, self),
         )
-        own = self.job, self.watchers, self.state, self.reductions
-        self.loop = TransactionLoop(manager, *own, self.voter, self.worker, settings.spec)
-
-    def _make_checkpointer(self, manager: Manager) -> Checkpointer | None:
-        """What takes durable checkpoints, and resumes from one, if that is wanted."""
-        settings = self.settings
-        if settings.checkpoint is None:
-            return None
-        size = settings.expected_groups, manager._group_world_size
-        own = settings.checkpoint, self.job, self.state, settings.spec, *size
-        if self.stage is None:
-            return Checkpointer(*own)
-        return Checkpointer(*own, self.stage, self.limits["flow_limit"].seconds)
-
-    def _make_inner(self, manager: Manager) -> InnerScope | None:
-        """The scope of this replica group, if it has several ranks that step alone."""
-        ranks, job, state = manager._group_world_size, self.job, self.state
-        return inner_scope_of(
-            self.settings, ranks, job, self.watchers, self.groups, state, self.limits
-        )
-
-    def _make_quorums(self, manager: Manager) -> Quorums | None:
-        """Who asks the lighthouse, if it is in charge: the first rank of a group."""
-        if self.settings.config.membership != "lighthouse" or manager._group_rank != 0:
-            return None
-        return Quorums(
-            cast("Beacon", manager._manager),
-            self.job.peer,
-            self.limits["quorum_timeout"].seconds,
-            self.limits["lighthouse_window"].seconds,
-            LighthouseDoubter(self.job),
-        )
+        self.loop = TransactionLoop(rank, self.voter, self.worker)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread; called on a thread of the monitor's client.
@@ -197,20 +184,15 @@ class Parts:
         """Leave the job and end all. Idempotent."""
         self.worker.finish_apply()
         if not _is_failing():
-            self.state.before_next()
+            self.state.checkpoints.take()
             self.state.end_gathering()
         self.leaving.end_notices()
         self.job.leave()
-        if self.state.output is not None and not _is_failing():
-            with self.watchers.waiting():  # else the next stage could not take what is there
-                self.state.output.finish(leaves=True, was_left=True)
-        if self.inner is not None:
-            self.inner.close()
-        if self.quorums is not None:
-            self.quorums.close()
+        self.paradigm.left(_is_failing())
+        for each in self.preconditions:
+            each.close()
         self.healer.stop_learning()
-        if self.state.output is not None:
-            self.state.output.close()
+        self.paradigm.close()
         self.leaving.close()
         self.state.close_source()
         if self.checkpointer is not None:
@@ -225,9 +207,99 @@ class Parts:
         if self.injector is not None:
             self.injector.detach()
         self.watchers.close()
-        if self.stage is not None:
-            self.stage.close()
+        self.scope.close()
         self.job.close()
+
+
+_ANSWER_S = 2.0
+"""For a rank of the job to answer that it lives."""
+_AGAIN_S = 1.0
+_LOOKED_AT = 16
+"""Ranks that are connected to at most; one that answers is enough."""
+
+
+def wait_for_donor(
+    bus: ErrorBus,
+    token: JobToken | None,
+    me: Peer,
+    limit_s: float,
+    is_over: Callable[[], bool],
+    note: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Return when a rank that may give ``me`` the state can be connected to, or none lives.
+
+    Args:
+        bus: of the job. A connection of its own asks there, if a job has begun on it.
+        me: the joiner; ranks of its own number in other groups give the state.
+        limit_s: seconds to wait outside.
+        is_over: whether this process shall leave the job anyway.
+        note: writes a note to the trace.
+
+    Raises:
+        NoState: living ranks cannot be reached for ``limit_s``; names their addresses.
+    """
+    try:
+        if bus.read(HEAD) is None:
+            return
+        opened = open_job_bus(bus.url, token, bus_operation(bus.url))
+        with JobClient(bus.url, token=token, bus=opened) as client:
+            _wait(client, me, limit_s, is_over, note)
+    except (BusError, OperatorError) as error:  # the engine bounds the absence of the bus
+        logger.warning("whether the ranks of the job can be reached is not known: %s", error)
+
+
+def _wait(
+    client: JobClient,
+    me: Peer,
+    limit_s: float,
+    is_over: Callable[[], bool],
+    note: Callable[[str, dict[str, Any]], None],
+) -> None:
+    deadline, told = time.monotonic() + limit_s, ""
+    while (why := _unreached(_donors(client, me))) and _is_alive(client) and not is_over():
+        text = (
+            f"rank {me.group}/{me.rank} waits outside the job, because it cannot reach a rank that "
+            f"has the state: {why}; {HOW_TO_REACH}"
+        )
+        if time.monotonic() > deadline:
+            raise NoState(f"{text}. It waited for {limit_s:g} s")
+        if why != told:
+            logger.error("%s", text)
+            note(UNREACHABLE, {"why": why})
+            told = why
+        time.sleep(_AGAIN_S)  # nothing reports that a firewall was opened
+
+
+def _donors(client: JobClient, me: Peer) -> list[RankEntry]:
+    """The members of other groups with the number of ``me``, but for dead ones of this host."""
+    epoch = client.job().epoch
+    groups = () if epoch is None else epoch.members
+    ranks = [r for group in groups if group.group != me.group for r in group.ranks]
+    here = socket.gethostname()
+    return [r for r in ranks if r.rank == me.rank and (r.host != here or is_there(r.pid))]
+
+
+def _unreached(donors: list[RankEntry]) -> str:
+    """Why none of the ``donors`` can be connected to; empty: one can, or there is none."""
+    places = [urlsplit(donor.transport) for donor in donors[:_LOOKED_AT]]
+    known = [(p.hostname, p.port) for p in places if p.scheme == "http" and p.hostname and p.port]
+    if len(known) < len(places) or not known:  # a transport of the user's own
+        return ""
+    with ThreadPoolExecutor(len(known), "fft-donors") as pool:
+        found = list(pool.map(_trouble, known))
+    return "" if None in found else "; ".join(filter(None, found))
+
+
+def _trouble(address: tuple[str, int]) -> str | None:
+    if (error := why_unreachable(address)) is None:
+        return None
+    return f"{joined(*address)} cannot be reached from this host ({error})"
+
+
+def _is_alive(client: JobClient) -> bool:
+    """Whether a rank that holds the job's state answers."""
+    with client.asking(RollCall(fresh_id(), client.me)) as answers:
+        return any(True for _ in answers(time.monotonic() + _ANSWER_S))
 
 
 def _is_failing() -> bool:
@@ -264,7 +336,7 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
 def join(manager: Manager, parts: Parts) -> Engine:
     """Start the engine of ``manager``, on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
-    parts.state.resume()
+    parts.state.checkpoints.resume()
     config = _config(manager, parts)
     if parts.state.step is not None:
         # again, since the models may have been sharded after register()
@@ -278,14 +350,12 @@ def join(manager: Manager, parts: Parts) -> Engine:
     for reducer in parts.reductions.reducers:
         reducer.update_layout()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
-    spec, stage = settings.spec, parts.stage
-    if stage is not None:
-        spec = stage.spec
-    participant = Participant(Table(spec), config)
+    scope = parts.scope
+    participant = Participant(Table(scope.spec), config)
     local = _initial(manager, parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
     owes = {DIGESTS: parts.state.owes_digests}
-    job.trace.write("header", header(spec, config, local, reforms=reforms, owes=owes))
+    job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
     wait_for_donor(
         job.bus,
         settings.token,
@@ -299,26 +369,25 @@ def join(manager: Manager, parts: Parts) -> Engine:
     _warn_of_strangers(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
-    config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
+    config_of_monitor = monitor_config(parts.limits) if settings.config.monitor else None
     watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.hung)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
         participant,
         local,
-        job.bus if stage is None else stage.bus,
+        scope.bus,
         job.trace,
         EngineHost(manager, parts),
         job.group_bus,
         job.bus,
-        () if stage is None else stage.others,
+        scope.others,
     )
     engine.start()
-    if parts.inner is not None:
-        parts.inner.start(config)
-    if parts.quorums is not None:
-        parts.quorums.start()
+    parts.paradigm.joined(config)
+    for each in parts.preconditions:
+        each.start()
     speed = watchers.report_speed(
-        job.bus, job.peer, settings.config.progress_interval, None if stage is None else stage.name
+        job.bus, job.peer, settings.config.progress_interval, scope.name if scope.by_rank else None
     )
     job.report_to(speed)
     if parts.groups.shard is not None:
@@ -355,12 +424,11 @@ def _transport(manager: Manager, bus_url: str) -> Any:
 
 def _config(manager: Manager, parts: Parts) -> Config:
     settings, mode = parts.settings, manager._replica_world_size_mode
-    stage = parts.stage
     return Config(
         me=parts.job.peer,
-        world=manager._group_world_size if stage is None else 1,
-        first_rank=0 if stage is None else stage.rank,
-        flow=() if stage is None else stage.flow,
+        world=parts.scope.ranks_of(manager._group_world_size),
+        first_rank=parts.scope.first_rank,
+        flow=parts.scope.flow,
         store=parts.groups.store,
         transport=_transport(manager, settings.bus_url),
         pid=os.getpid(),
@@ -379,7 +447,6 @@ def _config(manager: Manager, parts: Parts) -> Config:
 
 def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str, Any]:
     """What this process must have in common with all others of its job."""
-    synchronizer = parts.state.synchronizer
     return common_settings(
         parts.settings.spec,
         ranks_of_a_group=manager._group_world_size,
@@ -387,7 +454,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         world_size_mode=manager._replica_world_size_mode.name,
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
-        **({} if synchronizer is None else synchronizer.plan),
+        **parts.paradigm.common_settings(),
     )
 
 
@@ -409,8 +476,8 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
 
 def _can_reform(parts: Parts, config: Config) -> bool:
     """Whether this group may go on with another process for one that it lost."""
-    is_whole = parts.stage is None and parts.inner is None and parts.quorums is None
-    return config.world > 1 and is_whole and not config.bound and parts.groups.can_reform
+    may = parts.paradigm.can_reform and not parts.preconditions
+    return config.world > 1 and may and parts.groups.can_reform
 
 
 def _warn_of_strangers(parts: Parts) -> None:
@@ -453,8 +520,7 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_put_off=lambda: _may_meet(parts.job))
             parts.exchange.interrupt()
-            if parts.inner is not None:  # perhaps because the engine has failed
-                parts.inner.hear_job(cause)
+            parts.paradigm.interrupted(cause)  # perhaps because the engine has failed
 
     def members_lost(self) -> None:
         if (parts := self._parts()) is not None and not _may_meet(parts.job):
@@ -463,12 +529,11 @@ class EngineHost:
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:
             return
-        if parts.quorums is not None:
-            parts.quorums.end()
+        for each in parts.preconditions:
+            each.end()
         if parts.job.thread.role != "applying":  # the command waits for the end of the update
             parts.watchers.interrupt(cause)
-        if parts.inner is not None:
-            parts.inner.hear_job(cause)
+        parts.paradigm.interrupted(cause)
 
     def decided(self, record: Record) -> None:
         if (parts := self._parts()) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,25 +23,62 @@ from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
-from fft.train.paradigms.periodic.shared_state import SharedState
-from fft.train.paradigms.stages.input import refuse_unconnected
+from fft.train.paradigms.paradigm import Paradigm, SharedState
 from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import reshard
-from fft.train.state.step_state import Rewindable, StepState, TornState
+from fft.train.state.step_state import Rewindable, StepState
 from fft.train.updates import Updates
-
-if TYPE_CHECKING:
-    from fft.train.paradigms.periodic.inner_scope import InnerScope
-    from fft.train.paradigms.periodic.synchronizer import Synchronizer
-    from fft.train.paradigms.stages.output import StageOutput
-    from fft.train.paradigms.stages.scope import StageScope
 
 logger = logging.getLogger(__name__)
 
 SCALER = "grad_scaler"
 """Name of the scaler's state among the registered states."""
+
+
+class CheckpointHooks(Protocol):
+    """What takes durable checkpoints of this rank's state, and begins with one."""
+
+    def resume(self) -> None:
+        """Begin with a checkpoint, if the job is to, before it is joined. Idempotent."""
+
+    def before_change(self) -> None:
+        """Called before anything but a step function changes what a commit has left."""
+
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
+        """Called before this rank votes YES.
+
+        Args:
+            plan: the open txn.
+            last: no txn comes after this one, unless it is skipped.
+            skip: the txn is skipped, as far as this rank knows.
+        """
+
+    def committed(self, record: Record, epoch: Record | None) -> None:
+        """Called when the state is that of a committed record; ``epoch`` made it."""
+
+    def take(self) -> None:
+        """Called when the script asks for a txn: what it does between two is done."""
+
+    def ended(self) -> None:
+        """Called when nothing is left to do for this rank, before the others hear that."""
+
+
+class NoCheckpoints:
+    """The hooks of a job without durable checkpoints."""
+
+    def resume(self) -> None: ...
+
+    def before_change(self) -> None: ...
+
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None: ...
+
+    def committed(self, record: Record, epoch: Record | None) -> None: ...
+
+    def take(self) -> None: ...
+
+    def ended(self) -> None: ...
 
 
 class RankState:
@@ -53,32 +90,17 @@ class RankState:
         manager: Manager,
         injector: Injector | None,
         settings: Settings,
-        stage: StageScope | None = None,
     ) -> None:
-        """Start without registered objects.
-
-        Args:
-            stage: The stage of this rank, if each stage has its own scope.
-        """
         self._manager = manager
-        self._stage = stage
-        self.output: StageOutput | None = None
-        """The output of this stage for the next one."""
-        self._takers = 1 if settings.spec.samples == "per_group" else manager._group_world_size
-        """Number of ranks of a group that take separate data items; 1 if all ranks take the same
-        item."""
+        self.paradigm: Paradigm[Any]
+        """How this rank trains with the others; set once all parts are there."""
+        self.checkpoints: CheckpointHooks = NoCheckpoints()
         self._injector = injector
-        self._check_every = settings.config.check_replicas
-        """Number of steps between comparisons of replicas."""
-        self._digests = settings.config.digest == "commit"
+        self._settings = settings
         self.models: list[nn.Module] = []
         self.pipelines: list[Rewindable] = []
         self.step: StepState | None = None
         self.updates = Updates()
-        self.synchronizer: Synchronizer | None = None
-        """Synchronizes groups that train locally; else None."""
-        self.inner: InnerScope | None = None
-        """The inner scope of groups with several ranks that train locally."""
         self.checks: EqualityChecks | None = None
         self._entries_checked: int | None = None
         """Number of optimizer state entries at the last check for values that cannot be sent, or
@@ -97,21 +119,7 @@ class RankState:
         self.returned: tuple[int, ...] = ()
         """Returned slices of the loaded checkpoint, if any."""
         self._resume_at: Any = None
-        """Position at which a stateful loader resumes."""
-        self.resume: Callable[[], object] = lambda: None
-        """Loads the durable checkpoint that the job is to resume from, if any, before joining;
-        once."""
-        self.before_change: Callable[[], object] = lambda: None
-        """Called before anything but the step function changes the committed state."""
-        self.before_vote: Callable[[StartTxn, bool, bool], object] = lambda plan, last, skip: None
-        """Called before this rank votes YES, with the plan, whether no txn is to come after this
-        one, and whether the txn is to be skipped, as far as this is known."""
-        self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
-        """Called when the state corresponds to a committed record, with the epoch that made it."""
-        self.before_next: Callable[[], object] = lambda: None
-        """Called when the script asks for a txn, that is, after its work between two txns."""
-        self.at_end: Callable[[], object] = lambda: None
-        """Called when nothing is left to do for this stage, before the others are informed."""
+        """Where a stateful loader resumes."""
 
     def register(
         self,
@@ -138,8 +146,8 @@ class RankState:
         self._entries_checked = None
         self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
         self.step.refuse_replaced_parameters()
-        self.synchronizer = None
-        self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
+        self.paradigm.registered()
+        self.checks = EqualityChecks(self.step.fingerprint, self._settings.config.check_replicas)
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
@@ -150,70 +158,28 @@ class RankState:
         already."""
         reshard(self.models)
 
-    def synchronize_by(self, synchronizer: Synchronizer) -> None:
-        """Make a COMMIT step ``synchronizer``, which holds the state that locally training groups
-        share."""
-        self.synchronizer = synchronizer
-        self.checks = EqualityChecks(synchronizer.shared.fingerprint, self._check_every)
+    def compare_by(self, fingerprint: Callable[[], str]) -> None:
+        """Compare replicas by ``fingerprint`` instead of the registered state."""
+        self.checks = EqualityChecks(fingerprint, self._settings.config.check_replicas)
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether this stage trains nothing and only feeds the next one."""
-        return self._stage is not None and self.step is not None and not self.updates.has_optimizers
-
-    def refuse_sync(self) -> None:
-        """Raise FftError if gradients are not averaged in this job."""
-        if self.synchronizer is not None:
-            raise FftError(
-                "gradients averaged by sync_gradients(), or by DistributedDataParallel, with fft."
-                f"{type(self.synchronizer).__name__}: groups that step alone have no common "
-                "backward pass in which they could be; leave the call, or the wrapper, out"
-            )
-
-    def describe(self, models: str) -> str:
-        """Describe the tensors that this rank reduces; ``models`` is the description by the
-        reducers."""
-        return models if self.synchronizer is None else self.synchronizer.describe()
-
-    @property
-    def committed(self) -> Updates | Synchronizer:
-        """The object that a COMMIT of the job steps."""
-        return self.updates if self.synchronizer is None else self.synchronizer
-
-    @property
-    def shared(self) -> StepState | SharedState | None:
-        """The state that all groups have in common."""
-        return self.step if self.synchronizer is None else self.synchronizer.shared
-
-    def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is an outer optimizer, which steps the shared state."""
-        outer = () if self.synchronizer is None else self.synchronizer.outer
-        return any(each is optimizer for each in outer)
+    def shared(self) -> SharedState | None:
+        """The state that all groups have in common; None: none is registered."""
+        return self.paradigm.shared
 
     def put_back(self) -> None:
         """Restore the start of the step after a rollback of the job, if the step has begun here.
 
-        State that the ranks of a group commit together is restored by their own scope.
-
         Raises TornState if part of it is lost for good.
         """
-        if self.inner is not None:
-            return
         self.updates.forget()
         if self.step is None:
             return
-        self.before_change()
-        # aborted before the capture, so the state is that of the last commit
-        if not self.step.captured:
+        self.checkpoints.before_change()
+        if not self.step.captured:  # aborted before: the state is that of the last commit
             self.step.unwind()
             return
-        try:
-            self.step.restore()
-        except TornState:
-            if self.synchronizer is None:
-                raise
-            logger.exception("this group begins anew from the last synchronisation")
-            self.synchronizer.start_over()
+        self.step.restore()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -239,11 +205,11 @@ class RankState:
     @property
     def owes_digests(self) -> bool:
         """Whether each commit and each heal of this rank has a digest for the audit."""
-        return self._digests and self.shared is not None
+        return self._settings.config.digest == "commit" and self.shared is not None
 
     def digest_for_audit(self) -> str | None:
         """Digest that the audit compares between replicas; None if none is owed."""
-        if not self._digests or self.shared is None:
+        if self._settings.config.digest != "commit" or self.shared is None:
             return None
         return self.shared.digest(buffers=False)
 
@@ -257,8 +223,8 @@ class RankState:
             return
         try:
             self.step.export()
-            if self.synchronizer is not None:
-                self.synchronizer.shared.export()
+            if (shared := self.shared) is not None and shared is not self.step:
+                shared.export()
         except TypeError as error:
             raise FftError(
                 f"what is registered cannot be sent to a group that joins: {error}"
@@ -270,27 +236,18 @@ class RankState:
     def leased_inputs(self, source: DataSource, steps: int) -> LeasedInputs:
         """Return this rank's inputs if its group trains locally for ``steps`` steps. Raises
         DataError."""
-        rank = self._manager._group_rank if self._takers > 1 else 0
-        return LeasedInputs(source, steps, self._takers, rank)
+        rank = self._manager._group_rank if self.paradigm.takers > 1 else 0
+        return LeasedInputs(source, steps, self.paradigm.takers, rank)
 
     def shard_of(
         self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
     ) -> ShardedSource:
         """Return the source of a loader over a share of the data. Raises FftError if the job has
         none."""
-        if self.synchronizer is not None or self._stage is not None:
-            raise FftError(
-                f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
-                "or from stage to stage; pass a loader over the whole data, and leave sharded= out"
-            )
-        if kind == "rank" and self._takers == 1 < self._manager._group_world_size:
-            raise FftError(
-                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
-                "with this spec; pass sharded='group'"
-            )
+        self.paradigm.refuse_sharded(kind)
         rank = self._manager._group_rank
         shelf = Shelf(bus.read, bus.write)
-        return ShardedSource(loader, kind, group, rank, self._takers, shelf, identify)
+        return ShardedSource(loader, kind, group, rank, self.paradigm.takers, shelf, identify)
 
     def consumed(self, plan: StartTxn) -> None:
         """Mark the data of ``plan``, whose txn is committed, as consumed."""
@@ -301,10 +258,8 @@ class RankState:
         """Return this rank's inputs from ``source``."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
-        if self.output is not None:
-            self.output.draws_from(source)
-        rank = self._manager._group_rank if self._takers > 1 else 0
-        return Inputs(source, self._takers, rank)
+        rank = self._manager._group_rank if self.paradigm.takers > 1 else 0
+        return Inputs(source, self.paradigm.takers, rank)
 
     def open_source(
         self,
@@ -313,16 +268,13 @@ class RankState:
         identify: Identify | None = None,
         sharded: Callable[[Any], ShardedSource] | None = None,
     ) -> DataSource | ShardedSource:
-        """Return the data source of ``loader`` at the checkpoint's position; the caller opens
-        it."""
-        if self._stage is not None:
-            refuse_unconnected(self._stage, self.output, loader)
+        """The data source of ``loader``, where the checkpoint says; the caller opens it."""
         if self.source is None or self.loader is not loader or self.source.in_any_order:
             made = as_source(loader, replay_only, identify) if sharded is None else sharded(loader)
             self.source, self.loader = made, loader
         if self._resume_at is not None:
             resume = getattr(self.source, "resume", self.source.load)
-            resume(self._resume_at, self.cursor * self._takers)
+            resume(self._resume_at, self.cursor * self.paradigm.takers)
             self._resume_at = None
         return self.source
 
@@ -332,12 +284,7 @@ class RankState:
             return None
         if isinstance(self.source, ShardedSource):
             return self.source.export_all()
-        return self.source.export(self.position.cursor * self._takers)
-
-    @property
-    def items_per_slice(self) -> int:
-        """Number of data items of a slice: one for each rank of a group that takes its own."""
-        return self._takers
+        return self.source.export(self.position.cursor * self.paradigm.takers)
 
     # --- where it stands ---
 
@@ -363,7 +310,7 @@ class RankState:
         if unused:
             found["returned"] = sorted(unused)
         if self.source is not None and not self.source.in_any_order:
-            found["data"] = self.source.export(cursor * self._takers)
+            found["data"] = self.source.export(cursor * self.paradigm.takers)
         return found
 
     def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
@@ -396,7 +343,7 @@ class RankState:
     def export(self, record: Record) -> dict[str, Any]:
         """Export the whole state for a peer that starts with ``record``."""
         manager, shared = self._manager, self.shared
-        position = record.cursor * self._takers
+        position = record.cursor * self.paradigm.takers
         return {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
@@ -416,15 +363,12 @@ class RankState:
                 "this rank must fetch state, but has nothing to load it into: pass state_dict and "
                 "load_state_dict, or call manager.register(model, optimizer)"
             )
-        self.before_change()
+        self.checkpoints.before_change()
         for key, load in loads.items():
             load(payload["user"][key])
-        if self.synchronizer is not None:
-            self.synchronizer.load(payload["state"], keep_gradients)
-        elif self.step is not None:
-            self.step.load(payload["state"], keep_gradients)
+        self.paradigm.load_shared(payload["state"], keep_gradients)
         if self.source is not None:
-            self.source.load(payload["data"], record.cursor * self._takers)
+            self.source.load(payload["data"], record.cursor * self.paradigm.takers)
         self.lost = None
 
     def close(self) -> None:

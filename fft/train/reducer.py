@@ -16,6 +16,7 @@ Runs on the autograd engine's thread that runs the hooks. Touches gradients thro
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from torch.distributed.distributed_c10d import Work
 from torch.nn.parameter import is_lazy
 
 from fft.errors import FftError
-from fft.train.autograd_calls import hooks_of, is_nested, is_pythons_thread
 from fft.train.buckets import (
     BUCKET_MB,
     Bucket,
@@ -458,3 +458,27 @@ class Reducer:
         self._armed, self._flags = None, None
         for bucket in self._buckets:
             bucket.work = None
+
+
+def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
+    """Return the hooks on accumulated gradients, in the order in which they are called."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def is_nested() -> bool:
+    """Whether the running backward is inside another one: a checkpoint with use_reentrant=True.
+
+    A thread of the autograd engine has a call of the engine on its stack only in that case; a
+    Python thread always has one, and one more in that case.
+    """
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > (1 if is_pythons_thread() else 0)
+
+
+def is_pythons_thread() -> bool:
+    """Whether this thread was started by Python, not by the autograd engine."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is not None and not isinstance(thread, threading._DummyThread)

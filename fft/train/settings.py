@@ -1,14 +1,18 @@
 """Settings of a manager, from its arguments and the environment, read and checked once.
 
-Opens nothing, except for the services of a script without a launcher (`fft.train.standalone`).
+Opens nothing, except for the services of a script without a launcher (`Alone`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import os
+import secrets
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import BoundArguments, signature
 from pathlib import Path
@@ -17,18 +21,21 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torchft.manager import Manager
 
+from fft.bus import ErrorBus
+from fft.bus.tcpserver import host_store
 from fft.bus.token import JobToken
 from fft.durable.plan import Checkpointing, checkpointing_of
-from fft.errors import FftError
+from fft.errors import FftError, OtherSettings
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, from_env, resolve
 from fft.train.lighthouse import Membership, membership_of
 from fft.train.progress_reporter import interval_from
-from fft.train.standalone import Alone, is_alone
 from fft.train.state.equality_checks import refuse_interval
 from fft.util.names import unknown
+
+logger = logging.getLogger(__name__)
 
 Digest = Literal["never", "commit"]
 Learners = Literal["auto", "always", "never"]
@@ -115,6 +122,42 @@ class ManagerConfig(BaseModel):
 
 _NO_NAMES = {"self", "args", "kwargs"}
 """Parameters of a constructor that cannot be passed by name."""
+
+
+_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+"""Variables that are set if more than one process was started or is planned."""
+_PLACES = ("rank", "world_size", "store_addr", "store_port")
+"""Arguments of torchft's Manager by which a script defines its place itself."""
+
+
+def is_alone(called: BoundArguments, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether neither a launcher nor the script defines other ranks."""
+    is_launched = any(environ.get(name) for name in _LAUNCHERS)
+    return not is_launched and all(called.arguments.get(name) is None for name in _PLACES)
+
+
+class Alone:
+    """The services of a job of one process, from construction until ``close``."""
+
+    def __init__(self, called: BoundArguments) -> None:
+        """Start the store and put the place of the one rank into ``called``, the arguments of
+        torchft's Manager."""
+        self.bus_url = f"memory://alone-{secrets.token_hex(4)}"
+        self._store: Any
+        self._store, port = host_store()
+        wanted = called.arguments["min_replica_size"]
+        here = {"store_addr": "127.0.0.1", "store_port": port, "rank": 0, "world_size": 1}
+        called.arguments.update(here, min_replica_size=1)
+        lowered = f" (min_replica_size is 1, not {wanted})" if wanted != 1 else ""
+        logger.warning(
+            "no launcher and no FFT_BUS: running alone, as a job of one group of one rank%s, not "
+            "watched for hangs; use `fft run` for more",
+            lowered,
+        )
+
+    def close(self) -> None:
+        """End the store. Idempotent."""
+        self._store = None
 
 
 @dataclass(frozen=True)
@@ -272,3 +315,64 @@ def drain_within() -> float | None:
     if not (seconds > 0 and math.isfinite(seconds)):
         raise FftError(f"FFT_DRAIN_WITHIN={text!r}: give a number of seconds, such as 30")
     return seconds
+
+
+_KEY = "settings"
+"""Register of the job's bus."""
+_TEXT = {"doc", "why", "elsewhere"}
+"""Fields of a spec that are text for its reader."""
+_RULES = {"states", "common", "sequences"}
+"""Fields of a spec that are too long for the error message; their digests are compared."""
+_SHOWN = 3
+
+
+def common_settings(spec: FsmSpec, **others: Any) -> dict[str, Any]:
+    """Return the settings by the place that the error names: ``spec``, ``policies.bound``,
+    ``states.NORMAL``, …"""
+    found: dict[str, Any] = {}
+    for section, value in _without_text(spec.model_dump(mode="json")).items():
+        if section in _RULES:
+            found.update({f"{section}.{name}": _digest(rule) for name, rule in value.items()})
+        elif section not in ("timers", "name", "version"):
+            found.update(_flat(section, value))
+    return {"spec": spec.name, **others, **found}
+
+
+def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
+    """Raise OtherSettings if the job runs with settings other than ``mine``. Raises BusError."""
+    text = json.dumps(mine, sort_keys=True).encode()
+    held = bus.compare_set(_KEY, None, text)
+    if held is None or held == text:
+        return
+    theirs = json.loads(held)
+    both = [*mine, *(place for place in theirs if place not in mine)]
+    places = [place for place in both if mine.get(place) != theirs.get(place)]
+    told = [f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]]
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    raise OtherSettings(
+        f"this process is not set up as the job that it would join: {'; '.join(told)}{more}. "
+        "Start all processes with the same script, arguments and spec; to change them, end the "
+        "job and start it again"
+    )
+
+
+def _without_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_text(each) for key, each in value.items() if key not in _TEXT}
+    return [_without_text(each) for each in value] if isinstance(value, list) else value
+
+
+def _flat(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield place, value
+        return
+    for key, each in value.items():
+        yield from _flat(f"{place}.{key}", each)
+
+
+def _digest(rule: Any) -> str:
+    return hashlib.blake2b(json.dumps(rule, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def _value(settings: Mapping[str, Any], place: str) -> str:
+    return json.dumps(settings[place]) if place in settings else "absent"

@@ -63,15 +63,8 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             TimeoutError: ``timeout`` is over; says what is missing. It may be called again.
             FftError: the decision of a vote is not known: call ``should_commit()`` again.
         """
-        worker, spec = self._parts.worker, self._parts.settings.spec
-        if spec.is_periodic or spec.stages:
-            who, mend = "groups", " torchft's own LocalSGD and DiLoCo run with spec='hsdp'"
-            if spec.stages:
-                who, mend = "stages", " Stages that share a step run with spec='pipeline'"
-            raise FftError(
-                f"start_quorum(), of torchft's loop, with spec={spec.name!r}: there {who} step in "
-                f"manager.transactions(loader).{mend}"
-            )
+        worker = self._parts.worker
+        self._parts.paradigm.refuse_torchft_loop()
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if worker.txn is not None and worker.voted != "skip":
             self._refuse_in_doubt("start_quorum()")

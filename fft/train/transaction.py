@@ -7,34 +7,38 @@ are `fft.train.worker`'s.
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from torchft.manager import Manager
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
-from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
 from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
-from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource
-from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, Identify, Inputs, named
-from fft.train.foreign_steps import ForeignSteps
+from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.source import (
+    AUGMENTATION_MEND,
+    ORDER_MEND,
+    DataSource,
+    Identify,
+    named,
+)
 from fft.train.interrupt import Interrupted
-from fft.train.left_loop import LeftLoop
-from fft.train.paradigms.stages.ending import end_stage, has_ended_with_its_data
-from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
+from fft.train.rank import Rank
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
-from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import traceback_of_caller
 
@@ -46,27 +50,20 @@ class TransactionLoop:
 
     def __init__(
         self,
-        manager: Manager,
-        job: Participation,
-        watchers: Watchers,
-        state: RankState,
-        reductions: TxnReductions,
+        rank: Rank,
         voter: Voter,
         worker: Worker,
-        spec: FsmSpec,
     ) -> None:
-        self.job = job
+        self.job = rank.job
         self.worker = worker
+        self.paradigm = rank.state.paradigm
         self.is_over = False
         """The last txn of all was committed."""
-        self._manager = manager
-        self._watchers = watchers
-        self._state = state
-        self._reductions = reductions
+        self._manager, self._watchers = rank.manager, rank.watchers
+        self._state, self._reductions = rank.state, rank.reductions
         self._voter = voter
-        self._min_reductions = spec.policies.min_reductions
+        self._min_reductions = rank.settings.spec.policies.min_reductions
         """0, if a body may end without one."""
-        self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
         self.left_loop = LeftLoop()
         self._warned_of_signal = False
 
@@ -82,11 +79,7 @@ class TransactionLoop:
         manager, state = self._manager, self._state
         if state.step is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
-        if self._is_periodic and state.synchronizer is None:
-            raise FftError(
-                "the spec's groups step alone, and nothing says how they synchronise: make "
-                "fft.LocalSGD(manager, …) or fft.DiLoCo(manager, …) before transactions()"
-            )
+        self.paradigm.refuse_loop(loader)
         if self.is_over:
             raise FftError(
                 f"this job is over since step {manager._step}: its last step (max_steps), or the "
@@ -95,29 +88,12 @@ class TransactionLoop:
             )
         self._reductions.raises = True
         self.left_loop.begun()
-        state.resume()  # from a checkpoint, which says where the data go on
+        state.checkpoints.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
-            if state.synchronizer is not None:
-                from fft.train.paradigms.periodic.loop import (
-                    PeriodicLoop,  # which builds on this module
-                )
-
-                assert not isinstance(source, ShardedSource), "refused by shard_of"
-                alone = PeriodicLoop(
-                    self, state.synchronizer, self._watchers, state, self._reductions
-                )
-                yield from alone.run(source, max_steps)
-                state.end_gathering()
-                return
-            is_still_in = yield from self._txns(state.inputs_from(source), max_steps)
-            state.end_gathering()
-            if self._has_stages:
-                self.is_over |= is_still_in
-                with self._watchers.waiting():
-                    end_stage(self.job, state, self.is_over, is_still_in)
+            yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
@@ -132,12 +108,24 @@ class TransactionLoop:
         job, state = self.job, self._state
         return lambda loader: state.shard_of(loader, kind, job.peer.group, job.bus, identify)
 
-    def _txns(
-        self, inputs: Inputs | ShardedInputs, max_steps: int | None
+    def txns(
+        self,
+        source: DataSource | ShardedSource,
+        max_steps: int | None,
+        drawn_for: Callable[[int | None], object] = lambda _: None,
     ) -> Generator[Transaction, None, bool]:
-        """Those that share a step with all groups. Returns whether this one is still in the job:
-        nothing is left to do, and no commit was the last."""
-        step, output = self._state.step, self._state.output
+        """Yield the txns of the job whose step functions share a step with all groups.
+
+        Args:
+            source: of the data.
+            max_steps: committed steps after which the job is over.
+            drawn_for: called with the slice of each txn before its step function begins.
+
+        Returns:
+            Whether this group is still in the job: nothing is left to do, and no commit was the
+            last.
+        """
+        step, inputs = self._state.step, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
         assert step is not None, "looked at before"
         while (plan := self.worker.begin()) is not None:
@@ -151,8 +139,7 @@ class TransactionLoop:
                 continue
             if drawn is None:
                 return True
-            if output is not None:
-                output.make(but=drawn.slice)
+            drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
             is_last, item = drawn.is_last or last_step, _place(drawn)
@@ -171,7 +158,6 @@ class TransactionLoop:
                 self._state.updates.lengths.data_ended()
             if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
                 return True
-        self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
         return False
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
@@ -315,11 +301,6 @@ class TransactionLoop:
             mistake.add_note(batch)
         self.job.note_error(mistake)
         raise hopeless(f"a replay of step {plan.step} would end the same way", mistake) from mistake
-
-    def look_for_output(self, txn: Transaction) -> None:
-        """See that the next stage, where there is one, has something of the committed ``txn``."""
-        if self._state.output is not None:
-            self._state.output.committed(txn)
 
     def left_undone(self) -> FftError | None:
         """What a body that has ended well has left undone: no step could be right with it."""
@@ -469,7 +450,7 @@ class Transaction:
         if command is not None:
             loop.is_over = self._is_last and not command.skip
             self.committed, self.skipped = loop.worker.apply(command), command.skip
-            loop.look_for_output(self)
+            loop.paradigm.txn_committed(self)
         return True
 
     def _consumption(self) -> dict[str, Any]:
@@ -481,3 +462,81 @@ class Transaction:
             "input_ms": round(drawn.waited_ms, 3),
             **self._consumes,
         }
+
+
+class LeftLoop:
+    """Whether the script of one manager has left its loop early. Main thread only."""
+
+    def __init__(self) -> None:
+        self._at: int | None = None
+        """The loop was left after that step, which was not the last."""
+
+    def begun(self) -> None:
+        """A loop begins: it may continue where an earlier one was left."""
+        self._at = None
+
+    def leave(self, step: int, at_end: bool = False) -> None:
+        """The script leaves the loop after ``step``; ``at_end``: no transaction was to follow."""
+        self._at = None if at_end else step
+
+    def tell(self) -> None:
+        """Warn if the loop was left before its end, unless another exception is being raised."""
+        at, self._at = self._at, None
+        if at is not None and sys.exc_info()[1] is None:
+            logger.warning(
+                "the loop was left (`break`?) after step %d, before its end: the replicas are not "
+                "compared once more, and no last checkpoint is taken; manager.drain() on all "
+                "ranks, in the place of it, does both",
+                at,
+            )
+
+
+class ForeignSteps:
+    """Refuses such a step inside a body, and warns of one between two txns. ``close`` ends it."""
+
+    def __init__(self, state: RankState, reductions: TxnReductions) -> None:
+        self._state = state
+        self._reductions = reductions
+        self._thread = threading.get_ident()
+        self._has_warned = False
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._hook.remove()
+
+    def _look(self, optimizer: Any, *_: Any) -> None:
+        updates, step = self._state.updates, self._state.step
+        if threading.get_ident() != self._thread or updates.has(optimizer):
+            return
+        if self._state.paradigm.is_outer(optimizer):
+            if updates.in_body:
+                raise FftError(
+                    f"{type(optimizer).__name__}.step() inside `with txn:`, of the outer "
+                    "optimizer: it steps the job's parameters with each synchronisation; take the "
+                    "call out"
+                )
+            return
+        if step is not None and step.has_extra(optimizer) and not updates.in_body:
+            return
+        name = type(optimizer).__name__
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if not stepped.isdisjoint(self._of_the_job()) and updates.in_body:
+            raise FftError(
+                f"{name}.step() inside `with txn:`, of an optimizer that is not registered, on "
+                "parameters of the job: a rolled-back attempt would keep its update. Register it: "
+                "manager.register(model, [optimizer, …]); the transaction steps it, after COMMIT"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s.step() of an optimizer that is not registered: what it updates is not rolled "
+                "back with a failed attempt, and its state is not brought to a group that joins; "
+                "manager.register(model, [optimizer, …]) makes it part of the transaction",
+                name,
+            )
+
+    def _of_the_job(self) -> set[torch.Tensor]:
+        reduced = (p for r in self._reductions.reducers for p in r.parameters())
+        step = self._state.step
+        return {*reduced, *(() if step is None else step.parameters())}

@@ -5,23 +5,18 @@ Main thread. Touches reductions and the scaler; the decision is `fft.train.worke
 
 from __future__ import annotations
 
-from torchft.manager import Manager
+from collections.abc import Sequence
 
-from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.protocol.main_thread import NO_FACTS
 from fft.train.data.drawn import Drawn
 from fft.train.healing import Healer
-from fft.train.injector import InjectedFault, Injector
-from fft.train.lighthouse import Quorums
-from fft.train.participation import Participation
-from fft.train.rank_state import RankState
-from fft.train.reductions import TxnReductions
+from fft.train.injector import InjectedFault
+from fft.train.paradigms.paradigm import VotePrecondition
+from fft.train.rank import Rank
 from fft.train.reported import Reported, code_of, text_of
-from fft.train.settings import Learners
-from fft.train.watchers import Watchers
 
 
 class Voter:
@@ -29,25 +24,16 @@ class Voter:
 
     def __init__(
         self,
-        manager: Manager,
-        job: Participation,
-        watchers: Watchers,
-        state: RankState,
-        reductions: TxnReductions,
+        rank: Rank,
         healer: Healer,
-        quorums: Quorums | None,
-        injector: Injector | None,
-        learners: Learners,
+        preconditions: Sequence[VotePrecondition],
     ) -> None:
-        self._manager = manager
-        self._job = job
-        self._watchers = watchers
-        self._state = state
-        self._reductions = reductions
+        self._manager, self._injector = rank.manager, rank.injector
+        self._job, self._watchers = rank.job, rank.watchers
+        self._state, self._reductions = rank.state, rank.reductions
         self._healer = healer
-        self._quorums = quorums
-        self._injector = injector
-        self._learners = learners
+        self._preconditions = preconditions
+        self._learners = rank.settings.config.learners
         self._has_learned = False
         """The body of this txn began before the state was there."""
         self._data: str | None = None
@@ -85,7 +71,7 @@ class Voter:
         self._watchers.body_done()
         with self._watchers.waiting():
             self._reductions.wait()
-            self._await_quorum(plan)
+            self._await_preconditions(plan)
         self.inject("vote")
         if self._state.step is not None:
             self._state.step.note_edits()
@@ -102,16 +88,18 @@ class Voter:
         manifest, digest = self._reductions.manifest.build(self._data, self._shard), self._equality
         yes = error is None
         if yes:
-            self._state.before_vote(plan, last, skip)
+            self._state.checkpoints.before_vote(plan, last, skip)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
         self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")
 
-    def _await_quorum(self, plan: StartTxn) -> None:
-        if self._quorums is None or self._manager._errored is not None:
-            return
-        if (why := self._quorums.wait(plan.token)) is not None:
-            self._manager._errored = Reported(NoLighthouseQuorum(why))
+    def _await_preconditions(self, plan: StartTxn) -> None:
+        """Wait until each condition holds; vote NO for the first one that does not."""
+        for each in self._preconditions:
+            if self._manager._errored is not None:
+                return
+            if (error := each.unmet(plan)) is not None:
+                self._manager._errored = Reported(error)
 
     def _has_state(self) -> bool:
         """Whether this rank can vote. A NO needs no state; a YES of a learner does."""
@@ -125,7 +113,7 @@ class Voter:
 
         A learner that has done so says NO: after the rollback it waits for the state first.
         """
-        if self._state.synchronizer is not None:  # what is averaged there, nobody changes
+        if not self._state.paradigm.trains_in_txn:  # no step function changes what is averaged
             return False
         edited = self._state.updates.were_unscaled or self._reductions.were_edited
         is_fine = self._learners == "always" or self._manager._errored is not None

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
-
-from torchft.manager import Manager
 
 from fft.engine.loop import Command, Engine
 from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
@@ -29,26 +27,21 @@ from fft.messages.protocol import (
     Restored,
     Token,
 )
-from fft.train.body_failures import ANY, BodyFailures
+from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
+from fft.train.body_failures import BodyFailures
 from fft.train.call_limit import Limit
 from fft.train.drain_clock import waiting_for
-from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
-from fft.train.injector import Injector
-from fft.train.input_notes import InputNotes
 from fft.train.interrupt import Interrupted
 from fft.train.leaving import Leaving
-from fft.train.lighthouse import Quorums
+from fft.train.paradigms.paradigm import VotePrecondition
 from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
-from fft.train.rank_state import RankState
-from fft.train.reductions import TxnReductions
+from fft.train.rank import Rank
 from fft.train.reported import Reported, code_of, error_of, text_of
 from fft.train.state.step_state import TornState
-from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
-from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -58,40 +51,30 @@ class Worker:
 
     def __init__(
         self,
-        manager: Manager,
-        job: Participation,
-        watchers: Watchers,
-        state: RankState,
-        groups: EpochGroups,
-        reductions: TxnReductions,
+        rank: Rank,
         exchange: StateExchange,
         healer: Healer,
         voter: Voter,
         leaving: Leaving,
-        quorums: Quorums | None,
-        injector: Injector | None,
-        max_body_failures: int | None,
+        preconditions: Sequence[VotePrecondition],
         join: Callable[[], Engine],
     ) -> None:
-        self._manager = manager
-        self._job = job
-        self._watchers = watchers
-        self._state = state
-        self._groups = groups
-        self._reductions = reductions
+        self._manager, self._injector = rank.manager, rank.injector
+        self._job, self._watchers = rank.job, rank.watchers
+        self._state, self._groups = rank.state, rank.groups
+        self._reductions = rank.reductions
         self._exchange = exchange
         self._healer = healer
         self._voter = voter
         self._leaving = leaving
-        self._quorums = quorums
-        self._injector = injector
+        self._preconditions = preconditions
         self._join = join
+        max_body_failures = rank.settings.config.max_body_failures
         self.body_failures = BodyFailures(max_body_failures)
         self.update_failures = BodyFailures(max_body_failures)
         """Of groups that step alone: updates that failed after a step of their own."""
         self.has_reported = False
         """The user has reported an error in the body that is open."""
-        self._most_failures = ANY if max_body_failures is None else max_body_failures
         self.txn: StartTxn | None = None
         """The txn that is open; None: between two."""
         self.voted: Literal["step", "skip"] | None = None
@@ -109,7 +92,7 @@ class Worker:
         self.rolled_back = NO_CAUSE
         """Cause of the last rollback, until the loop has handled it."""
         self._by_loop = LoopUpdates()
-        self._notes = InputNotes(job)
+        self._notes = InputNotes(self._job)
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -132,7 +115,7 @@ class Worker:
         self.finish_apply()
         if self._finish is None:
             self._state.refuse_unsendable()
-        self._state.before_next()
+        self._state.checkpoints.take()
         # noticed late: by a second optimizer, after the first one was counted
         self._torn = self._by_loop.take_torn() or self._torn
         if self._by_loop.look(self._manager._step - 1):
@@ -167,7 +150,7 @@ class Worker:
             self._by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # it has limits of its own
-            self._healer.heal(command, self._state.describe(self._reductions.models))
+            self._healer.heal(command, self._state.paradigm.describe(self._reductions.models))
 
     def _apply_too_late(self, command: Apply) -> None:
         """A decision for a body that has already raised out of its step."""
@@ -182,9 +165,7 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
-        if self._state.output is not None:
-            computing = self.txn.slice if self.txn is not None else None
-            self._state.output.give_until_command(engine, self._watchers, computing)
+        self._state.paradigm.await_command(engine, self.txn)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
@@ -255,7 +236,7 @@ class Worker:
         if not self._reductions.raises:  # else they begin with the body
             self._voter.begin_reducers()
         self._watchers.txn_begun(plan.step)
-        self._ask_lighthouse(plan)
+        self._begin_preconditions(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
@@ -267,12 +248,11 @@ class Worker:
         if self._by_loop.missed is not None and not has_learners:
             self._reductions.manifest.note("no optimizer step after the last commit")
 
-    def _ask_lighthouse(self, plan: StartTxn) -> None:
-        """Have the quorum of this txn asked for; it is waited for before the vote."""
-        if self._quorums is None or self._job.engine is None:
-            return
+    def _begin_preconditions(self, plan: StartTxn) -> None:
+        """Ask for the conditions of this txn; the vote waits for them."""
         try:
-            ask_for(plan, self._quorums, self._job.engine, self._most_failures)
+            for each in self._preconditions:
+                each.begin(plan)
         except NoLighthouseQuorum:
             self._leave_txn()
             raise
@@ -284,15 +264,16 @@ class Worker:
         self._groups.unwind(command.cause.text, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()
         try:
-            self._state.put_back()
+            self._state.paradigm.put_back()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
             self._torn, self._state.lost = text_of(error), error
         local = self._job.local
         assert local is not None
-        if self._quorums is not None and local.stuck:
-            with self._watchers.waiting():
-                self._quorums.pause()
+        if local.stuck:
+            for each in self._preconditions:
+                with self._watchers.waiting():
+                    each.pause()
         if (why := self._by_loop.why_torn(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
             self._torn, self._state.lost = why, TornState(why)
@@ -329,8 +310,8 @@ class Worker:
             self.body_unwound()  # before the state came that a vote needs
         command = self._wait(engine, limit)
         self._close_txn()
-        if self._quorums is not None:
-            self._quorums.end()
+        for each in self._preconditions:
+            each.end()
         if isinstance(command, Apply):
             engine.take(command)
             self._notes.committed()
@@ -367,7 +348,7 @@ class Worker:
         Raises:
             Exception: the error of a function of ``on_commit``.
         """
-        updates = self._state.committed
+        updates = self._state.paradigm.committed
         if command.skip:
             return self.skip(command)
         if not self._update(command, updates.apply):
@@ -385,7 +366,7 @@ class Worker:
 
     def skip(self, command: Apply) -> bool:
         """Carry out a commit without an optimizer step. Returns whether that succeeded."""
-        if not self._update(command, self._state.committed.skip):
+        if not self._update(command, self._state.paradigm.committed.skip):
             return False
         self.finish_apply()
         return True
@@ -397,7 +378,7 @@ class Worker:
         try:
             if self._injector is not None:
                 self._injector.at("apply")
-            self._state.before_change()
+            self._state.checkpoints.before_change()
             self._run(update)
         except (Exception, Interrupted) as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
@@ -449,7 +430,7 @@ class Worker:
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._job.thread.obeys(command)
-        self._state.before_change()
+        self._state.checkpoints.before_change()
         self._by_loop.begin()
 
     def finish_apply(self) -> None:
@@ -465,7 +446,7 @@ class Worker:
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
         if self._committed is not None:
-            self._state.after_commit(*self._committed)
+            self._state.checkpoints.committed(*self._committed)
 
     def _apply_failed(self, error: BaseException) -> None:
         local = self._job.local
@@ -507,3 +488,31 @@ def _is_twin(peer: Peer, me: Peer) -> bool:
 
 def _hung(hang: Interrupted) -> FftError:
     return FftError(f"the update hung and was interrupted: {hang}")
+
+
+class InputNotes:
+    """Of one process. A note is in the trace before the engine hears the word it belongs to."""
+
+    def __init__(self, job: Participation) -> None:
+        self._job = job
+        self._loop = ""
+        """Which one has run the last txn that this rank has voted in."""
+        self._consumes: dict[str, Any] | None = None
+
+    def voting(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
+        """This rank is about to vote in the txn of ``plan``. With its first vote a loop begins, and
+        the one before it has ended: however it was left, nothing more is committed by it.
+
+        Args:
+            consumes: what its commit consumes, in FFT's own loop; None: the loop is torchft's.
+        """
+        loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
+        if loop != self._loop:
+            self._loop = loop
+            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
+
+    def committed(self) -> None:
+        """The txn that this rank has voted in last is committed."""
+        consumes, self._consumes = self._consumes, None
+        if consumes is not None:
+            self._job.trace.note(CONSUMED, consumes)

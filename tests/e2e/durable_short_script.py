@@ -23,7 +23,7 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.train.checkpoint.threads import NAME
+from fft.train.checkpoint.checkpointer import NAME
 from fft.train.checkpoint.writer import RankWriter
 
 SHORT = 200_000

@@ -17,7 +17,6 @@ from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
 from fft.errors import StepRetriesExceeded
 from fft.messages.protocol import Peer, Record
-from fft.train.checkpoint import gathering
 
 
 def _epoch(learners: tuple[str, ...]) -> Record:
@@ -81,7 +80,7 @@ def test_checkpoint_waits_for_an_evaluating_rank(
 
     The attempt at the next step fails meanwhile, so that the publishing rank has its own part.
     """
-    monkeypatch.setattr(gathering, "_WAIT_S", 1.0)
+    monkeypatch.setattr("fft.train.checkpoint.writer._WAIT_S", 1.0)
     found, go_on = Checkpoints(open_store(str(tmp_path / "checkpoints"))), threading.Event()
     look, began = Checkpoints.receipts, list[float]()
 

@@ -11,7 +11,7 @@ from stage import job
 from fft.errors import ProtocolError
 from fft.messages.effects import Apply
 from fft.protocol.vocabulary import MAIN_THREAD
-from fft.train.main_thread import MainThread
+from fft.train.participation import MainThread
 
 
 def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None:

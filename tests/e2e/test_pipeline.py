@@ -210,7 +210,7 @@ def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ScheduleDualPipeV, PipelineScheduleMulti])
 def test_schedules_that_nobody_has_tried_are_not_known(kind: type) -> None:
-    from fft.train.paradigms.pipeline import refuse_unfit
+    from fft.train.paradigms.pipeline.schedule import refuse_unfit
 
     with pytest.raises(FftError, match=f"must clear in a {kind.__name__}"):
         refuse_unfit(object.__new__(kind), None, [])

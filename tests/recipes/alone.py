@@ -191,15 +191,15 @@ class HeldForMate(Trouble):
 
     @staticmethod
     def mate(manager: fft.ManagerFFT, folder: Path) -> None:
-        state: Any = manager._parts.state
-        own = state.put_back
+        paradigm: Any = manager._parts.paradigm
+        own = paradigm.put_back
 
         def tell() -> None:
-            state.put_back = own
+            paradigm.put_back = own
             own()
             (folder / "restored").write_bytes(b"here")
 
-        state.put_back = tell
+        paradigm.put_back = tell
 
     def at(self, place: str) -> None:
         if place == "end":
@@ -216,7 +216,7 @@ class Decided(Trouble):
     def at(self, place: str) -> None:
         if place == "begin":
             return
-        scope: Any = self.manager._parts.inner
+        scope: Any = self.manager._parts.state.paradigm.inner
         own = scope._next
 
         def both_have_a_word() -> Any:

@@ -43,12 +43,11 @@ from fft.messages.progress import CheckpointReport, decode_report
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint import checkpointer, gathering, snapshot, writer
+from fft.train.checkpoint import checkpointer, snapshot, writer
+from fft.train.checkpoint.checkpointer import NAME, Threads
 from fft.train.checkpoint.due import Named
-from fft.train.checkpoint.gathering import Attempt
 from fft.train.checkpoint.rank_file import write_rank
-from fft.train.checkpoint.threads import NAME, Threads
-from fft.train.checkpoint.writer import RankWriter, decline
+from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -843,7 +842,7 @@ def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the process ends before that, the attempt stays; so does one with a manifest."""
-    monkeypatch.setattr(gathering, "_CLOSING_S", 0.1)
+    monkeypatch.setattr("fft.train.checkpoint.writer._CLOSING_S", 0.1)
     closing = threading.Event()
     attempt, writer = publisher_of(tmp_path, closing)
     thread = threading.Thread(target=writer.decline)
@@ -878,7 +877,7 @@ def test_one_that_waits_for_others_is_not_ended_by_the_next(tmp_path: Path) -> N
 def test_after_the_limit_it_goes_whatever_others_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "_WAIT_S", 0.1)
+    monkeypatch.setattr("fft.train.checkpoint.writer._WAIT_S", 0.1)
     attempt, writer = publisher_of(tmp_path, threading.Event())
     writer.decline()
     assert not (tmp_path / attempt.directory).exists()

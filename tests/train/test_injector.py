@@ -22,8 +22,7 @@ from fft.messages.fault_plans import MODELS, Fault, FaultPlan, load_plan
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.operate import inject
 from fft.operate.client import JobState, OperatorError
-from fft.train.afflictions import hang, stop_oneself
-from fft.train.injector import InjectedFault, Injector
+from fft.train.injector import InjectedFault, Injector, hang, stop_oneself
 
 LIMIT_S = 60.0
 
@@ -213,7 +212,7 @@ def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(
 
 TICKS = """
 import sys, threading, time
-from fft.train.afflictions import hang
+from fft.train.injector import hang
 count, end = 0, threading.Event()
 def tick():
     global count
@@ -253,7 +252,7 @@ def test_a_signal_does_not_shorten_a_hang_that_holds_the_lock() -> None:
 
 
 STOPPED = """
-from fft.train.afflictions import stop_oneself
+from fft.train.injector import stop_oneself
 stop_oneself({seconds})
 print("woken", flush=True)
 """

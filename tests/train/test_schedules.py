@@ -17,9 +17,8 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data.drawn import ALONE, SHARDED
 from fft.train.data.source import Inputs, as_source
-from fft.train.schedules import length_of
 from fft.train.transaction import Transaction
-from fft.train.updates import Updates
+from fft.train.updates import Updates, length_of
 
 
 def optimizer() -> torch.optim.Optimizer:

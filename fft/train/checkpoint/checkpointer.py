@@ -2,8 +2,8 @@
 
 A checkpoint is due at the same commits on all ranks that have them (`due`): at an interval of steps
 or seconds, at the last commit of a job, and at the first commit after the loss of the group that
-was to write the previous checkpoint. If each stage has its own scope, a checkpoint combines one
-commit of each stage (`due_in_stages`).
+was to write the previous checkpoint. The paradigm makes the schedule. If each stage has its own
+scope, a checkpoint combines one commit of each stage.
 
 The copy begins when the script asks for the next txn or leaves the job. So it includes what the
 script has done since the commit, such as a schedule that steps by a validation loss, or random
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from fft.durable.checkpoints import Checkpoints
@@ -27,19 +28,13 @@ from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.errors import BusError, FftError
 from fft.messages.protocol import Record, UnreadableMessage
-from fft.protocol.spec import FsmSpec
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
-from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named, tell_left_out
-from fft.train.checkpoint.gathering import Attempt, Cleared
+from fft.train.checkpoint.due import Due, Named, tell_left_out
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
-from fft.train.checkpoint.threads import NAME, Threads
-from fft.train.checkpoint.writer import RankWriter
-from fft.train.paradigms.stages.due import DueToFirst, DueToLater, due_to, refuse_forks
-from fft.train.paradigms.stages.scope import StageScope
-from fft.train.participation import Participation
-from fft.train.rank_state import RankState
+from fft.train.checkpoint.writer import Attempt, Cleared, RankWriter
+from fft.train.rank import Rank
 from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0
@@ -49,6 +44,72 @@ _CLOSE_S = 300.0
 """How long a process that is to end waits for the last checkpoint of the job to be written."""
 
 logger = logging.getLogger(__name__)
+
+
+NAME, IDLE = "fft-checkpoint", "fft-checkpoint-idle"
+"""Names of a thread at work and of an idle one."""
+
+
+class _Hand:
+    """One thread. It is a daemon, since a process may end while it works."""
+
+    def __init__(self) -> None:
+        self._work = SimpleQueue[tuple[Callable[[], None], threading.Event] | None]()
+        self._over: threading.Event | None = None
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._serve, name=IDLE, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_free(self) -> bool:
+        return self._over is None or (self._over.is_set() and not self._has_failed)
+
+    def do(self, work: Callable[[], None]) -> threading.Event:
+        over = self._over = threading.Event()
+        self._thread.name = NAME
+        self._work.put((work, over))
+        return over
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (found := self._work.get()) is not None:
+            work, over = found
+            try:
+                work()
+            except BaseException:
+                self._has_failed = True
+                raise  # for threading.excepthook
+            finally:
+                self._thread.name = IDLE
+                over.set()
+
+
+class Threads:
+    """A pool that grows to the number of jobs at work at once. One thread submits the jobs.
+
+    The training waits until a new thread runs, mostly a tenth of a millisecond, but now and then
+    some milliseconds if other threads want the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._hands: list[_Hand] = []
+
+    def do(self, work: Callable[[], None]) -> threading.Event:
+        """Run ``work`` on one of the threads and return an event that is set at its end. An
+        exception ends that thread."""
+        free = next((hand for hand in self._hands if hand.is_free), None)
+        if free is None:
+            free = _Hand()
+            self._hands.append(free)
+        return free.do(work)
+
+    def close(self) -> None:
+        """End each thread after its current job. Idempotent."""
+        for hand in self._hands:
+            hand.end()
+        self._hands.clear()
 
 
 class _Pending(NamedTuple):
@@ -67,46 +128,30 @@ class Checkpointer:
     def __init__(
         self,
         plan: Checkpointing,
-        job: Participation,
-        state: RankState,
-        spec: FsmSpec,
-        groups: int,
-        ranks: int,
-        stage: StageScope | None = None,
-        flow_limit_s: float = 0.0,
+        rank: Rank,
     ) -> None:
-        """Open the checkpoint store and install the hooks of ``state``.
-
-        Args:
-            groups: Number of groups of the job, as far as it was announced.
-            ranks: Number of ranks of each group.
-            stage: The stage of this rank, if each stage has its own scope.
-            flow_limit_s: Seconds without a record of the first stage after which it counts as lost.
+        """Open the checkpoint store.
 
         Raises:
-            CheckpointError: No checkpoint can be taken of such stages, or the checkpoint that the
-                job is to resume from has other stages.
+            CheckpointError: This job can take no checkpoints, or the checkpoint that it is to
+                resume from has other scopes.
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
-        refuse_at_once(plan, self.checkpoints, stage)
+        refuse_at_once(plan, self.checkpoints, rank.scope)
         self.origin: Origin | None = None
         """The checkpoint that this job resumed from, if any."""
-        self._job, self._state, self._stage = job, state, stage
-        self._spec, self._spec_digest, self._stages = spec.name, spec.digest(), spec.stages
-        self._groups, self._ranks = groups, ranks
+        self._job, self._state, self._scope = rank.job, rank.state, rank.scope
+        self._spec, self._spec_digest = rank.settings.spec.name, rank.settings.spec.digest()
+        self._groups, self._ranks = rank.settings.expected_groups, rank.world
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
         self._threads, self._at_work = Threads(), ExitStack()
         self._cleared = Cleared(self.checkpoints)
         self._writers: dict[threading.Event, RankWriter] = {}
         """The writers still at work, by the event that is set when their thread is done."""
-        self._due: Due = DueByRecord(plan, job)
-        if spec.bound:
-            self._due = DueByWord(plan, job, job.bus, self._is_writing)
-        if stage is not None:
-            refuse_forks(spec)
-            self._due = due_to(stage, plan, job, self._is_writing, flow_limit_s)
+        self._due: Due = rank.state.paradigm.schedule(plan, self._is_writing)
+        self.before_vote = self._due.before_vote
         self._pending: _Pending | None = None
         """The checkpoint that is due with the last commit."""
         self._closing = threading.Event()
@@ -123,9 +168,6 @@ class Checkpointer:
         self._resumed: dict[str, Any] | None = None
         self._entries: Sequence[tuple[int, int]] = ()
         """Slice and version of each stage output that was loaded."""
-        state.resume, state.before_change = self.resume, self.before_change
-        state.before_vote, state.after_commit = self._due.before_vote, self.committed
-        state.before_next, state.at_end = self.take, self.ended
 
     def resume(self) -> None:
         """Load the checkpoint that the job is to resume from, if any, before joining. Idempotent.
@@ -137,7 +179,7 @@ class Checkpointer:
         self._has_resumed = True
         began = time.monotonic()
         given = self.plan, self.checkpoints, self._job, self._groups, self._ranks
-        loader = Loader(*given, self._stage)
+        loader = Loader(*given, self._scope)
         if (manifest := loader.choose()) is None:
             return
         found = loader.load(manifest, self._state)
@@ -147,7 +189,7 @@ class Checkpointer:
         told |= {"place": self.checkpoints.store.url, "seconds": round(seconds, 3)}
         told["attempt"] = manifest.attempt
         self._entries = found.entries
-        told["takes_same"] = self._state.items_per_slice != self._ranks
+        told["takes_same"] = self._state.paradigm.takers != self._ranks
         self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
         is_other = manifest.spec_digest != self._spec_digest or manifest.fft_version != __version__
@@ -186,9 +228,9 @@ class Checkpointer:
             return  # the job has gone on without this rank
         named, self._has_ended = self._due.due(record, epoch), record.last
         is_missed = named is not None and named.is_missed
-        if record.last and isinstance(self._due, DueToLater):
+        if record.last and self._due.outlives:
             kept = None if is_missed else named
-            work = partial(self._outlive, self._due, kept, record, epoch)
+            work = partial(self._outlive, kept, record, epoch)
             attempt = None if kept is None else self._attempt(kept, record, epoch)
             self._pending = _Pending(attempt, epoch, work)
             if not is_missed:
@@ -204,7 +246,7 @@ class Checkpointer:
             self._leave_out(attempt, epoch, "the one before is still being written", too_often=True)
         else:
             self._pending = _Pending(attempt, epoch, partial(self._begin, attempt, epoch))
-            if self._state.synchronizer is not None:  # a group may step before the next txn
+            if not self._state.paradigm.trains_in_txn:  # a group may step before the next txn
                 self.take()
 
     def take(self) -> None:
@@ -228,16 +270,16 @@ class Checkpointer:
             return  # this rank's state is not the one of the others
         self.before_change()  # a copy in progress counts as delivered only after this
         record, epoch = replace(at, last=True), local.epoch
-        if isinstance(self._due, DueToLater):
-            self._due.stands_at(record, epoch)
-            self._outlive(self._due, None, record, epoch)
-        elif isinstance(self._due, DueToFirst) and (named := self._due.ended(record, epoch)):
+        named = self._due.ended(record, epoch)
+        if self._due.outlives:
+            self._outlive(None, record, epoch)
+        elif named is not None:
             self._await_delivery()
             self._begin(self._attempt(named, record, epoch), epoch)
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
-        spec = self._stages, self._spec, self._spec_digest
+        spec = self._scope.by_rank, self._spec, self._spec_digest
         return Attempt(named, record, groups, self._ranks, *spec, self.origin, self._groups)
 
     def _leave_out(
@@ -263,9 +305,8 @@ class Checkpointer:
     def _decline_for_absent(self, attempt: Attempt, epoch: Record) -> None:
         """Decline for the ranks of this stage that are not in its txn, so that no rank waits for
         them."""
-        if isinstance(self._due, DueToLater):
-            for group in self._due.absent(attempt.named, epoch):
-                self._decline(attempt, epoch, group)
+        for group in self._due.absent(attempt.named, epoch):
+            self._decline(attempt, epoch, group)
 
     def _decline(self, attempt: Attempt, epoch: Record, group: str = "") -> None:
         """Decline for this rank, or for its rank of ``group``, so that no rank waits for it. The
@@ -327,7 +368,7 @@ class Checkpointer:
             self._cleared,
         )
 
-    def _outlive(self, due: DueToLater, named: Named | None, record: Record, epoch: Record) -> None:
+    def _outlive(self, named: Named | None, record: Record, epoch: Record) -> None:
         """Copy the last state of this stage, which has ended with ``record``, and deliver it to the
         checkpoint ``named`` and to those that the remaining stages take later."""
         self._await_delivery()
@@ -338,7 +379,7 @@ class Checkpointer:
 
         def work() -> None:
             snapshot.copy()  # now, since the checkpoints that need it may come much later
-            later = due.after_end(self._failing)
+            later = self._due.after_end(self._failing)
             try:
                 for each in later if named is None else (named, *later):
                     attempt = self._attempt(each, record, epoch)

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fft.bus import ErrorBus
 from fft.durable.manifest import attempt_name
@@ -61,9 +63,17 @@ class Named(NamedTuple):
     """This rank's stage had no commit at which it could be taken, so the rank delivers nothing."""
 
 
-class Due(Protocol):
-    """The rule by which a checkpoint is due to a rank, and by which ranks are waited for."""
+class Due(ABC):
+    """The rule by which a checkpoint is due to a rank, and by which ranks are waited for.
 
+    Attributes:
+        outlives: Whether the last state of a rank that has ended is delivered to the checkpoints
+            of those that go on.
+    """
+
+    outlives = False
+
+    @abstractmethod
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """Prepare the vote of this rank, which is about to be YES.
 
@@ -72,21 +82,43 @@ class Due(Protocol):
             skip: The txn is skipped, as far as this rank knows.
         """
 
+    @abstractmethod
     def due(self, record: Record, epoch: Record) -> Named | None:
         """Return the checkpoint to take at this commit; ``epoch`` lists the members of its txn."""
 
+    @abstractmethod
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """Return the groups of ``epoch`` that have left the job or whose processes were replaced.
 
         A group that leaves with the commit ``record`` still delivers. May run on any thread.
         """
 
+    @abstractmethod
     def is_awaited(self, record: Record) -> bool:
         """Whether other ranks may reach the position of ``record`` only later. Runs on any
         thread."""
 
+    def ended(self, record: Record, epoch: Record) -> Named | None:
+        """Note that this rank's scope has ended at ``record``, with no commit that was the last.
 
-class DueByRecord:
+        Returns:
+            The checkpoint that is to be taken of that state, if one is.
+        """
+        return None
+
+    def absent(self, named: Named, epoch: Record) -> frozenset[str]:
+        """Return the groups for which this rank declines to deliver. Any thread."""
+        return frozenset()
+
+    def after_end(self, stops: threading.Event) -> Iterator[Named]:
+        """Yield the checkpoints of those that go on, until ``stops``. A thread.
+
+        Raises BusError, UnreadableMessage, ValueError: they cannot be received.
+        """
+        return iter(())
+
+
+class DueByRecord(Due):
     """The rule for groups that are in every txn of the job."""
 
     def __init__(self, plan: Checkpointing, job: Participation) -> None:
@@ -200,7 +232,7 @@ def decode_words(data: bytes) -> tuple[Word, ...]:
         raise ValueError(f"the register {AT} holds no words of checkpoints") from error
 
 
-class DueByWord:
+class DueByWord(Due):
     """The rule for groups that train locally between their synchronizations.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,15 +24,12 @@ from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
 from fft.train.local_tensors import same_bits
-from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.train.scope import RankScope
 from fft.train.state.random_states import load_random
 from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
-
-if TYPE_CHECKING:
-    from fft.train.paradigms.periodic.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ class Loader:
     Args:
         groups: Number of groups of this job, as far as it was announced.
         ranks: Number of ranks of each group of this job.
-        stage: The stage of this rank, if each stage has its own scope.
+        scope: The scope of this rank.
     """
 
     def __init__(
@@ -66,10 +63,10 @@ class Loader:
         job: Participation,
         groups: int,
         ranks: int,
-        stage: StageScope | None = None,
+        scope: RankScope,
     ) -> None:
         self._is_only_group = groups == 1
-        self._stage = stage
+        self._scope = scope
         self._plan = plan
         self._checkpoints = checkpoints
         self._job = job
@@ -83,8 +80,7 @@ class Loader:
                 usable.
             DamagedCheckpoint: The requested checkpoint is damaged.
         """
-        bus = self._job.bus if self._stage is None else self._stage.bus
-        if bus.read(HEAD) is not None:
+        if self._scope.bus.read(HEAD) is not None:
             return None  # the job is running, so the state comes from a group that has it
         return choose(self._checkpoints, self._plan.resume)
 
@@ -104,8 +100,7 @@ class Loader:
                 tree = resharded(trees, state)
         except OSError as error:
             raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
-        alone = state.synchronizer is not None
-        own = self._own(manifest, peer.group, peer.rank, alone) if same_ranks else None
+        own = self._own(manifest, peer.group, peer.rank, state) if same_ranks else None
         found = _stands(manifest, at, self._ranks, state)
         place = f"{self._checkpoints.store.url}/{self._checkpoints.directory(manifest)}"
         try:
@@ -118,10 +113,7 @@ class Loader:
                 "and leave out --resume"
             ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
-        if state.output is not None and own is not None:
-            entries = own["entries"]
-            state.output.load_entries(entries)
-            found = replace(found, entries=[(number, version) for number, version, _ in entries])
+        found = replace(found, entries=state.paradigm.load_entries(own))
         if not same_ranks:
             logger.warning(
                 "%s was written by groups of %d ranks, and this job has %d: the state is resharded;"
@@ -135,25 +127,21 @@ class Loader:
     def _at(self, manifest: Manifest) -> Scope:
         """Return the position of this rank's scope. Raises UnfitCheckpoint if the checkpoint lacks
         it."""
-        refuse_other_scopes(manifest, self._stage)
-        return manifest.scopes["job" if self._stage is None else self._stage.name]
+        refuse_other_scopes(manifest, self._scope)
+        return manifest.scopes[self._scope.name]
 
-    def _own(self, manifest: Manifest, group: str, rank: int, alone: bool) -> dict[str, Any] | None:
-        """Return the state that only this rank had, or None if no such rank wrote the checkpoint.
-
-        Args:
-            alone: Groups train locally.
-        """
+    def _own(
+        self, manifest: Manifest, group: str, rank: int, state: RankState
+    ) -> dict[str, Any] | None:
+        """Return the state that only this rank had; None if no such rank wrote the checkpoint."""
         if self._is_only_group and len(manifest.groups) == 1:
             (group,) = manifest.groups  # its name may differ between starts
         if group not in manifest.groups:
-            anew = "random numbers begin anew"
-            taken = f"the buffers of group {manifest.writer} are taken, and {anew}"
             logger.warning(
                 "%s has no buffers and random states of group %s: %s",
                 name_of(manifest.step),
                 group,
-                f"its buffers, inner optimizers and {anew}" if alone else taken,
+                state.paradigm.without_own(manifest.writer),
             )
             return None
         own: dict[str, Any] = tree_of(self._checkpoints, manifest, group, rank)["own"]
@@ -179,12 +167,8 @@ class Loader:
                     "the checkpoint was taken without register(), which this script calls: resume "
                     "with the script that wrote it"
                 )
-            _refuse_other_kind(tree["state"], state)
             local = tree["own"] if own is None else own
-            if state.synchronizer is None:
-                state.step.load(completed(tree["state"], local.get("buffers"), state.step))
-            else:
-                _load_alone(tree["state"], own, state.step, state.synchronizer)
+            state.paradigm.load_checkpoint(tree["state"], own, local.get("buffers"))
         for key, load in loads.items():
             try:
                 load(spread_as(tree["user"][key], None, f"state_dict of {key!r}"))
@@ -196,10 +180,9 @@ class Loader:
             load_random(state.step.generators if state.step is not None else None, own["random"])
 
 
-def refuse_other_scopes(manifest: Manifest, stage: StageScope | None) -> None:
-    """Raise UnfitCheckpoint unless the checkpoint has the scopes of this job. ``stage`` is the
-    stage of this rank, if each stage has its own scope."""
-    names = ["job"] if stage is None else stage.names
+def refuse_other_scopes(manifest: Manifest, scope: RankScope) -> None:
+    """Raise UnfitCheckpoint unless the checkpoint has the scopes of this job."""
+    names = scope.by_rank or [scope.name]
     if set(names) != manifest.scopes.keys():
         raise UnfitCheckpoint(
             f"{name_of(manifest.step)} was taken with spec {manifest.spec!r}, with the scopes "
@@ -208,7 +191,7 @@ def refuse_other_scopes(manifest: Manifest, stage: StageScope | None) -> None:
         )
 
 
-def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, stage: StageScope | None) -> None:
+def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, scope: RankScope) -> None:
     """Check before a model is built that the checkpoint named by `fft run` has the right scopes.
 
     Other defects are found when it is loaded. Raises UnfitCheckpoint.
@@ -219,33 +202,18 @@ def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, stage: StageSc
         manifest = checkpoints.manifest(plan.resume)
     except (DamagedCheckpoint, OSError):  # a job that goes on may have removed it since
         return
-    refuse_other_scopes(manifest, stage)
+    refuse_other_scopes(manifest, scope)
 
 
-def _refuse_other_kind(found: Mapping[str, Any], state: RankState) -> None:
+def refuse_other_kind(found: Mapping[str, Any], are_alone: bool) -> None:
     """Raise UnfitCheckpoint if groups trained locally there but not here, or the reverse."""
-    were_alone, are_alone = "plan" in found, state.synchronizer is not None
+    were_alone = "plan" in found
     if were_alone != are_alone:
         kinds = {True: "by groups that step alone", False: "by groups that step together"}
         raise UnfitCheckpoint(
             f"the checkpoint was taken {kinds[were_alone]}, and this job trains "
             f"{kinds[are_alone]}: resume with the script that wrote it"
         )
-
-
-def _load_alone(
-    shared: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
-    step: StepState,
-    synchronizer: Synchronizer,
-) -> None:
-    """Load the shared state of groups that train locally, and this group's own state if it has
-    one."""
-    if own is not None:
-        step.refuse_unfit({**own["alone"]["state"], "buffers": own["buffers"]})
-    synchronizer.load_state_dict(shared)
-    if own is not None:
-        synchronizer.load_own(own["alone"], own["buffers"])
 
 
 def tree_of(checkpoints: Checkpoints, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
@@ -296,7 +264,7 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
     if manifest.ranks == ranks:
         return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
-    if state.items_per_slice != ranks:  # all ranks of a group take the same item
+    if state.paradigm.takers != ranks:  # all ranks of a group take the same item
         return Loaded(manifest, at, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks
     if manifest.returned:

@@ -90,8 +90,8 @@ class Snapshot:
         self._step = state.step if self._watched else None
         """The state whose parameters and optimizer state `copy` looks up."""
         self._late: dict[str, torch.Tensor] = {}
-        # the state that groups share consists of no model parameters
-        if state.synchronizer is not None:
+        # the state that groups share may consist of no model parameters
+        if not self._watched:
             self._late = {name: t for name, t in live.items() if name.startswith(LATE)}
         early = self._early(at_once)
         parameters = export_parameters({name: self._watched[name] for name in early})
@@ -209,16 +209,13 @@ class Snapshot:
 
 def _tree_of(
     state: RankState, shared: bool, gives: range
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
     """Return the contents of a rank's files, and the parameters by name."""
     step = state.step
     own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
     if step is not None:
         own["buffers"] = step.export_buffers()
-    if state.synchronizer is not None:
-        own["alone"] = state.synchronizer.export_own()
-    if state.output is not None:
-        own["entries"] = state.output.export_entries(gives)
+    own |= state.paradigm.export_own(gives)
     if not shared:
         return {"own": own}, {}
     found: dict[str, Any] = {
@@ -230,13 +227,11 @@ def _tree_of(
     }
     if step is None:
         return found | {"state": None}, {}
-    names = step.sharded_names()
     found["aliases"] = step.aliases()
-    if state.synchronizer is None:
-        return found | {"state": step.export_changing()}, names
-    assert state.shared is not None, "there is a step"
-    shares = state.shared.export(across_body=True)
-    return found | {"state": shares, "layouts": _layouts(names)}, {}
+    found["state"], watched = state.paradigm.export_shared()
+    if not watched:  # else they come with what is copied later
+        found["layouts"] = _layouts(step.sharded_names())
+    return found, watched
 
 
 def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:

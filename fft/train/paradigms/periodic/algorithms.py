@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torchft.manager import Manager
 
 from fft.errors import FftError
 from fft.train.local_tensors import like, local_of
 from fft.train.paradigms.periodic.shared_state import Fragment
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
-
-if TYPE_CHECKING:
-    from fft.train.manager import ManagerFFT
 
 
 class LocalSGD(Synchronizer):
@@ -38,7 +36,7 @@ class LocalSGD(Synchronizer):
 
     def __init__(
         self,
-        manager: ManagerFFT,
+        manager: Manager,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         sync_every: int,
@@ -90,7 +88,7 @@ class DiLoCo(Synchronizer):
 
     def __init__(
         self,
-        manager: ManagerFFT,
+        manager: Manager,
         model_fragments: Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer,
         outer_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

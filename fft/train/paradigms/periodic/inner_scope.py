@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -46,19 +46,16 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config
 from fft.protocol.table import Table
-from fft.protocol.timeouts import Timeout, timers
+from fft.protocol.timeouts import timers
 from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
-from fft.train.epoch_groups import EpochGroups
 from fft.train.local_tensors import local_of
-from fft.train.main_thread import MainThread
-from fft.train.participation import Participation, bus_url
-from fft.train.rank_state import RankState
+from fft.train.paradigms.periodic.synchronizer import Synchronizer
+from fft.train.participation import MainThread, Participation, bus_url
+from fft.train.rank import Rank
 from fft.train.reductions import ManifestBuilder
 from fft.train.reported import code_of, error_of, text_of
-from fft.train.settings import Settings
 from fft.train.state.step_state import StepState, TornState
-from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +74,23 @@ class Attempt(Protocol):
 class InnerScope:
     """Of one rank. The main thread's, unless said otherwise."""
 
-    def __init__(
-        self,
-        job: Participation,
-        watchers: Watchers,
-        groups: EpochGroups,
-        state: RankState,
-        settings: Settings,
-        limits: Mapping[str, Timeout],
-    ) -> None:
-        self._job = job
-        self._watchers = watchers
-        self._groups = groups
-        self._state = state
-        self._settings = settings
-        self._limits = limits
+    def __init__(self, rank: Rank) -> None:
+        """
+        Raises:
+            FftError: the ranks have no process group that they could meet in.
+        """
+        if not rank.groups.can_meet:
+            raise FftError(
+                f"spec {rank.settings.spec.name!r} with {rank.world} ranks in a replica group, "
+                "which commit their steps together: pass shard_pg=fft.ShardProcessGroupGloo(), and "
+                "shard the model over manager.shard_mesh()"
+            )
+        rank.groups.shard_apart = True
+        self.synchronizer: Synchronizer | None = None
+        """What synchronizes this group with the others; set before the loop begins."""
+        self._job, self._watchers = rank.job, rank.watchers
+        self._groups, self._state = rank.groups, rank.state
+        self._settings, self._limits = rank.settings, rank.limits
         self._own: Participation | None = None
         self._plan: StartTxn | None = None
         """Of the job's txn that is open."""
@@ -290,7 +289,7 @@ class InnerScope:
 
     def _connect(self, command: Heal) -> None:
         assert self._own is not None, "the job was joined"
-        epoch, synchronizer = command.record.epoch, self._state.synchronizer
+        epoch, synchronizer = command.record.epoch, self.synchronizer
         assert synchronizer is not None, "looked at before"
         mine = synchronizer.standing()
         try:
@@ -321,7 +320,7 @@ class InnerScope:
             self._engine.post(Applied(self._engine.local.token))
 
     def _begin_anew(self, why: str) -> None:
-        synchronizer, plan = self._state.synchronizer, self._plan
+        synchronizer, plan = self.synchronizer, self._plan
         assert synchronizer is not None, "looked at before"
         assert plan is not None, "a txn of the job is open"
         logger.error("%s; this rank begins anew from the last synchronisation", why)
@@ -363,30 +362,3 @@ class _Host:
     def interrupt(self, cause: str) -> None:
         if (scope := self._scope()) is not None:
             scope.interrupt(cause)
-
-
-def inner_scope_of(
-    settings: Settings,
-    ranks: int,
-    job: Participation,
-    watchers: Watchers,
-    groups: EpochGroups,
-    state: RankState,
-    limits: Mapping[str, Timeout],
-) -> InnerScope | None:
-    """The scope of a replica group of so many ranks; None: it needs none.
-
-    Raises:
-        FftError: the ranks have no process group that they could meet in.
-    """
-    if not settings.spec.is_periodic or ranks == 1:
-        return None
-    if not groups.can_meet:
-        raise FftError(
-            f"spec {settings.spec.name!r} with {ranks} ranks in a replica group, which commit "
-            "their steps together: pass shard_pg=fft.ShardProcessGroupGloo(), and shard the model "
-            "over manager.shard_mesh()"
-        )
-    scope = InnerScope(job, watchers, groups, state, settings, limits)
-    state.inner, groups.shard_apart = scope, True
-    return scope

@@ -11,13 +11,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
-from torchft.manager import WorldSizeMode
+from torchft.manager import Manager, WorldSizeMode
 
 from fft.errors import FftError
 from fft.messages.causes import CauseCode
@@ -26,10 +26,8 @@ from fft.messages.protocol import Fault
 from fft.protocol.apart import is_brought
 from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.shared_state import Fragment, SharedState
+from fft.train.rank import Rank
 from fft.train.state.sharded import reshard
-
-if TYPE_CHECKING:
-    from fft.train.manager import ManagerFFT
 
 BUCKET_MB = 1024.0
 """MiB that are reduced at once, as in torchft."""
@@ -63,7 +61,7 @@ class Synchronizer(ABC):
 
     def __init__(
         self,
-        manager: ManagerFFT,
+        manager: Manager,
         fragments: Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer,
         outer_optimizers: Sequence[torch.optim.Optimizer],
@@ -75,7 +73,9 @@ class Synchronizer(ABC):
         bucket_cap_mb: float | None = None,
         weighted: bool = False,
     ) -> None:
-        self._refuse_unfit(manager, inner_optimizer, outer_optimizers)
+        rank: Rank = manager._parts.rank
+        self._rank = rank
+        self._refuse_unfit(inner_optimizer, outer_optimizers)
         if not fragments:
             raise FftError(f"{self._name}: no model to synchronise")
         if sync_every < 1 or sync_every % len(fragments):
@@ -84,7 +84,7 @@ class Synchronizer(ABC):
                 "their number, for they are synchronised in turn, after equal numbers of steps"
             )
         self.steps, self.delay = sync_every // len(fragments), delay
-        if manager._parts.settings.spec.bound and (len(fragments) > 1 or delay):
+        if rank.settings.spec.bound and (len(fragments) > 1 or delay):
             raise FftError(
                 f"{self._name}: groups that do not wait for each other synchronise the whole model "
                 "at once, and compute nothing meanwhile: give one fragment, and no delay"
@@ -94,8 +94,8 @@ class Synchronizer(ABC):
                 f"a fragment is synchronised {self.steps} steps after the one before it, and "
                 f"fragment_sync_delay={delay}: give less"
             )
-        state = manager._parts.state
-        if weighted and state.inner is not None:
+        state = rank.state
+        if weighted and rank.world > 1:
             raise FftError(
                 "weighted=True with several ranks in a replica group: each would average its shard "
                 "by the weight of its own samples; leave it out, and give all ranks equally many"
@@ -106,13 +106,12 @@ class Synchronizer(ABC):
         self.shared = SharedState(state.step, fragments, outer_optimizers, self.plan, device, pin)
         self._cap = int((BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         self.position, self.lease, self.is_launched = 0, None, False
-        self.bound = manager._parts.settings.spec.bound
+        self.bound = rank.settings.spec.bound
         """Of an asynchronous job: by how many steps of it a contribution may be behind; else 0."""
         self.base = 0
         """The same: the job's step that this group's own steps began from."""
         self.outer = list(outer_optimizers)
         """What is stepped with a COMMIT of the job."""
-        self._manager = manager
         self._turn = 0
         self._due: Fragment | None = None
         """What the open txn synchronises."""
@@ -122,47 +121,42 @@ class Synchronizer(ABC):
         self._weights = [0.0] * len(fragments)
         """Of the steps that are not in a reduction of the fragment yet."""
         self._history = _ANEW
-        state.synchronize_by(self)
-        if manager._parts.reductions.reducers:
-            state.refuse_sync()
+        manager._parts.paradigm.synchronize_by(self)
 
     def _refuse_unfit(
-        self,
-        manager: ManagerFFT,
-        inner: torch.optim.Optimizer,
-        outer: Sequence[torch.optim.Optimizer],
+        self, inner: torch.optim.Optimizer, outer: Sequence[torch.optim.Optimizer]
     ) -> None:
-        parts = manager._parts
-        if not parts.settings.spec.is_periodic:
+        rank = self._rank
+        if not rank.settings.spec.is_periodic:
             raise FftError(
                 f"{self._name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
-                f"{parts.settings.spec.name!r}, by which all groups step together"
+                f"{rank.settings.spec.name!r}, by which all groups step together"
             )
-        if parts.settings.spec.bound and (why := self._unfit_for_bounds(manager)):
-            raise FftError(f"{self._name} by spec={parts.settings.spec.name!r}: {why}")
-        if parts.state.step is None or not parts.state.updates.has(inner):
+        if rank.settings.spec.bound and (why := self._unfit_for_bounds()):
+            raise FftError(f"{self._name} by spec={rank.settings.spec.name!r}: {why}")
+        if rank.state.step is None or not rank.state.updates.has(inner):
             raise FftError(
                 f"call manager.register(model, inner_optimizer, …) before {self._name}(…), so "
                 "that a failed inner step can be rolled back"
             )
-        if any(map(parts.state.updates.has, outer)):
+        if any(map(rank.state.updates.has, outer)):
             raise FftError(
                 "the outer optimizer is registered, so it would be stepped after every inner step: "
                 f"give it to {self._name} alone"
             )
 
-    def _unfit_for_bounds(self, manager: ManagerFFT) -> str:
+    def _unfit_for_bounds(self) -> str:
         """Why the groups of this job cannot go on without each other; empty: they can."""
         if self.algorithm != "diloco":
             return (
                 "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
                 "which averages how far they have come: with an outer SGD of lr=1 it is the same"
             )
-        if manager._parts.state.inner is not None:
+        if self._rank.world > 1:
             return "a replica group is one rank; give it --ranks 1"
-        if manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
+        if self._rank.manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
             return "there are no spares where any number of groups synchronise; use DYNAMIC"
-        if manager._parts.settings.config.membership == "lighthouse":
+        if self._rank.settings.config.membership == "lighthouse":
             return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
         return ""
 
@@ -193,7 +187,7 @@ class Synchronizer(ABC):
 
     def export_own(self) -> dict[str, Any]:
         """At the end of a window: this group's own. Copy its tensors before the next inner step."""
-        step = self._manager._parts.state.step
+        step = self._rank.state.step
         assert step is not None, "it is registered"
         own = step.export(across_body=True)
         del own["buffers"]
@@ -201,7 +195,7 @@ class Synchronizer(ABC):
 
     def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Go on as the group that has exported it, after `load_state_dict`."""
-        step = self._manager._parts.state.step
+        step = self._rank.state.step
         assert step is not None, "it is registered"
         step.load({**own["state"], "buffers": buffers})
         self._weights = list(own["weights"])
@@ -226,7 +220,7 @@ class Synchronizer(ABC):
         """Whether what this group has computed is what it brings to the txn."""
         if not self.bound or self.position == 0:
             return self.lease == plan.lease
-        job = self._manager._parts.job
+        job = self._rank.job
         epoch = None if job.local is None else job.local.epoch
         assert job.engine is not None, "a txn has begun"
         config = job.engine.participant.config
@@ -234,7 +228,7 @@ class Synchronizer(ABC):
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
-        reshard(self._manager._parts.state.models)
+        reshard(self._rank.state.models)
         self.shared.start_over()
         self._forget_window()
 
@@ -243,7 +237,7 @@ class Synchronizer(ABC):
 
         ``at``: what the trace tells of the step besides.
         """
-        job = self._manager._parts.job
+        job = self._rank.job
         job.note("inner_torn", {"token": list(plan.token), **at, "cause": cause})
         if self.is_launched:  # what is being reduced is void
             text = f"a group begins anew: {cause}"
@@ -257,21 +251,21 @@ class Synchronizer(ABC):
         ``keep_gradients``: what this txn has reduced belongs to the state that comes.
         """
         self.shared.load(state)
-        reshard(self._manager._parts.state.models)
+        reshard(self._rank.state.models)
         if self.bound and self._buckets:  # what this group brings was computed before
-            self._manager._parts.state.updates.loaded()
+            self._rank.state.updates.loaded()
             return
         buckets = self._buckets if keep_gradients else []
         self._forget_window()
         self._buckets = buckets
 
     def _forget_window(self) -> None:
-        updates = self._manager._parts.state.updates
+        updates = self._rank.state.updates
         updates.loaded()  # schedules are where they were
         updates.forget()  # no gradient is unscaled
         if self.position:
             void = {"slice": self.lease, "inner_steps": self.position}
-            self._manager._parts.job.note("inner_void", void)
+            self._rank.job.note("inner_void", void)
         self.lease, self.position, self._buckets = None, 0, []
         self._weights = [0.0] * len(self._weights)
         self._history = _ANEW
@@ -305,7 +299,7 @@ class Synchronizer(ABC):
         for bucket in self._buckets:
             bucket.reduced = bucket.own.clone()
             layout = f"{self.plan}{self._due.name}{bucket.names}"
-            bucket.work = self._manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
+            bucket.work = self._rank.manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
 
     def prepare(self) -> None:
         """Compute what this group brings, unless it is computed: once for all attempts."""
@@ -324,7 +318,7 @@ class Synchronizer(ABC):
         for bucket in self._buckets:
             assert bucket.work is not None, "it was launched"
             bucket.work.wait()
-        self._manager.reduced()
+        self._rank.manager.reduced()
 
     # --- what a COMMIT does ---
 
@@ -337,7 +331,7 @@ class Synchronizer(ABC):
             for name, value in zip(bucket.names, self._parted(bucket), strict=True):
                 own = local_of(self._due.parameters[name])
                 mean[name] = value.view_as(own).to(own.dtype)
-        reshard(self._manager._parts.state.models)  # what was gathered would hide the new values
+        reshard(self._rank.state.models)  # what was gathered would hide the new values
         with torch.no_grad():
             self._step(self._due, mean)
         self._end_window()

@@ -137,7 +137,7 @@ class DueToFirst(DueByWord):
         return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
-class DueToLater:
+class DueToLater(Due):
     """The rule for a stage that follows another one.
 
     Args:
@@ -146,6 +146,8 @@ class DueToLater:
         first: Scope of the first stage.
         limit_s: Seconds without a record of the first stage after which it counts as lost.
     """
+
+    outlives = True
 
     def __init__(
         self,
@@ -206,6 +208,11 @@ class DueToLater:
         if found is not None:
             self._taken.add(found.name)
         return found
+
+    def ended(self, record: Record, epoch: Record) -> Named | None:
+        """As `Due.ended`: the state is in the checkpoints of the stages that go on."""
+        self.stands_at(record, epoch)
+        return None
 
     def stands_at(self, record: Record, epoch: Record) -> None:
         """Set the state of this stage to ``record``."""

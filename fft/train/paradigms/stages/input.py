@@ -12,9 +12,10 @@ import socket
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torchft.manager import Manager
 
 from fft.errors import DataError, FftError
 from fft.trace.inputs import ENTRY
@@ -27,15 +28,12 @@ from fft.train.paradigms.stages.link import (
     cut,
     greet,
     key_of,
-    parts_of,
     place,
+    refuse_other_spec,
 )
-
-if TYPE_CHECKING:
-    from fft.train.manager import ManagerFFT
-    from fft.train.paradigms.stages.output import StageOutput
-    from fft.train.paradigms.stages.scope import StageScope
-
+from fft.train.paradigms.stages.output import StageOutput
+from fft.train.rank import Rank
+from fft.train.scope import RankScope
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +52,15 @@ class StageInput:
 
     in_any_order = True
 
-    def __init__(self, manager: ManagerFFT, loader: Any) -> None:
-        self._manager = manager
-        self._parts, stage = parts_of(manager)
-        before = [other.scope for other in stage.flow if not other.ahead]
+    def __init__(self, manager: Manager, loader: Any) -> None:
+        rank: Rank = manager._parts.rank
+        refuse_other_spec(rank)
+        self._manager, self._rank = manager, rank
+        before = [other.scope for other in rank.scope.flow if not other.ahead]
         if len(before) != 1:
             raise FftError(
-                f"StageInput: {stage.name!r} follows {before or 'no stage'} in the flow of the "
-                "spec; it takes what exactly one gives"
+                f"StageInput: {rank.scope.name!r} follows {before or 'no stage'} in the flow of "
+                "the spec; it takes what exactly one gives"
             )
         self.scope = before[0]
         self._slices = as_source(loader)
@@ -82,7 +81,7 @@ class StageInput:
         try:
             address = tuple(json.loads(store.get(place(self.scope))))
             end = socket.create_connection(address, self._manager._connect_timeout.total_seconds())
-            connection = greet(end, key_of(self._parts), first=False)
+            connection = greet(end, key_of(self._rank), first=False)
         except (RuntimeError, Stranger, *LOST) as error:
             raise DataError(
                 f"rank of stage {self.scope!r} of this group offers nothing: {error}; does it make "
@@ -94,8 +93,8 @@ class StageInput:
         connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
         self._reader.start()
-        limit_s = self._parts.limits["flow_limit"].seconds
-        with self._parts.watchers.waiting():
+        limit_s = self._rank.limits["flow_limit"].seconds
+        with self._rank.watchers.waiting():
             came = self._ready.wait(limit_s)
         if not came or self._lost:
             why = self._lost or f"it has not come to the job's weights within {limit_s:g} s"
@@ -108,9 +107,9 @@ class StageInput:
         for old in [number for number in self._got if number < due.first]:
             del self._got[old]
         self._ask(due.number, due.first)
-        engine = self._parts.job.engine
+        engine = self._rank.job.engine
         assert engine is not None, "a txn is open"
-        with self._parts.watchers.waiting():
+        with self._rank.watchers.waiting():
             is_there = engine.wait_for(lambda: due.number in self._got or bool(self._lost))
         if not is_there:
             raise Superseded
@@ -119,10 +118,10 @@ class StageInput:
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
-        plan = self._parts.worker.txn
+        plan = self._manager._parts.worker.txn
         assert plan is not None, "the txn is open"
         told = {"slice": due.number, "version": found["version"], "token": list(plan.token)}
-        self._parts.job.note(ENTRY, told)
+        self._rank.job.note(ENTRY, told)
         return found["value"]
 
     def _ask(self, number: int, done: int, is_needed: bool = True) -> None:
@@ -163,7 +162,7 @@ class StageInput:
         self._nudge()
 
     def _nudge(self) -> None:
-        if (engine := self._parts.job.engine) is not None:
+        if (engine := self._rank.job.engine) is not None:
             engine.nudge()
 
     def export(self, first: int) -> Any:
@@ -183,9 +182,9 @@ class StageInput:
         connection.close()
 
 
-def refuse_unconnected(stage: StageScope, output: StageOutput | None, loader: Any) -> None:
+def refuse_unconnected(scope: RankScope, output: StageOutput | None, loader: Any) -> None:
     """Raise FftError if a stage takes nothing from the one before it, or gives the next nothing."""
-    for other in stage.flow:
+    for other in scope.flow:
         if other.ahead and output is None:
             raise FftError(
                 f"this stage feeds {other.scope!r}, and gives it nothing: make "

@@ -13,18 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fft.bus.token import derive
 from fft.errors import FftError
+from fft.train.rank import Rank
 from fft.util.kernel_limit import limit_in_kernel
-
-if TYPE_CHECKING:
-    from fft.train.manager import ManagerFFT
-    from fft.train.paradigms.stages.scope import StageScope
-    from fft.train.parts import Parts
 
 JOIN_S = 5.0
 """For a thread of ours to end that was told to."""
@@ -40,19 +36,17 @@ class Stranger(Exception):
     """The other end has not shown in time that it has the job's token."""
 
 
-def parts_of(manager: ManagerFFT) -> tuple[Parts, StageScope]:
-    """Raises FftError: the stages of its spec have no scopes of their own."""
-    parts = manager._parts
-    if parts.stage is None:
+def refuse_other_spec(rank: Rank) -> None:
+    """Raise FftError unless the stages of the spec have scopes of their own."""
+    if not rank.scope.by_rank:
         raise FftError(
-            f"spec {parts.settings.spec.name!r} has no stages that step by themselves: use "
+            f"spec {rank.settings.spec.name!r} has no stages that step by themselves: use "
             "spec='pipeline_ahead'"
         )
-    return parts, parts.stage
 
 
-def key_of(parts: Parts) -> bytes:
-    token = parts.settings.token
+def key_of(rank: Rank) -> bytes:
+    token = rank.settings.token
     return token.key("fft1", "flow") if token is not None else derive(b"", "fft1", "flow")
 
 

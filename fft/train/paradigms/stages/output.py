@@ -18,13 +18,16 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+from torchft.manager import Manager
 
 from fft.bus.addresses import own_address
+from fft.engine.loop import Engine
 from fft.errors import DataError, FftError
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
@@ -39,15 +42,11 @@ from fft.train.paradigms.stages.link import (
     kept_of,
     key_of,
     packed,
-    parts_of,
     place,
+    refuse_other_spec,
 )
-
-if TYPE_CHECKING:
-    from fft.engine.loop import Engine
-    from fft.protocol.elsewhere import Elsewhere
-    from fft.train.manager import ManagerFFT
-    from fft.train.watchers import Watchers
+from fft.train.rank import Rank
+from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +75,17 @@ class StageOutput:
         FftError: this stage has no next one in the flow of the spec.
     """
 
-    def __init__(self, manager: ManagerFFT, produce: Callable[[Any], Any]) -> None:
-        self._manager, (self._parts, stage) = manager, parts_of(manager)
-        after = [other.scope for other in stage.flow if other.ahead]
+    def __init__(self, manager: Manager, produce: Callable[[Any], Any]) -> None:
+        rank: Rank = manager._parts.rank
+        refuse_other_spec(rank)
+        self._manager, self._rank = manager, rank
+        after = [other.scope for other in rank.scope.flow if other.ahead]
         if len(after) != 1:
             raise FftError(
                 f"StageOutput: by the flow of the spec {after or 'no stage'} takes what "
-                f"{stage.name!r} gives; it is for exactly one"
+                f"{rank.scope.name!r} gives; it is for exactly one"
             )
-        if self._parts.state.step is None:
+        if self._rank.state.step is None:
             raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
         self._after, self._produce = after[0], produce
         self._changed = threading.Condition()
@@ -101,16 +102,16 @@ class StageOutput:
         self._put_in: tuple[int, int] | None = None
         """The attempt in which something was put last."""
         self._source: DataSource | None = None
-        self._key = key_of(self._parts)
+        self._key = key_of(rank)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self._thread = threading.Thread(target=self._accept, name="fft-flow", daemon=True)
         self._thread.start()
-        host = own_address(self._parts.settings.bus_url)
+        host = own_address(self._rank.settings.bus_url)
         address = [host, self._listening.getsockname()[1]]
-        manager._store.set(place(stage.name), json.dumps(address))
-        self._parts.state.output = self
+        manager._store.set(place(rank.scope.name), json.dumps(address))
+        manager._parts.paradigm.output = self
 
     def put(self, txn: Any, value: Any) -> None:
         """In the body of ``txn``: offer ``value``, of its batch, to the next stage.
@@ -141,14 +142,14 @@ class StageOutput:
     @property
     def _next_stage(self) -> Elsewhere:
         """Its scope, as far as it is known here."""
-        local = self._parts.job.local
+        local = self._rank.job.local
         assert local is not None, "a txn has begun"
         return next(e for e in local.elsewhere if e.scope == self._after)
 
     def _meet_others(self) -> None:
         """Of a frozen stage, which has no gradients: the groups reduce something all the same, so
         that they are in one step, and the commit is not one of nothing."""
-        if self._parts.state.is_frozen:
+        if not self._rank.state.updates.has_optimizers:
             self._manager.allreduce(torch.ones(1)).wait()
 
     # --- the main thread, between two transactions ---
@@ -205,14 +206,14 @@ class StageOutput:
         assert self._source is not None, "the loop has begun"
         batch = copied(self._source.take(Due(0, number, 1)))
         try:
-            with self._parts.state.preserved(), torch.no_grad():
+            with self._rank.state.preserved(), torch.no_grad():
                 value = tree_map(kept_of, self._produce(batch))
         except Exception as error:
             error.add_note(f"as StageOutput made the entry of slice {number} anew")
             raise
         version = self._manager._step
         logger.info("the entry of slice %d was made anew, with version %d", number, version)
-        self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
+        self._rank.job.note(MADE_ANEW, {"slice": number, "version": version})
         self._offer(number, _Entry(value, version))
 
     @property
@@ -221,7 +222,7 @@ class StageOutput:
 
         Who has left between two epochs keeps those of the last commit.
         """
-        local, step = self._parts.job.local, self._parts.state.step
+        local, step = self._rank.job.local, self._rank.state.step
         assert step is not None, "asked before"
         return local is not None and (local.healed or (has_left_well(local) and not step.captured))
 
@@ -240,7 +241,7 @@ class StageOutput:
                 "its step, by the function of StageOutput. Call output.put(txn, …) in each body",
                 number,
             )
-            self._parts.job.note("entry_forgotten", {"slice": number})
+            self._rank.job.note("entry_forgotten", {"slice": number})
         self._make(number)
 
     def finish(self, leaves: bool, was_left: bool = False) -> None:
@@ -254,7 +255,7 @@ class StageOutput:
         if self._is_finished or self._source is None or self._closed:
             return
         self._is_finished = True
-        limit_s = self._parts.limits["flow_limit"].seconds
+        limit_s = self._rank.limits["flow_limit"].seconds
         with self._changed:
             self._leaves = leaves
             self._changed.notify_all()
@@ -393,5 +394,5 @@ class StageOutput:
             del self._entries[old]
 
     def _nudge(self) -> None:
-        if (engine := self._parts.job.engine) is not None:
+        if (engine := self._rank.job.engine) is not None:
             engine.nudge()

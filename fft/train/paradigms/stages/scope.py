@@ -16,43 +16,43 @@ from fft.bus.token import JobToken
 from fft.engine.other_scopes import OtherScope
 from fft.errors import FftError
 from fft.messages.wire import SCOPES
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.trace.format import scope_folder
+from fft.train.scope import RankScope
 from fft.train.settings import Settings
 
 
-class StageScope:
+class StageScope(RankScope):
     """One instance of the protocol over one rank of all replica groups."""
 
     def __init__(
         self, spec: FsmSpec, rank: int, job_bus: ErrorBus, most: int | None = None
     ) -> None:
         """``most``: groups whose data count, if others are spares."""
-        self.rank = rank
+        super().__init__(spec.stage(rank), job_bus)
+        self.first_rank = rank
+        self.by_rank = spec.stages
         self.name = spec.stages[rank]
-        self.spec = spec.stage(rank)
-        self.flow: tuple[Elsewhere, ...] = spec.bound_to(self.name)
-        self.bus = job_bus
-        """Of this scope."""
-        self.others: list[OtherScope] = []
-        self.names = spec.stages
-        """Of all of them, by rank."""
+        self.flow = spec.bound_to(self.name)
         self._most = most
         self._job_bus = job_bus
         self._opened = ExitStack()
+
+    def ranks_of(self, world: int) -> int:
+        """Return 1: each rank of a group is in the scope of its own stage."""
+        return 1
 
     def open(self, url: str, token: JobToken | None, operation_s: float) -> None:
         """Open the buses of this scope and of those that it is bound to. Raises BusError."""
 
         def bus_of(name: str) -> ErrorBus:
-            if name == self.names[0]:
+            if name == self.by_rank[0]:
                 return self._job_bus
             bus = open_job_bus(f"{url}.{name}", token, operation_s)
             self._opened.callback(bus.close)
             return bus
 
-        self._job_bus.write(SCOPES, json.dumps(self.names[1:]).encode())  # for operators
+        self._job_bus.write(SCOPES, json.dumps(self.by_rank[1:]).encode())  # for operators
         self.bus = bus_of(self.name)
         self.others = [
             OtherScope(bound.scope, bus_of(bound.scope), self._most) for bound in self.flow
@@ -60,21 +60,21 @@ class StageScope:
 
     def first(self) -> OtherScope:
         """The scope of the first stage, for who is not the engine."""
-        return OtherScope(self.names[0], self._job_bus, self._most)
+        return OtherScope(self.by_rank[0], self._job_bus, self._most)
 
     def traces(self, directory: Path | None) -> Path | None:
-        """Where those of this scope go: the first stage's where the job's do."""
-        return directory and scope_folder(directory, self.name if self.rank else "")
+        """Return the folder for the traces; those of the first stage are in that of the job."""
+        return directory and scope_folder(directory, self.name if self.first_rank else "")
 
     def close(self) -> None:
-        """Close the buses that were opened for it. Idempotent."""
+        """Close the buses that were opened for this scope. Idempotent."""
         self._opened.close()
 
 
 def scope_of_stage(
     settings: Settings, manager: Manager, job_bus: ErrorBus, operation_s: float, undo: ExitStack
-) -> StageScope | None:
-    """The scope of the stage that this rank is; None: the stages of the spec have none.
+) -> StageScope:
+    """Open the scope of the stage that this rank holds.
 
     Args:
         operation_s: seconds for an operation on a bus.
@@ -85,8 +85,6 @@ def scope_of_stage(
         BusError: a bus cannot be reached.
     """
     spec, rank, ranks = settings.spec, manager._group_rank, manager._group_world_size
-    if not spec.stages:
-        return None
     if ranks != len(spec.stages):
         raise FftError(
             f"spec {spec.name!r} has {len(spec.stages)} stages, a rank of a replica group each; "

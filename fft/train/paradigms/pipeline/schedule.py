@@ -28,7 +28,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.nn.parallel import DistributedDataParallel
 
 from fft.errors import FftError
-from fft.protocol.spec import FsmSpec
 from fft.train.reducer import Reducer
 from fft.util.living import living
 
@@ -82,23 +81,14 @@ def refuse_forgotten(group: object | None) -> None:
 
 def registered(
     schedule: Any,
-    spec: FsmSpec,
     group: object,
     models: Iterable[nn.Module],
     averaged: Callable[[nn.Module], Reducer],
 ) -> Pipeline:
     """Take the schedule over.
 
-    Args:
-        averaged: Returns the reducer that averages the gradients of a module.
-
-    Raises FftError as `refuse_unfit` does, and if ``spec`` has no stages.
+    Raises FftError as `refuse_unfit`.
     """
-    if spec.ranks != "stages":
-        raise FftError(
-            f"register_pipeline() needs a spec in which the ranks of a group hold stages, and "
-            f"{spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or set FFT_SPEC"
-        )
     refuse_unfit(schedule, group, models)
     stages = stages_of(schedule)
     return Pipeline(schedule, {stage.stage_index: averaged(stage.submod) for stage in stages})

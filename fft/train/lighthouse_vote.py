@@ -1,0 +1,112 @@
+"""The lighthouse's quorum as a condition for a vote, where the lighthouse is in charge."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import cast
+
+from fft.bus import BusError
+from fft.errors import NoLighthouseQuorum
+from fft.messages.causes import CauseCode
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Fault, Suspect, Token, encode
+from fft.train.body_failures import ANY
+from fft.train.lighthouse import Beacon, Quorums
+from fft.train.participation import Participation
+from fft.train.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+
+class LighthouseVote:
+    """Has no txn commit without a quorum of the lighthouse that names its members.
+
+    Main thread, except for `end`.
+    """
+
+    def __init__(self, quorums: Quorums, job: Participation, most_failures: int) -> None:
+        """``most_failures``: attempts in a row without an answer after which the job is left."""
+        self._quorums, self._job, self._most_failures = quorums, job, most_failures
+
+    def start(self) -> None:
+        """Begin to ask the lighthouse."""
+        self._quorums.start()
+
+    def begin(self, plan: StartTxn) -> None:
+        """Ask for the quorum of the txn that begins.
+
+        Raises:
+            NoLighthouseQuorum: the lighthouse did not answer in too many attempts in a row.
+        """
+        quorums, engine = self._quorums, self._job.engine
+        if engine is None or (epoch := engine.local.epoch) is None:
+            return
+        if quorums.failures >= self._most_failures:
+            raise NoLighthouseQuorum(
+                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
+                f"({quorums.reason}); start it, or train with membership='register'"
+            )
+        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
+        quorums.begin(plan.token, plan.step, members)
+        if engine.superseded():  # rolled back before there was anything to end
+            quorums.end()
+
+    def unmet(self, plan: StartTxn) -> NoLighthouseQuorum | None:
+        """Wait for the quorum. Return the error if it did not come."""
+        why = self._quorums.wait(plan.token)
+        return None if why is None else NoLighthouseQuorum(why)
+
+    def end(self) -> None:
+        """End the wait: the txn is over. Any thread."""
+        self._quorums.end()
+
+    def pause(self) -> None:
+        """Wait before the next attempt."""
+        self._quorums.pause()
+
+    def close(self) -> None:
+        """End the calls. Idempotent."""
+        self._quorums.close()
+
+
+class LighthouseDoubter:
+    """What a lighthouse's quorum, or none, leads to; see `fft.train.lighthouse.Doubter`."""
+
+    def __init__(self, job: Participation) -> None:
+        self._job = weakref.ref(job)
+
+    def unnamed(self, token: Token, groups: set[str]) -> None:
+        job = self._job()
+        local = job.local if job is not None else None
+        if job is None or local is None or local.token != token or local.epoch is None:
+            return
+        job.trace.note("lighthouse", {"unnamed": sorted(groups)}, local)
+        cause = "the lighthouse's quorum does not name it"
+        ranks = [(e.group, r) for e in local.epoch.members if e.group in groups for r in e.ranks]
+        try:
+            for group, r in ranks:
+                word = Suspect(group, r.rank, r.pid, r.host, "lighthouse", cause)
+                job.bus.broadcast(encode(word))
+        except BusError as error:  # the engine will notice, if it lasts
+            logger.warning("could not say whom the lighthouse does not name: %s", error)
+
+    def failed(self, token: Token, why: str) -> None:
+        if (job := self._job()) is not None:
+            code = CauseCode.NO_LIGHTHOUSE_QUORUM
+            job.post(Fault(token, f"NoLighthouseQuorum: {why}", code, "NoLighthouseQuorum"))
+
+
+def preconditions_of(rank: Rank) -> list[LighthouseVote]:
+    """Return the lighthouse's condition, if it is in charge and this is the rank that asks it."""
+    if rank.settings.config.membership != "lighthouse" or rank.manager._group_rank != 0:
+        return []
+    quorums = Quorums(
+        cast("Beacon", rank.manager._manager),
+        rank.job.peer,
+        rank.limits["quorum_timeout"].seconds,
+        rank.limits["lighthouse_window"].seconds,
+        LighthouseDoubter(rank.job),
+    )
+    most = rank.settings.config.max_body_failures
+    return [LighthouseVote(quorums, rank.job, ANY if most is None else most)]

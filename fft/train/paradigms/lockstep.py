@@ -1,0 +1,105 @@
+"""HSDP and DDP: every replica group takes part in each step. Also the base of other paradigms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fft.durable.plan import Checkpointing
+from fft.errors import FftError
+from fft.train.checkpoint.due import Due, DueByRecord
+from fft.train.checkpoint.loading import completed, refuse_other_kind
+from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.source import DataSource
+from fft.train.lighthouse_vote import preconditions_of
+from fft.train.paradigms.paradigm import Committed, Paradigm, SharedState, VotePrecondition
+from fft.train.rank import Rank
+from fft.train.reducer import Reducer
+from fft.train.transaction import Transaction, TransactionLoop
+
+
+class Lockstep(Paradigm[TransactionLoop]):
+    """All groups compute each step and average its gradients, in one txn of the job."""
+
+    trains_in_txn = True
+    can_reform = True
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    # --- the job ---
+
+    def vote_preconditions(self) -> Sequence[VotePrecondition]:
+        return preconditions_of(self._rank)
+
+    # --- committed state ---
+
+    @property
+    def committed(self) -> Committed:
+        return self._rank.state.updates
+
+    @property
+    def shared(self) -> SharedState | None:
+        return self._rank.state.step
+
+    def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
+        raise FftError(
+            f"register_pipeline() needs a spec in which the ranks of a group hold stages, and "
+            f"{self._rank.settings.spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or "
+            "set FFT_SPEC"
+        )
+
+    def put_back(self) -> None:
+        self._rank.state.put_back()
+
+    def load_shared(self, state: Any, keep_gradients: bool) -> None:
+        if self._rank.state.step is not None:
+            self._rank.state.step.load(state, keep_gradients)
+
+    # --- inputs and the loop ---
+
+    @property
+    def takers(self) -> int:
+        return 1 if self._rank.settings.spec.samples == "per_group" else self._rank.world
+
+    def refuse_unregistered(self) -> None:
+        if "torch.distributed.pipelining.schedules" in sys.modules:
+            from fft.train.paradigms.pipeline.schedule import refuse_forgotten
+
+            refuse_forgotten(self._rank.groups.stages)
+
+    def refuse_sharded(self, kind: Sharded) -> None:
+        if kind == "rank" and self.takers == 1 < self._rank.world:
+            raise FftError(
+                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
+                "with this spec; pass sharded='group'"
+            )
+
+    def steps(
+        self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
+    ) -> Iterator[Transaction]:
+        yield from loop.txns(source, max_steps)
+        self._rank.state.end_gathering()
+
+    # --- checkpoints ---
+
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+        return DueByRecord(plan, self._rank.job)
+
+    def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        step = self._rank.state.step
+        assert step is not None, "asked before"
+        return step.export_changing(), step.sharded_names()
+
+    def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
+        step = self._rank.state.step
+        assert step is not None, "asked before"
+        refuse_other_kind(found, are_alone=False)
+        step.load(completed(found, buffers, step))
+
+    def without_own(self, writer: str) -> str:
+        return f"the buffers of group {writer} are taken, and random numbers begin anew"

@@ -1,0 +1,276 @@
+"""The seam between FFT's machinery for training and the paradigms that it carries out.
+
+A paradigm determines how the replica groups of a job train together: what a COMMIT changes, which
+loop the script runs, which data a rank takes, when a checkpoint is due, what a vote waits for, and
+how a rank leaves. `Paradigm` is the only interface through which shared code reaches these choices;
+shared code never asks which paradigm it is.
+
+This file is below all others of the seam. `Lockstep` has the behaviour of HSDP and DDP, and the
+other paradigms derive from it. `fft.train.paradigms.selection` makes the paradigm of a spec.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from fft.durable.plan import Checkpointing
+from fft.engine.loop import Engine
+from fft.messages.effects import StartTxn
+from fft.protocol.state import Config
+from fft.train.checkpoint.due import Due
+from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.source import DataSource
+from fft.train.reducer import Reducer
+
+LoopT = TypeVar("LoopT")
+"""The class of the loop, `fft.train.transaction.TransactionLoop`, which is above this file."""
+
+
+class Committed(Protocol):
+    """The update that a COMMIT of the job makes on this rank."""
+
+    def apply(self) -> None:
+        """Make the update."""
+
+    def skip(self) -> None:
+        """End the step without an update."""
+
+    def done(self) -> None:
+        """Call the user's functions that follow an update."""
+
+
+class SharedState(Protocol):
+    """The state that all replica groups have in common."""
+
+    def export(self, across_body: bool = False) -> dict[str, object]:
+        """Return live tensors and plain data; ``across_body``: no step function changes them."""
+
+    def digest(self, buffers: bool = True) -> str:
+        """Return a digest of all bits, for the audit."""
+
+
+class VotePrecondition(Protocol):
+    """A condition outside the job that must hold before this rank votes YES."""
+
+    def start(self) -> None:
+        """Start, once the job is joined."""
+
+    def begin(self, plan: StartTxn) -> None:
+        """Ask for the condition in the txn that begins.
+
+        Raises:
+            NoLighthouseQuorum: the condition has failed in too many attempts in a row.
+        """
+
+    def unmet(self, plan: StartTxn) -> Exception | None:
+        """Wait until the condition holds. Return the reason for a NO if it does not."""
+
+    def end(self) -> None:
+        """End the wait: the txn is over. Any thread. Idempotent."""
+
+    def pause(self) -> None:
+        """Wait before the next attempt, after a rollback of a job that makes no progress."""
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+
+
+class Paradigm(ABC, Generic[LoopT]):
+    """How one rank carries out a paradigm; one instance per manager.
+
+    Methods run on the main thread unless they say otherwise. Those that are not abstract are hooks,
+    which do nothing unless a paradigm needs them.
+
+    Attributes:
+        trains_in_txn: Whether the step function runs inside the job's txn and reduces gradients
+            there. Otherwise a txn of the job only synchronizes what was trained before it.
+        can_reform: Whether a group may continue with another process in the place of one that it
+            has lost.
+    """
+
+    trains_in_txn: bool
+    can_reform: bool
+
+    # --- the job ---
+
+    def refuse_torchft_loop(self) -> None:
+        """Raise FftError if a loop that is written for torchft cannot run in this paradigm."""
+
+    def common_settings(self) -> Mapping[str, Any]:
+        """Return the settings of the script that all processes of the job must have in common."""
+        return {}
+
+    def joined(self, config: Config) -> None:
+        """Start what the paradigm runs beside the job; the engine of the job runs already."""
+
+    @abstractmethod
+    def vote_preconditions(self) -> Sequence[VotePrecondition]:
+        """Return new conditions for the votes of this rank, for the machinery to own."""
+
+    def interrupted(self, cause: str) -> None:
+        """React to a command for the main thread, or to the failure of the job's engine.
+
+        Called on the engine's thread.
+        """
+
+    # --- committed state ---
+
+    @property
+    @abstractmethod
+    def committed(self) -> Committed:
+        """The update that a COMMIT of the job makes."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> SharedState | None:
+        """The state that all groups have in common; None: none is registered."""
+
+    def registered(self) -> None:
+        """Forget what belonged to models that were registered before."""
+
+    def describe(self, models: str) -> str:
+        """Return in words what this rank reduces; ``models`` describes its reducers."""
+        return models
+
+    def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether ``optimizer`` steps the shared state and not a rank's own parameters."""
+        return False
+
+    def refuse_sync(self) -> None:
+        """Raise FftError if gradients are not averaged in backward passes of this job."""
+
+    @abstractmethod
+    def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
+        """Have ``schedule`` rolled back, and its gradients averaged, with each txn.
+
+        Args:
+            schedule: of ``torch.distributed.pipelining``.
+            averaged: has the gradients of a module averaged.
+
+        Raises:
+            FftError: the ranks of a group hold no stages, or the schedule does not fit.
+        """
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Restore the start of the step after a rollback of the job.
+
+        Raises:
+            TornState: a part of the state is lost.
+        """
+
+    @abstractmethod
+    def load_shared(self, state: Any, keep_gradients: bool) -> None:
+        """Take over the shared state of another group.
+
+        Args:
+            state: what `SharedState.export` of that group has returned.
+            keep_gradients: the gradients that this txn has reduced belong to that state.
+        """
+
+    # --- inputs and the loop ---
+
+    @property
+    @abstractmethod
+    def takers(self) -> int:
+        """Number of ranks of a group that take an item of the data each; 1: all take the same."""
+
+    def refuse_unregistered(self) -> None:
+        """Raise FftError if the process has made objects that it should have registered."""
+
+    @abstractmethod
+    def refuse_sharded(self, kind: Sharded) -> None:
+        """Raise FftError if loaders cannot be over a share of the data."""
+
+    def refuse_loop(self, loader: Any) -> None:
+        """Raise FftError if a loop over ``loader`` cannot begin as the script has set it up."""
+
+    @abstractmethod
+    def steps(
+        self, loop: LoopT, source: DataSource | ShardedSource, max_steps: int | None
+    ) -> Iterator[Any]:
+        """Yield the transactions of the script until the job is over, or this group has left."""
+
+    def await_command(self, engine: Engine, txn: StartTxn | None) -> None:
+        """Work until the engine has a command for the main thread, if there is work.
+
+        Args:
+            engine: of the job.
+            txn: the txn that is open on this rank, if one is.
+        """
+
+    def txn_committed(self, txn: Any) -> None:
+        """React to the commit of a txn of the loop, after its update."""
+
+    # --- checkpoints ---
+
+    @abstractmethod
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+        """Return when checkpoints are due to this rank.
+
+        Args:
+            plan: the user's.
+            is_writing: whether this rank still writes the checkpoint before.
+
+        Raises:
+            CheckpointError: this job can take no checkpoints.
+        """
+
+    def export_own(self, gives: range) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank besides buffers and random states.
+
+        Args:
+            gives: slices of the data whose results the next stage may still lack.
+        """
+        return {}
+
+    @abstractmethod
+    def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        """Return the shared state for a checkpoint, and the parameters that it still lacks.
+
+        A thread copies those parameters and the optimizer state while the next step function runs.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
+        """Take over the state of a checkpoint.
+
+        Args:
+            found: what `export_shared` has returned, complete.
+            own: what `export_own` has returned, with this rank's buffers; None: the checkpoint has
+                nothing of this rank.
+            buffers: those of this rank, else of the group that wrote ``found``.
+
+        Raises:
+            UnfitCheckpoint: a job of another paradigm wrote it.
+            StateMismatch: names what differs.
+        """
+
+    def load_entries(self, own: Mapping[str, Any] | None) -> Sequence[tuple[int, int]]:
+        """Offer the next stage what ``own`` has for it. Return slice and version of each entry."""
+        return ()
+
+    @abstractmethod
+    def without_own(self, writer: str) -> str:
+        """Return in words what a rank begins with that a checkpoint has nothing of.
+
+        Args:
+            writer: the group that wrote the shared state.
+        """
+
+    # --- the end ---
+
+    def left(self, is_failing: bool) -> None:
+        """Serve the ranks that still need this one, after it has left the job; then end.
+
+        Args:
+            is_failing: the script ends with an error: nothing is waited for.
+        """
+
+    def close(self) -> None:
+        """End the threads and connections of the paradigm. Idempotent."""

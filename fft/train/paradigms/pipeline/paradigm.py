@@ -1,0 +1,22 @@
+"""The paradigm of pipelines whose stages commit each step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fft.train.paradigms.lockstep import Lockstep
+from fft.train.reducer import Reducer
+
+
+class Pipelined(Lockstep):
+    """Each stage is averaged with the same stage of the other groups, in one txn of the job."""
+
+    def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
+        from fft.train.paradigms.pipeline.schedule import registered  # it takes half a second
+
+        state = self._rank.state
+        group = self._rank.groups.stage_group()
+        state.pipelines += [registered(schedule, group, state.models, averaged)]

@@ -1,0 +1,57 @@
+"""The paradigm that a spec names.
+
+Besides the spec and its checks this is the only place that tells paradigms apart.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torchft.manager import Manager
+
+from fft.bus import ErrorBus
+from fft.train.paradigms.lockstep import Lockstep
+from fft.train.paradigms.paradigm import Paradigm
+from fft.train.paradigms.periodic.paradigm import Periodic
+from fft.train.paradigms.pipeline.paradigm import Pipelined
+from fft.train.paradigms.stages.paradigm import Ahead
+from fft.train.paradigms.stages.scope import StageScope, scope_of_stage
+from fft.train.rank import Rank
+from fft.train.scope import RankScope
+from fft.train.settings import Settings
+from fft.train.transaction import TransactionLoop
+
+
+def scope_of(
+    settings: Settings, manager: Manager, job_bus: ErrorBus, operation_s: float, undo: ExitStack
+) -> RankScope:
+    """Open the scope that this rank takes part in.
+
+    Args:
+        settings: What the manager was given.
+        manager: torchft's side of it.
+        job_bus: The bus of the job, which the caller owns.
+        operation_s: Seconds for an operation on a bus.
+        undo: Gets what closes the buses, for when a later step fails.
+
+    Raises:
+        FftError: The replica group has not as many ranks as the spec has stages.
+        BusError: A bus cannot be reached.
+    """
+    if settings.spec.stages:
+        return scope_of_stage(settings, manager, job_bus, operation_s, undo)
+    return RankScope(settings.spec, job_bus)
+
+
+def paradigm_of(rank: Rank) -> Paradigm[TransactionLoop]:
+    """Return the paradigm that the spec of ``rank`` names.
+
+    Raises:
+        FftError: The ranks of the group have no process group that they could meet in.
+    """
+    spec = rank.settings.spec
+    if isinstance(rank.scope, StageScope):
+        return Ahead(rank, rank.scope)
+    if spec.is_periodic:
+        return Periodic(rank)
+    return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)

@@ -1,0 +1,150 @@
+"""The paradigm of pipelines whose stages step by themselves, some steps ahead of the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fft.durable.plan import Checkpointing
+from fft.engine.loop import Engine
+from fft.errors import FftError
+from fft.messages.effects import StartTxn
+from fft.train.checkpoint.due import Due
+from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.source import DataSource
+from fft.train.paradigms.pipeline.paradigm import Pipelined
+from fft.train.paradigms.stages.due import due_to, refuse_forks
+from fft.train.paradigms.stages.input import refuse_unconnected
+from fft.train.paradigms.stages.output import StageOutput
+from fft.train.paradigms.stages.scope import StageScope
+from fft.train.rank import Rank
+from fft.train.transaction import Transaction, TransactionLoop
+
+logger = logging.getLogger(__name__)
+
+
+class Ahead(Pipelined):
+    """Each stage has a scope of its own; entries of a queue lead from one stage to the next.
+
+    Attributes:
+        output: What this stage gives to the next one; None: the script has made nothing yet.
+    """
+
+    can_reform = False
+
+    def __init__(self, rank: Rank, scope: StageScope) -> None:
+        super().__init__(rank)
+        self._scope = scope
+        self.output: StageOutput | None = None
+
+    # --- the job ---
+
+    def refuse_torchft_loop(self) -> None:
+        raise FftError(
+            "start_quorum(), of torchft's loop, with spec="
+            f"{self._rank.settings.spec.name!r}: there stages step in manager.transactions(loader)."
+            " Stages that share a step run with spec='pipeline'"
+        )
+
+    # --- inputs and the loop ---
+
+    def refuse_sharded(self, kind: Sharded) -> None:
+        raise FftError(
+            f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
+            "or from stage to stage; pass a loader over the whole data, and leave sharded= out"
+        )
+
+    def refuse_loop(self, loader: Any) -> None:
+        refuse_unconnected(self._scope, self.output, loader)
+
+    def steps(
+        self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
+    ) -> Iterator[Transaction]:
+        rank, output = self._rank, self.output
+        assert not isinstance(source, ShardedSource), "refused before"
+        if output is not None:
+            output.draws_from(source)
+
+        def make_others(computing: int | None) -> None:
+            if output is not None:
+                output.make(but=computing)
+
+        is_still_in = yield from loop.txns(source, max_steps, make_others)
+        if not is_still_in:
+            loop.is_over |= self._has_ended_with_its_data(max_steps)
+        rank.state.end_gathering()
+        loop.is_over |= is_still_in
+        with rank.watchers.waiting():
+            self._end(loop.is_over, is_still_in)
+
+    def _end(self, is_over: bool, is_still_in: bool) -> None:
+        """Take no more txns; the next stage may need what this one has given.
+
+        Args:
+            is_over: nothing is left to do for this stage.
+            is_still_in: no commit has said so.
+        """
+        if is_over:
+            self._rank.state.checkpoints.ended()
+        if is_still_in:
+            self._rank.job.leave()  # until it hears that, the next stage is held
+        if self.output is not None:
+            self.output.finish(leaves=not is_over)
+
+    def _has_ended_with_its_data(self, max_steps: int | None) -> bool:
+        """Return whether the loop ended because the stage before has ended; log lost steps."""
+        job, step = self._rank.job, self._rank.manager._step
+        local = job.local
+        others = () if local is None else local.elsewhere
+        before = [other for other in others if not other.ahead and other.has_ended]
+        if local is None or not before:
+            return False
+        if max_steps is not None and step < max_steps:
+            logger.warning(
+                "stage %r has ended after %d slices of the data, and this one, which follows it, "
+                "has ended with them: at step %d, before max_steps=%d",
+                before[0].scope,
+                before[0].cursor,
+                step,
+                max_steps,
+            )
+        return job.peer not in local.leaving
+
+    def await_command(self, engine: Engine, txn: StartTxn | None) -> None:
+        if self.output is not None:
+            computing = None if txn is None else txn.slice
+            self.output.give_until_command(engine, self._rank.watchers, computing)
+
+    def txn_committed(self, txn: Transaction) -> None:
+        """See that the next stage has something of the committed ``txn``."""
+        if self.output is not None:
+            self.output.committed(txn)
+
+    # --- checkpoints ---
+
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+        refuse_forks(self._rank.settings.spec)
+        limit_s = self._rank.limits["flow_limit"].seconds
+        return due_to(self._scope, plan, self._rank.job, is_writing, limit_s)
+
+    def export_own(self, gives: range) -> dict[str, Any]:
+        return {} if self.output is None else {"entries": self.output.export_entries(gives)}
+
+    def load_entries(self, own: Mapping[str, Any] | None) -> Sequence[tuple[int, int]]:
+        if self.output is None or own is None:
+            return ()
+        entries = own["entries"]
+        self.output.load_entries(entries)
+        return [(number, version) for number, version, _ in entries]
+
+    # --- the end ---
+
+    def left(self, is_failing: bool) -> None:
+        if self.output is not None and not is_failing:
+            with self._rank.watchers.waiting():  # else the next stage could not take what is there
+                self.output.finish(leaves=True, was_left=True)
+
+    def close(self) -> None:
+        if self.output is not None:
+            self.output.close()

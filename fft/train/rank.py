@@ -1,0 +1,52 @@
+"""The components that the parts of one rank's manager share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchft.manager import Manager
+
+from fft.protocol.timeouts import Timeout
+from fft.train.epoch_groups import EpochGroups
+from fft.train.injector import Injector
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.scope import RankScope
+from fft.train.settings import Settings
+from fft.train.watchers import Watchers
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a job.
+
+    Attributes:
+        manager: torchft's side of the manager.
+        settings: What the manager was given.
+        limits: All timeouts by name.
+        scope: The instance of the protocol that this rank takes part in.
+        job: This process as a participant: identity, bus, trace, engine.
+        watchers: Interrupter, monitor and speed reports of the main thread.
+        groups: The process groups.
+        state: The registered state, its position, and the data source.
+        reductions: The reductions of the open txn.
+        injector: Carries out planned faults; None: there are none.
+    """
+
+    manager: Manager
+    settings: Settings
+    limits: Mapping[str, Timeout]
+    scope: RankScope
+    job: Participation
+    watchers: Watchers
+    groups: EpochGroups
+    state: RankState
+    reductions: TxnReductions
+    injector: Injector | None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of this replica group."""
+        return int(self.manager._group_world_size)
