@@ -19,59 +19,8 @@ from fft.train.rank import Rank
 logger = logging.getLogger(__name__)
 
 
-class LighthouseVote:
-    """Has no txn commit without a quorum of the lighthouse that names its members.
-
-    Main thread, except for `end`.
-    """
-
-    def __init__(self, quorums: Quorums, job: Participation, most_failures: int) -> None:
-        """``most_failures``: attempts in a row without an answer after which the job is left."""
-        self._quorums, self._job, self._most_failures = quorums, job, most_failures
-
-    def start(self) -> None:
-        """Begin to ask the lighthouse."""
-        self._quorums.start()
-
-    def begin(self, plan: StartTxn) -> None:
-        """Ask for the quorum of the txn that begins.
-
-        Raises:
-            NoLighthouseQuorum: the lighthouse did not answer in too many attempts in a row.
-        """
-        quorums, engine = self._quorums, self._job.engine
-        if engine is None or (epoch := engine.local.epoch) is None:
-            return
-        if quorums.failures >= self._most_failures:
-            raise NoLighthouseQuorum(
-                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
-                f"({quorums.reason}); start it, or train with membership='register'"
-            )
-        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
-        quorums.begin(plan.token, plan.step, members)
-        if engine.superseded():  # rolled back before there was anything to end
-            quorums.end()
-
-    def unmet(self, plan: StartTxn) -> NoLighthouseQuorum | None:
-        """Wait for the quorum. Return the error if it did not come."""
-        why = self._quorums.wait(plan.token)
-        return None if why is None else NoLighthouseQuorum(why)
-
-    def end(self) -> None:
-        """End the wait: the txn is over. Any thread."""
-        self._quorums.end()
-
-    def pause(self) -> None:
-        """Wait before the next attempt."""
-        self._quorums.pause()
-
-    def close(self) -> None:
-        """End the calls. Idempotent."""
-        self._quorums.close()
-
-
 class LighthouseDoubter:
-    """What a lighthouse's quorum, or none, leads to; see `fft.train.lighthouse.Doubter`."""
+    """The consequences of a lighthouse's quorum, or of none; see `fft.train.lighthouse.Doubter`."""
 
     def __init__(self, job: Participation) -> None:
         self._job = weakref.ref(job)
@@ -97,16 +46,42 @@ class LighthouseDoubter:
             job.post(Fault(token, f"NoLighthouseQuorum: {why}", code, "NoLighthouseQuorum"))
 
 
+class LighthouseVote(Quorums):
+    """Has no txn commit without a quorum of the lighthouse that names its members."""
+
+    def __init__(self, rank: Rank) -> None:
+        limits, most = rank.limits, rank.settings.config.max_body_failures
+        limits_s = limits["quorum_timeout"].seconds, limits["lighthouse_window"].seconds
+        beacon, doubter = cast("Beacon", rank.manager._manager), LighthouseDoubter(rank.job)
+        super().__init__(beacon, rank.job.peer, *limits_s, doubter)
+        self._job, self._most_failures = rank.job, ANY if most is None else most
+
+    def ask(self, plan: StartTxn) -> None:
+        """Ask for the quorum of the txn that begins.
+
+        Raises:
+            NoLighthouseQuorum: the lighthouse did not answer in too many attempts in a row.
+        """
+        engine = self._job.engine
+        if engine is None or (epoch := engine.local.epoch) is None:
+            return
+        if self.failures >= self._most_failures:
+            raise NoLighthouseQuorum(
+                f"torchft's lighthouse did not answer in {self.failures} attempts in a row "
+                f"({self.reason}); start it, or train with membership='register'"
+            )
+        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
+        self.begin(plan.token, plan.step, members)
+        if engine.superseded():  # rolled back before there was anything to end
+            self.end()
+
+    def unmet(self, plan: StartTxn) -> NoLighthouseQuorum | None:
+        """Wait for the quorum. Return the error if it did not come."""
+        why = self.wait(plan.token)
+        return None if why is None else NoLighthouseQuorum(why)
+
+
 def preconditions_of(rank: Rank) -> list[LighthouseVote]:
     """Return the lighthouse's condition, if it is in charge and this is the rank that asks it."""
-    if rank.settings.config.membership != "lighthouse" or rank.manager._group_rank != 0:
-        return []
-    quorums = Quorums(
-        cast("Beacon", rank.manager._manager),
-        rank.job.peer,
-        rank.limits["quorum_timeout"].seconds,
-        rank.limits["lighthouse_window"].seconds,
-        LighthouseDoubter(rank.job),
-    )
-    most = rank.settings.config.max_body_failures
-    return [LighthouseVote(quorums, rank.job, ANY if most is None else most)]
+    is_mine = rank.settings.config.membership == "lighthouse" and rank.manager._group_rank == 0
+    return [LighthouseVote(rank)] if is_mine else []

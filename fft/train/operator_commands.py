@@ -5,15 +5,25 @@ Makes the injector too, since faults of a plan and of a command are one thing.
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from fft.errors import BusError
+from fft.bus import (
+    BusError,
+    ErrorBus,
+)
+from fft.bus.addresses import own_address
 from fft.messages.commands import (
     Answer,
+    AnswerKind,
     Check,
+    CheckTask,
     Command,
     Inject,
     answer_inbox,
@@ -22,13 +32,137 @@ from fft.messages.commands import (
 )
 from fft.messages.fault_plans import Fault as InjectableFault
 from fft.messages.protocol import Peer
-from fft.train.diagnosis.check_runner import CheckRunner
+from fft.operate.diagnosis.plan import Outcome
+from fft.trace.blame import Place
+from fft.train.diagnosis import checks
 from fft.train.epoch_groups import EpochGroups
 from fft.train.injector import InjectedFault, Injector
 from fft.train.participation import Participation
 from fft.train.process_group.sockets import lose_connections
 
 logger = logging.getLogger(__name__)
+
+
+_TEXT = 250
+_END_S = 2.0
+
+
+class CheckRunner:
+    """Carries out one check at a time and passes each result to ``note``, on its own thread."""
+
+    def __init__(
+        self, place: Place, bus: ErrorBus, note: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._place = place
+        self._who = f"group {place[0]} rank {place[1]}"
+        self._bus = bus
+        self._note = note
+        self._line = checks.Line()
+        self._thread: threading.Thread | None = None
+        self._worker: threading.Thread | None = None
+        """Thread of a check that cannot be interrupted; it may still run after its time limit."""
+        self._busy = False
+        self._closed = False
+
+    def take(self, check: Check) -> CheckTask | None:
+        """Begin this rank's task of ``check``, if there is one, and return it at once.
+
+        Call it from one thread only.
+        """
+        mine = (t for t in check.tasks if (t.group, t.rank) == self._place)
+        task = next(mine, None)
+        if task is None or self._closed:
+            return None
+        if self._busy:
+            self._answer(check, "refused", {"error": "busy with another check"})
+            return task
+        self._busy = True
+        self._line = checks.Line()
+        self._thread = threading.Thread(
+            target=self._work, args=(check, task, self._line), name="fft-check", daemon=True
+        )
+        self._thread.start()
+        return task
+
+    def close(self) -> None:
+        """Interrupt a running check."""
+        self._closed = True
+        self._line.cut()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(_END_S)
+
+    # --- the thread of a check ---
+
+    def _work(self, check: Check, task: CheckTask, line: checks.Line) -> None:
+        try:
+            told = self._results(check, task, line)
+            self._note("check", {"id": check.id, "round": check.round, "found": told})
+        finally:
+            self._busy = False  # before the answer, after which the next request may come
+        self._answer(check, "done", told)
+
+    def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
+        deadline = time.monotonic() + check.limit
+        if task.part == "alone":
+            self._answer(check, "accepted", {})
+            found = {
+                "compute": self._bounded(checks.compute, deadline),
+                "memory": self._bounded(checks.memory, deadline),
+            }
+        else:
+            found = {"network": self._meet(check, task, line, deadline)}
+        return {
+            kind: {
+                "ok": one.ok,
+                "seconds": round(one.seconds, 4),
+                "text": " ".join(one.text.split())[:_TEXT],
+            }
+            for kind, one in found.items()
+        }
+
+    def _meet(self, check: Check, task: CheckTask, line: checks.Line, deadline: float) -> Outcome:
+        if task.part == "connect":
+            self._answer(check, "accepted", {})
+            return checks.connect(task.address, task.key, deadline, line)
+        try:
+            listening = checks.Listening(own_address(self._bus.url), task.key, line)
+        except OSError as error:
+            self._answer(check, "accepted", {})
+            return Outcome(False, 0.0, f"cannot listen: {error}")
+        try:
+            self._answer(check, "accepted", {"address": listening.address})
+            return listening.meet(deadline)
+        finally:
+            listening.close()
+
+    def _bounded(self, check: Callable[[], Outcome], deadline: float) -> Outcome:
+        """Return the result of ``check``, or a failure if it does not end in time.
+
+        A device that hangs is an example.
+        """
+        began = time.monotonic()
+        if self._worker is not None and self._worker.is_alive():
+            return Outcome(False, 0.0, "not begun: an earlier check never ended")
+        found: list[Outcome] = []
+
+        def work() -> None:
+            try:
+                found.append(check())
+            except Exception as error:  # noqa: BLE001 -- any error is the result of the check
+                found.append(Outcome(False, 0.0, f"{type(error).__name__}: {error}"))
+
+        self._worker = threading.Thread(target=work, name="fft-check-work", daemon=True)
+        self._worker.start()
+        self._worker.join(max(0.0, deadline - began))
+        seconds = time.monotonic() - began
+        return found[0] if found else Outcome(False, seconds, f"not finished in {seconds:.0f} s")
+
+    def _answer(self, check: Check, verdict: AnswerKind, data: dict[str, Any]) -> None:
+        word = Answer(check.id, self._who, verdict, json.dumps(data, ensure_ascii=False))
+        try:
+            self._bus.send(answer_inbox(check.id), encode_answer(word))
+        except BusError as error:  # the requester reports the missing answer
+            logger.warning("could not answer a check: %s", error)
 
 
 class OperatorCommands:

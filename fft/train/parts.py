@@ -125,18 +125,8 @@ class Parts:
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
-        self.rank = rank = Rank(
-            manager,
-            settings,
-            limits,
-            self.scope,
-            self.job,
-            self.watchers,
-            self.groups,
-            self.state,
-            self.reductions,
-            self.injector,
-        )
+        own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
+        self.rank = rank = Rank(manager, settings, limits, *own, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
@@ -369,7 +359,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     _warn_of_strangers(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
-    config_of_monitor = monitor_config(parts.limits) if settings.config.monitor else None
+    config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.hung)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(

@@ -24,7 +24,7 @@ class Rank:
 
     Attributes:
         manager: torchft's side of the manager.
-        settings: What the manager was given.
+        settings: The arguments of the manager.
         limits: All timeouts by name.
         scope: The instance of the protocol that this rank takes part in.
         job: This process as a participant: identity, bus, trace, engine.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +37,8 @@ SCALER = "grad_scaler"
 """Name of the scaler's state among the registered states."""
 
 
-class CheckpointHooks(Protocol):
-    """What takes durable checkpoints of this rank's state, and begins with one."""
+class CheckpointHooks:
+    """Hooks for durable checkpoints of a rank's state; these take none."""
 
     def resume(self) -> None:
         """Begin with a checkpoint, if the job is to, before it is joined. Idempotent."""
@@ -65,22 +65,6 @@ class CheckpointHooks(Protocol):
         """Called when nothing is left to do for this rank, before the others hear that."""
 
 
-class NoCheckpoints:
-    """The hooks of a job without durable checkpoints."""
-
-    def resume(self) -> None: ...
-
-    def before_change(self) -> None: ...
-
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None: ...
-
-    def committed(self, record: Record, epoch: Record | None) -> None: ...
-
-    def take(self) -> None: ...
-
-    def ended(self) -> None: ...
-
-
 class RankState:
     """The state of one rank. Before ``register`` it consists only of the user's load and save
     functions."""
@@ -94,7 +78,7 @@ class RankState:
         self._manager = manager
         self.paradigm: Paradigm[Any]
         """How this rank trains with the others; set once all parts are there."""
-        self.checkpoints: CheckpointHooks = NoCheckpoints()
+        self.checkpoints = CheckpointHooks()
         self._injector = injector
         self._settings = settings
         self.models: list[nn.Module] = []

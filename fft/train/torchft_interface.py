@@ -18,10 +18,10 @@ from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager
 
 from fft.errors import Drained, FftError
-from fft.train.call_limit import Limit
 from fft.train.parts import Parts
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.unsafe_places import guarded
+from fft.train.worker import Limit
 
 
 class ShutDownAtExit:

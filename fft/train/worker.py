@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 from fft.engine.loop import Command, Engine
@@ -29,7 +30,6 @@ from fft.messages.protocol import (
 )
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
 from fft.train.body_failures import BodyFailures
-from fft.train.call_limit import Limit
 from fft.train.drain_clock import waiting_for
 from fft.train.healing import Healer, StateExchange
 from fft.train.interrupt import Interrupted
@@ -44,6 +44,21 @@ from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 
 logger = logging.getLogger(__name__)
+
+
+class Limit:
+    """Of a wait that a caller bounds; counts from the making of it. Its text names the call."""
+
+    def __init__(self, call: str, timeout: timedelta) -> None:
+        self._text = f"{call}(timeout={timeout.total_seconds():g} s)"
+        self._deadline = time.monotonic() + timeout.total_seconds()
+
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class Worker:
@@ -252,7 +267,7 @@ class Worker:
         """Ask for the conditions of this txn; the vote waits for them."""
         try:
             for each in self._preconditions:
-                each.begin(plan)
+                each.ask(plan)
         except NoLighthouseQuorum:
             self._leave_txn()
             raise

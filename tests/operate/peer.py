@@ -20,7 +20,7 @@ from typing import Any
 from fft.bus import open_bus
 from fft.messages.commands import Check, decode_command
 from fft.train.diagnosis import checks
-from fft.train.diagnosis.check_runner import CheckRunner
+from fft.train.operator_commands import CheckRunner
 
 LATE_S = 0.75
 MUTE_S = 60.0

@@ -11,8 +11,8 @@ import torch
 from numpy import zeros
 
 from fft.errors import FftError
-from fft.train.paradigms.stages import link
-from fft.train.paradigms.stages.link import Stranger, greet, kept_of, packed
+from fft.train.paradigms.stages import output as link
+from fft.train.paradigms.stages.output import Stranger, greet, kept_of, packed
 
 KEY = b"k" * 32
 

@@ -27,6 +27,7 @@ from fft.durable.manifest import Origin
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.errors import BusError, FftError
+from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
@@ -35,6 +36,7 @@ from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, Cleared, RankWriter
 from fft.train.rank import Rank
+from fft.train.rank_state import CheckpointHooks
 from fft.util.version import __version__
 
 COPY_LIMIT_S = 30.0
@@ -122,7 +124,7 @@ class _Pending(NamedTuple):
     """Begins the copy, or whatever else the stage owes to the checkpoint."""
 
 
-class Checkpointer:
+class Checkpointer(CheckpointHooks):
     """The checkpoints of one rank; its methods run on the main thread."""
 
     def __init__(
@@ -151,7 +153,6 @@ class Checkpointer:
         self._writers: dict[threading.Event, RankWriter] = {}
         """The writers still at work, by the event that is set when their thread is done."""
         self._due: Due = rank.state.paradigm.schedule(plan, self._is_writing)
-        self.before_vote = self._due.before_vote
         self._pending: _Pending | None = None
         """The checkpoint that is due with the last commit."""
         self._closing = threading.Event()
@@ -216,6 +217,10 @@ class Checkpointer:
             self._job.note("resumed", self._resumed)
         for number, version in self._entries:
             self._job.note(RESTORED, {"slice": number, "version": version})
+
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
+        """Name the checkpoint of this txn, if this rank is to name it."""
+        self._due.before_vote(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Plan the checkpoint that is due with ``record``, which the whole state now corresponds

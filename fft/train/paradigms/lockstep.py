@@ -103,3 +103,11 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     def without_own(self, writer: str) -> str:
         return f"the buffers of group {writer} are taken, and random numbers begin anew"
+
+
+def no_shares(kind: Sharded) -> FftError:
+    """Return the error for a paradigm that takes no loaders over a share of the data."""
+    return FftError(
+        f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, or from "
+        "stage to stage; pass a loader over the whole data, and leave sharded= out"
+    )

@@ -60,7 +60,7 @@ class VotePrecondition(Protocol):
     def start(self) -> None:
         """Start, once the job is joined."""
 
-    def begin(self, plan: StartTxn) -> None:
+    def ask(self, plan: StartTxn) -> None:
         """Ask for the condition in the txn that begins.
 
         Raises:

@@ -28,7 +28,7 @@ def scope_of(
     """Open the scope that this rank takes part in.
 
     Args:
-        settings: What the manager was given.
+        settings: The arguments of the manager.
         manager: torchft's side of it.
         job_bus: The bus of the job, which the caller owns.
         operation_s: Seconds for an operation on a bus.

@@ -87,7 +87,7 @@ class InnerScope:
             )
         rank.groups.shard_apart = True
         self.synchronizer: Synchronizer | None = None
-        """What synchronizes this group with the others; set before the loop begins."""
+        """Synchronizes this group with the others; set before the loop begins."""
         self._job, self._watchers = rank.job, rank.watchers
         self._groups, self._state = rank.groups, rank.state
         self._settings, self._limits = rank.settings, rank.limits

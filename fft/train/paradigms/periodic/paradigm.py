@@ -19,7 +19,7 @@ from fft.train.checkpoint.due import Due, DueByWord
 from fft.train.checkpoint.loading import refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
-from fft.train.paradigms.lockstep import Lockstep
+from fft.train.paradigms.lockstep import Lockstep, no_shares
 from fft.train.paradigms.paradigm import Committed, SharedState
 from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
@@ -35,7 +35,7 @@ class Periodic(Lockstep):
     """Groups step alone; a txn of the job synchronizes them.
 
     Attributes:
-        synchronizer: What the script has made; None: nothing yet.
+        synchronizer: The script's LocalSGD or DiLoCo; None: it has made none yet.
         inner: The scope of the ranks of this group; None: there is one rank.
     """
 
@@ -130,10 +130,7 @@ class Periodic(Lockstep):
     # --- inputs and the loop ---
 
     def refuse_sharded(self, kind: Sharded) -> None:
-        raise FftError(
-            f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
-            "or from stage to stage; pass a loader over the whole data, and leave sharded= out"
-        )
+        raise no_shares(kind)
 
     def refuse_loop(self, loader: Any) -> None:
         if self.synchronizer is None:

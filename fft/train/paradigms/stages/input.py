@@ -21,9 +21,10 @@ from fft.errors import DataError, FftError
 from fft.trace.inputs import ENTRY
 from fft.train.data.retries import Superseded
 from fft.train.data.source import Due, as_source
-from fft.train.paradigms.stages.link import (
+from fft.train.paradigms.stages.output import (
     JOIN_S,
     LOST,
+    StageOutput,
     Stranger,
     cut,
     greet,
@@ -31,7 +32,6 @@ from fft.train.paradigms.stages.link import (
     place,
     refuse_other_spec,
 )
-from fft.train.paradigms.stages.output import StageOutput
 from fft.train.rank import Rank
 from fft.train.scope import RankScope
 

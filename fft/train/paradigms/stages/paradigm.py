@@ -13,6 +13,7 @@ from fft.messages.effects import StartTxn
 from fft.train.checkpoint.due import Due
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
+from fft.train.paradigms.lockstep import no_shares
 from fft.train.paradigms.pipeline.paradigm import Pipelined
 from fft.train.paradigms.stages.due import due_to, refuse_forks
 from fft.train.paradigms.stages.input import refuse_unconnected
@@ -28,7 +29,7 @@ class Ahead(Pipelined):
     """Each stage has a scope of its own; entries of a queue lead from one stage to the next.
 
     Attributes:
-        output: What this stage gives to the next one; None: the script has made nothing yet.
+        output: The queue to the next stage; None: the script has made none yet.
     """
 
     can_reform = False
@@ -50,10 +51,7 @@ class Ahead(Pipelined):
     # --- inputs and the loop ---
 
     def refuse_sharded(self, kind: Sharded) -> None:
-        raise FftError(
-            f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
-            "or from stage to stage; pass a loader over the whole data, and leave sharded= out"
-        )
+        raise no_shares(kind)
 
     def refuse_loop(self, loader: Any) -> None:
         refuse_unconnected(self._scope, self.output, loader)
