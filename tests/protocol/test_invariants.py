@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from jobs import Job
 
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Decide, Finish, Heal, StartTxn
 from fft.messages.protocol import (
     Ack,
@@ -681,7 +682,7 @@ def one_is_told_to_fetch_what_it_has(h: History) -> str:
 def one_stops_in_doubt(h: History) -> str:
     def stops(m: Move) -> Move:
         m = replace(m, out=replace(m.out, effects=[Finish("no answer", error="InDoubt")]))
-        return after(cause="no answer")(led_to("terminal")(m))
+        return after(cause=Cause(CauseCode.NO_DECISION, "no answer"))(led_to("terminal")(m))
 
     return change(h, B, enters("committing", FIRST), stops)
 

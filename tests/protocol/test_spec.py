@@ -264,7 +264,7 @@ BAD = {
     ),
     "a sub-state that says it twice": (
         changed(
-            "        doc: The next epoch is formed, without me.\n",
+            "        doc: The next epoch is formed, without this participant.\n",
             "        ignore: {restored: x}\n",
         ),
         "ROLLBACK_SYNC.states.fenced",
@@ -409,7 +409,7 @@ states:
 
 def test_the_digest_is_that_of_the_whole(tmp_path: Path) -> None:
     same, other = tmp_path / "same", tmp_path / "other"
-    for folder, files in ((same, {}), (other, changed("why: it came back", "why: it is back"))):
+    for folder, files in ((same, {}), (other, changed("why: the bus is back", "why: it is back"))):
         folder.mkdir()
         write(folder, files)
     whole = parse_spec(whole_text("hsdp"), "whole.yaml")

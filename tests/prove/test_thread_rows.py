@@ -14,7 +14,7 @@ from fft.protocol.main_thread import ThreadTable
 from fft.prove.bounds import Bounds
 from fft.prove.checker import search
 from fft.prove.planting import small
-from fft.prove.simulator import standing
+from fft.prove.simulator import job
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.run import run_seed
 
@@ -95,7 +95,7 @@ def test_the_simulator_takes_what_has_no_row_for_a_violation(
     assert run_seed(7, HSDP, CALM).violations == ()
     table = without(("CONNECTING.current", "healed", 0))
     assert table is not None
-    monkeypatch.setattr(standing, "shipped_thread", lambda: table)
+    monkeypatch.setattr(job, "shipped_thread", lambda: table)
     (violation,) = run_seed(7, HSDP, CALM).violations
     assert violation.name == "protocol_error"
     assert "CONNECTING.current, which has no row for 'healed'" in violation.text

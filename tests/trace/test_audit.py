@@ -533,7 +533,7 @@ def test_whatever_is_changed_of_a_fenced_event_is_found_with_its_line(
     job = TracedJob(tmp_path)
     job.step()
     node = job.live()[0]
-    job.post(node, Fault(Token(0, 0), "late", "body"))
+    job.post(node, Fault(Token(0, 0), "late"))
     job.step()
     job.close()
     path = first(tmp_path)
