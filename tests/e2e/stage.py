@@ -106,6 +106,9 @@ class Member:
             "timeout": timedelta(seconds=20),
             **settings,
         }
+        fields = fft.ManagerConfig.model_fields.keys() & values.keys()
+        config = {name: values.pop(name) for name in fields}
+        values["config"] = fft.ManagerConfig(**config)
         self.manager = fft.ManagerFFT(
             pg=ProcessGroupGloo(timeout=PG_TIMEOUT),
             replica_id=group,
