@@ -27,7 +27,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fft"
 CONSTRUCTOR_ARGUMENTS, ATTRIBUTES, FUNCTION_LINES = 7, 20, 60
-ADAPTER = "fft/train/manager/torchft_adapter.py"
+ADAPTER = "fft/train/torchft_adapter.py"
 """The only file that may name private attributes of torchft."""
 
 
@@ -289,7 +289,7 @@ GATES = (
     Gate("constructors", wide_constructors, limit=9, target=0),
     Gate("attributes", wide_classes, limit=9, target=0),
     Gate("functions", long_functions, limit=8, target=0),
-    Gate("torchft-private", private_uses, limit=99, target=0),
+    Gate("torchft-private", private_uses, limit=0, target=0),
     Gate("code-lines", code_lines, limit=43600, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.6),

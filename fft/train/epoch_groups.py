@@ -115,7 +115,7 @@ class EpochGroups:
         assert self.shard is not None, "asked before"
         self.abort_shard(cause)
         with waiting:
-            self.shard.quiesce(self._manager._timeout)
+            self.shard.quiesce(self._manager._torchft.timeout)
 
     def cut(self) -> None:
         """End the connections, as a network would."""
@@ -146,7 +146,7 @@ class EpochGroups:
 
     def refuse_unconnected(self) -> None:
         """Raise FftError if the ranks of this replica group have nothing to shard a model over."""
-        ranks = self._manager._group_world_size
+        ranks = self._manager._torchft.group_world_size
         if ranks > 1 and self.shard is None and not _world.pg_map:
             raise FftError(
                 f"this replica group has {ranks} ranks and no process group between them, so that "
@@ -200,7 +200,8 @@ class EpochGroups:
                 f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...), or of NCCL on GPUs"
             )
         if self.shard.pg._pg is None and self._alone:
-            self.shard.pg.be_alone(self._manager._group_rank, self._manager._group_world_size)
+            torchft = self._manager._torchft
+            self.shard.pg.be_alone(torchft.group_rank, torchft.group_world_size)
         elif self.shard.pg._pg is None:
             # Not by incarnations where ranks are replaced one by one.
             start = os.environ.get("FFT_START") or self._peer.inc
@@ -222,16 +223,16 @@ class EpochGroups:
         self._refuse_new_mates(command)
         manager, record = self._manager, command.record
         rank, world, members = (
-            manager._group_rank,
-            manager._group_world_size,
+            manager._torchft.group_rank,
+            manager._torchft.group_world_size,
             command.record.members,
         )
-        manager._quorum_id = record.epoch
+        manager._torchft.quorum_id = record.epoch
         # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
         shard = None
         if self.shard is not None and not self.shard_apart:
             name = f"{record.n}"
-            shard = manager._executor.submit(self._configure_shard, name, record.epoch)
+            shard = manager._torchft.executor.submit(self._configure_shard, name, record.epoch)
         self.replicate.note = models
         if digests is not None:
             self.replicate.note += _DIGESTS + json.dumps(digests)
@@ -244,7 +245,7 @@ class EpochGroups:
             rank,
             world,
             [i * world + rank for i in range(len(members))],
-            timeout=manager._quorum_timeout,
+            timeout=manager._torchft.quorum_timeout,
         )
         if shard is not None:
             shard.result()
@@ -290,7 +291,7 @@ class EpochGroups:
         unlike = {r: note for r, note in notes.items() if note != mine}
         if not unlike:
             return
-        held = [entry.entry(self._manager._group_rank).current for entry in record.members]
+        held = [entry.entry(self._manager._torchft.group_rank).current for entry in record.members]
         index, note = next(iter(unlike.items()))
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
@@ -322,7 +323,7 @@ class EpochGroups:
 
     def _configure_shard(self, name: str, epoch: int) -> None:
         assert self.shard is not None
-        rank, world = self._manager._group_rank, self._manager._group_world_size
+        rank, world = self._manager._torchft.group_rank, self._manager._torchft.group_world_size
         self.shard.configure(
             f"{self.store}/fft/shard/{name}",
             self._peer.group,
@@ -332,7 +333,7 @@ class EpochGroups:
             rank,
             world,
             None,
-            timeout=self._manager._quorum_timeout,
+            timeout=self._manager._torchft.quorum_timeout,
         )
 
 

@@ -105,7 +105,7 @@ class StateExchange:
         """Bind the transport to an epoch and a lineage, since torchft's transports check the step
         only."""
         if self.transfer is not None:
-            rank = self._manager._group_rank
+            rank = self._manager._torchft.group_rank
             self.transfer.about = f"{rank} {record.n} {record.epoch} {record.lineage}"
 
     def send(self, command: Heal) -> None:
@@ -113,11 +113,11 @@ class StateExchange:
         record = command.record
         payload = self._state.export(record)
         self.bind(record)
-        self._manager._checkpoint_transport.send_checkpoint(
+        self._manager._torchft.checkpoint_transport.send_checkpoint(
             dst_ranks=list(command.send_to),
             step=record.step,
             state_dict=payload,
-            timeout=self._manager._timeout,
+            timeout=self._manager._torchft.timeout,
         )
         self._served = record
 
@@ -131,25 +131,25 @@ class StateExchange:
         """Stop serving the initial state of an earlier epoch; later requests wait for the next
         one."""
         if self._served is not None:
-            self._manager._checkpoint_transport.disallow_checkpoint()
+            self._manager._torchft.checkpoint_transport.disallow_checkpoint()
             self._served = None
 
     def fetch(self, command: Heal) -> tuple[dict[str, Any], int]:
         """Fetch a peer's state; return it and the number of bytes of its tensors."""
         assert command.fetch_from is not None
         manager, record = self._manager, command.record
-        entry = record.members[command.fetch_from].entry(manager._group_rank)
+        entry = record.members[command.fetch_from].entry(manager._torchft.group_rank)
         self.bind(record)
         if self.transfer is not None:
             source = record.members[command.fetch_from].group
             self.transfer.on_progress = FetchProgress(self._tell, source)
         payload = cast(
             "dict[str, Any]",
-            manager._checkpoint_transport.recv_checkpoint(
+            manager._torchft.checkpoint_transport.recv_checkpoint(
                 src_rank=command.fetch_from,
                 metadata=entry.transport,
                 step=record.step,
-                timeout=manager._timeout,
+                timeout=manager._torchft.timeout,
             ),
         )
         if payload["fft"]["lineage"] != record.lineage:
@@ -304,7 +304,7 @@ class Healer:
         moves_on = state.has_extra and state.paradigm.trains_in_txn
         may = self._learners == "always" or (self._learners == "auto" and not moves_on)
         own = state.step is not None and self._exchange.transfer is not None
-        own = own and not self._manager._user_state_dicts
+        own = own and not self._manager._torchft.user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)
 
     def _begin_to_learn(self, command: Heal) -> None:

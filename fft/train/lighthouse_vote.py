@@ -52,7 +52,7 @@ class LighthouseVote(Quorums):
     def __init__(self, rank: Rank) -> None:
         limits, most = rank.limits, rank.settings.config.max_body_failures
         limits_s = limits["quorum_timeout"].seconds, limits["lighthouse_window"].seconds
-        beacon, doubter = cast("Beacon", rank.manager._manager), LighthouseDoubter(rank.job)
+        beacon, doubter = cast("Beacon", rank.manager._torchft.manager), LighthouseDoubter(rank.job)
         super().__init__(beacon, rank.job.peer, *limits_s, doubter)
         self._job, self._most_failures = rank.job, ANY if most is None else most
 
@@ -83,5 +83,6 @@ class LighthouseVote(Quorums):
 
 def preconditions_of(rank: Rank) -> list[LighthouseVote]:
     """Return the lighthouse's condition, if it is in charge and this is the rank that asks it."""
-    is_mine = rank.settings.config.membership == "lighthouse" and rank.manager._group_rank == 0
-    return [LighthouseVote(rank)] if is_mine else []
+    asks = rank.manager._torchft.group_rank == 0
+    decides = rank.settings.config.membership == "lighthouse"
+    return [LighthouseVote(rank)] if asks and decides else []

@@ -37,6 +37,7 @@ from fft.train.reducer import Reducer
 from fft.train.reported import QuietLogger
 from fft.train.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
+from fft.train.torchft_adapter import TorchftAdapter
 from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
 
@@ -116,9 +117,10 @@ class ManagerFFT(TorchftInterface):
                 raise
             # it has begun to serve and to send heartbeats, which nobody else could end
             undo.callback(super(TorchftInterface, self).shutdown)
-            self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
-            self._quorum_future.set_result(None)
-            self._logger = QuietLogger(self, vars(self)["_logger"])
+            self._torchft = TorchftAdapter(self)
+            self._torchft.quorum_future = concurrent.futures.Future()
+            self._torchft.quorum_future.set_result(None)
+            self._torchft.logger = QuietLogger(self, self._torchft.logger)
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
             peer = self._parts.job.peer
             self._parts.leaving.as_the_environment_says(self.drain_on, peer.group, peer.rank)

@@ -104,7 +104,7 @@ class Parts:
         undo: ExitStack,
     ) -> None:
         """``undo`` gets what ends the parts that hold something, for when a later one fails."""
-        refuse_ranks(settings.spec, manager._group_world_size)
+        refuse_ranks(settings.spec, manager._torchft.group_world_size)
         self.limits = limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
@@ -317,10 +317,10 @@ def _traces_of(start: JobStart, settings: Settings) -> Path | None:
 def identify(manager: Manager, bus: ErrorBus) -> Peer:
     """Who this process is in the job: a new incarnation of its group's rank."""
     # A launcher that reports deaths and asks for drains must mean the group that we call so.
-    named = manager._store.get(REPLICA_ID_KEY).decode().split(":")[0]
+    named = manager._torchft.store.get(REPLICA_ID_KEY).decode().split(":")[0]
     group = os.environ.get("FFT_GROUP") or named
-    incarnation = bus.next_number(f"inc/{group}/{manager._group_rank}")
-    return Peer(group, manager._group_rank, incarnation)
+    incarnation = bus.next_number(f"inc/{group}/{manager._torchft.group_rank}")
+    return Peer(group, manager._torchft.group_rank, incarnation)
 
 
 def join(manager: Manager, parts: Parts) -> Engine:
@@ -393,8 +393,8 @@ def store_address(manager: Manager, bus_url: str) -> str:
     Rank 0 decides it and passes it on by the store itself: where the host's name is a loopback
     address on its own host (torchrun, Debian), the ranks of one group would not agree.
     """
-    store = manager._store
-    if manager._group_rank == 0:
+    store = manager._torchft.store
+    if manager._torchft.group_rank == 0:
         store.set(STORE_KEY, joined(reachable(store.host, bus_url), store.port))
     try:
         store.wait([STORE_KEY], timedelta(seconds=_STORE_S))
@@ -408,15 +408,15 @@ def store_address(manager: Manager, bus_url: str) -> str:
 
 def _transport(manager: Manager, bus_url: str) -> Any:
     """Return where the state of this rank is served; `Config` refuses what is no text."""
-    served = manager._checkpoint_transport.metadata()
+    served = manager._torchft.checkpoint_transport.metadata()
     return reachable_url(served, bus_url) if isinstance(served, str) else served
 
 
 def _config(manager: Manager, parts: Parts) -> Config:
-    settings, mode = parts.settings, manager._replica_world_size_mode
+    settings, mode = parts.settings, manager._torchft.replica_world_size_mode
     return Config(
         me=parts.job.peer,
-        world=parts.scope.ranks_of(manager._group_world_size),
+        world=parts.scope.ranks_of(manager._torchft.group_world_size),
         first_rank=parts.scope.first_rank,
         flow=parts.scope.flow,
         store=parts.groups.store,
@@ -424,7 +424,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
         pid=os.getpid(),
         host=socket.gethostname(),
         timeouts=timers(settings.spec, parts.limits),
-        min_groups=manager._min_replica_size,
+        min_groups=manager._torchft.min_replica_size,
         expected_groups=settings.expected_groups,
         min_reductions=settings.spec.policies.min_reductions,
         leases=settings.spec.is_periodic,
@@ -439,9 +439,9 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
     """What this process must have in common with all others of its job."""
     return common_settings(
         parts.settings.spec,
-        ranks_of_a_group=manager._group_world_size,
+        ranks_of_a_group=manager._torchft.group_world_size,
         min_replica_size=config.min_groups,
-        world_size_mode=manager._replica_world_size_mode.name,
+        world_size_mode=manager._torchft.replica_world_size_mode.name,
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
         **parts.paradigm.common_settings(),
@@ -450,16 +450,16 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
 
 def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     """What this rank begins with: a fresh state, or that of the checkpoint that was loaded."""
-    state, step = parts.state, manager._step
+    state, step = parts.state, manager._torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
-    fresh = own if manager._init_sync else GENESIS
+    fresh = own if manager._torchft.init_sync else GENESIS
     if parts.settings.is_successor:  # its weights were built without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
         step=step,
         cursor=state.cursor,
-        batches=manager._batches_committed,
+        batches=manager._torchft.batches_committed,
         returned=state.returned,
     )
 
@@ -502,8 +502,8 @@ class EngineHost:
         manager, parts = self._manager(), self._parts()
         if manager is None or parts is None:
             return
-        if manager._errored is None:
-            manager._errored = Reported(TxnAborted(cause))
+        if manager._torchft.errored is None:
+            manager._torchft.errored = Reported(TxnAborted(cause))
         parts.reductions.cancel()
 
     def abort_groups(self, cause: str) -> None:

@@ -49,4 +49,4 @@ class Rank:
     @property
     def world(self) -> int:
         """Number of ranks of this replica group."""
-        return int(self.manager._group_world_size)
+        return int(self.manager._torchft.group_world_size)

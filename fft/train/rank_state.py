@@ -220,7 +220,7 @@ class RankState:
     def leased_inputs(self, source: DataSource, steps: int) -> LeasedInputs:
         """Return this rank's inputs if its group trains locally for ``steps`` steps. Raises
         DataError."""
-        rank = self._manager._group_rank if self.paradigm.takers > 1 else 0
+        rank = self._manager._torchft.group_rank if self.paradigm.takers > 1 else 0
         return LeasedInputs(source, steps, self.paradigm.takers, rank)
 
     def shard_of(
@@ -229,7 +229,7 @@ class RankState:
         """Return the source of a loader over a share of the data. Raises FftError if the job has
         none."""
         self.paradigm.refuse_sharded(kind)
-        rank = self._manager._group_rank
+        rank = self._manager._torchft.group_rank
         shelf = Shelf(bus.read, bus.write)
         return ShardedSource(loader, kind, group, rank, self.paradigm.takers, shelf, identify)
 
@@ -242,7 +242,7 @@ class RankState:
         """Return this rank's inputs from ``source``."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
-        rank = self._manager._group_rank if self.paradigm.takers > 1 else 0
+        rank = self._manager._torchft.group_rank if self.paradigm.takers > 1 else 0
         return Inputs(source, self.paradigm.takers, rank)
 
     def open_source(
@@ -275,8 +275,8 @@ class RankState:
     def stands_at(self, record: Record) -> None:
         """Set the position: the state now corresponds to ``record``."""
         self.position = record
-        self._manager._step = record.step
-        self._manager._batches_committed = record.batches
+        self._manager._torchft.step = record.step
+        self._manager._torchft.batches_committed = record.batches
 
     def stands_apart(self, step: int, groups: int) -> None:
         """Begin a local phase at ``step``, after an epoch of ``groups`` groups."""
@@ -307,18 +307,18 @@ class RankState:
     @property
     def users(self) -> dict[str, Callable[[], Any]]:
         """The user's functions that export a state, by name."""
-        return dict(self._manager._user_state_dicts)
+        return dict(self._manager._torchft.user_state_dicts)
 
     @property
     def loads(self) -> dict[str, Callable[[Any], None]]:
         """The user's functions that load a state, by name."""
-        return dict(self._manager._load_state_dict_fns)
+        return dict(self._manager._torchft.load_state_dict_fns)
 
     def resume_at(self, at: Scope, lineage: str, cursor: int, data: Any) -> None:
         """Set the position to that of a checkpoint, before joining. ``data`` is the source's
         export, which the source loads once it exists."""
-        self._manager._step = at.step
-        self._manager._batches_committed = at.batches
+        self._manager._torchft.step = at.step
+        self._manager._torchft.batches_committed = at.batches
         self.lineage, self.cursor, self.returned = lineage, cursor, at.returned
         self._resume_at = data
 
@@ -331,14 +331,14 @@ class RankState:
         return {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
-            "user": {key: value() for key, value in manager._user_state_dicts.items()},
+            "user": {key: value() for key, value in manager._torchft.user_state_dicts.items()},
             "state": shared.export(bool(record.learners)) if shared is not None else None,
             "data": self.source.export(position) if self.source is not None else None,
         }
 
     def load(self, payload: dict[str, Any], record: Record, keep_gradients: bool) -> None:
         """Load a peer's export. Raises FftError if there is nothing to load it into."""
-        loads = self._manager._load_state_dict_fns
+        loads = self._manager._torchft.load_state_dict_fns
         missing = [key for key in loads if key not in payload["user"]]
         if missing:
             raise FftError(f"the peer's state lacks {missing[0]!r}, which is registered here")

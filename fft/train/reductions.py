@@ -118,7 +118,7 @@ class TxnReductions:
             self._injector.at("after_allreduce")
 
     def _raise_failure(self) -> None:
-        if self.raises and (error := self._manager._errored) is not None:
+        if self.raises and (error := self._manager._torchft.errored) is not None:
             raise TxnAborted(str(error.original_exception))
 
     def wait(self) -> None:
@@ -128,12 +128,12 @@ class TxnReductions:
         self._works.clear()
         self._wait_for_device()
         manager, injector = self._manager, self._injector
-        if (error := manager._pg.errored()) is not None:
+        if (error := manager._torchft.pg.errored()) is not None:
             manager.report_error(error)
         if self._last is not None and injector and injector.poisons("after"):
             _poison(self._last)
         self._last = None
-        if manager._errored is None and injector and injector.fails_after_allreduce():
+        if manager._torchft.errored is None and injector and injector.fails_after_allreduce():
             error = RuntimeError("injected: the last all-reduce failed on this side")
             manager.report_error(error)
 
@@ -143,7 +143,7 @@ class TxnReductions:
         Raises DeviceLost. What does not end is reported.
         """
         try:
-            accelerator.wait(self._manager._timeout)
+            accelerator.wait(self._manager._torchft.timeout)
         except TimeoutError as error:
             self._manager.report_error(error)
 
@@ -181,7 +181,7 @@ class TxnReductions:
             fut.value()
         except Exception as error:
             text = f"a future failed, the step will not be committed: {error}"
-            self._manager._logger.exception(text)
+            self._manager._torchft.logger.exception(text)
             self._manager.report_error(error)
             fut = torch.futures.Future()
             fut.set_result(default)

@@ -50,7 +50,7 @@ class QuietLogger:
     def exception(self, message: str) -> None:
         """Log with the stack trace, unless the txn is being rolled back anyway."""
         manager = self._manager()
-        error = manager._errored if manager is not None else None
+        error = manager._torchft.errored if manager is not None else None
         if error is not None:
             self._inner.info(message)
         else:

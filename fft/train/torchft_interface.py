@@ -19,6 +19,7 @@ from torchft.manager import Manager
 
 from fft.errors import Drained, FftError
 from fft.train.parts import Parts
+from fft.train.torchft_adapter import TorchftAdapter
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.unsafe_places import guarded
 from fft.train.worker import Limit
@@ -41,6 +42,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     """Whoever derives from it makes the parts."""
 
     _parts: Parts
+    _torchft: TorchftAdapter
     _at_exit: ShutDownAtExit
 
     def start_quorum(
@@ -68,7 +70,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if worker.txn is not None and worker.voted != "skip":
             self._refuse_in_doubt("start_quorum()")
-            if self._errored is None and self._parts.reductions.manifest.empty:
+            if self._torchft.errored is None and self._parts.reductions.manifest.empty:
                 return
         if worker.txn is not None:
             # The user skips this step, as after a scaler that found an inf: all do, together.
@@ -102,11 +104,12 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if command is not None:
             self._parts.worker.leave_to_loop(command)
             return True
-        self._commit_failures += 1
-        if self._max_retries is not None and self._commit_failures > self._max_retries:
+        torchft = self._torchft
+        torchft.commit_failures += 1
+        if torchft.max_retries is not None and torchft.commit_failures > torchft.max_retries:
             raise RuntimeError(
-                f"should_commit failed {self._commit_failures} times consecutively, exceeding "
-                f"max_retries={self._max_retries}"
+                f"should_commit failed {torchft.commit_failures} times consecutively, exceeding "
+                f"max_retries={torchft.max_retries}"
             )
         return False
 
@@ -114,7 +117,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Of what is done then, nothing could be right for both decisions."""
         if self._parts.worker.voted is not None:
             raise FftError(
-                f"{what} while the decision of step {self._step} is not known, after a "
+                f"{what} while the decision of step {self._torchft.step} is not known, after a "
                 "should_commit() that has timed out: call should_commit() again, until it answers"
             )
 
@@ -171,7 +174,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
 
     def num_participants(self) -> int:
         """Groups whose gradients count in the present txn."""
-        return int(self._participating_replica_world_size)
+        return self._torchft.participating_replica_world_size
 
     @property
     def is_in_txn(self) -> bool:
@@ -180,8 +183,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
 
     def participating_rank(self) -> int | None:
         """Index of this group among the participating groups; None: a spare."""
-        rank: int | None = self._participating_replica_rank
-        return rank
+        return self._torchft.participating_replica_rank
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

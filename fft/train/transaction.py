@@ -82,9 +82,9 @@ class TransactionLoop:
         self.paradigm.refuse_loop(loader)
         if self.is_over:
             raise FftError(
-                f"this job is over since step {manager._step}: its last step (max_steps), or the "
-                "end of its data, has come, and all groups have left. Call transactions() once, "
-                "with the total of steps; what is done between epochs fits between two txns"
+                f"this job is over since step {manager._torchft.step}: its last step (max_steps), "
+                "or the end of its data, has come, and all groups have left. Call transactions() "
+                "once, with the total of steps; what is done between epochs fits between two txns"
             )
         self._reductions.raises = True
         self.left_loop.begun()
@@ -150,7 +150,7 @@ class TransactionLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.left_loop.leave(self._manager._step, at_end=is_last and txn.committed)
+                self.left_loop.leave(self._manager._torchft.step, at_end=is_last and txn.committed)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -242,7 +242,7 @@ class TransactionLoop:
     @property
     def reported(self) -> Exception | None:
         """What was reported as failed in the job's txn; it is rolled back."""
-        error = self._manager._errored
+        error = self._manager._torchft.errored
         return None if error is None else error.original_exception
 
     def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
@@ -255,7 +255,10 @@ class TransactionLoop:
     def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
         self._refuse_lost_device(error)
-        if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
+        if (
+            isinstance(error, (TxnAborted, GroupAborted))
+            or self._manager._torchft.errored is not None
+        ):
             return
         self.give_up_if_hopeless(plan, drawn, error, plan.step)
         self._manager.report_error(error)
@@ -304,7 +307,7 @@ class TransactionLoop:
 
     def left_undone(self) -> FftError | None:
         """What a body that has ended well has left undone: no step could be right with it."""
-        if self._manager._errored is not None:
+        if self._manager._torchft.errored is not None:
             return None
         if self._reductions.manifest.empty and self._min_reductions:
             return FftError(

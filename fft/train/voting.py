@@ -78,7 +78,7 @@ class Voter:
         if not self._has_state():
             return
         edited = self._check_edits()
-        error = self._manager._errored
+        error = self._manager._torchft.errored
         # an inf on one rank, in its shard, is enough: the engine puts the ranks' words together
         skip = (error is None and self._state.updates.must_skip()) or skip
         cause, code = "", CauseCode.NONE
@@ -96,14 +96,14 @@ class Voter:
     def _await_preconditions(self, plan: StartTxn) -> None:
         """Wait until each condition holds; vote NO for the first one that does not."""
         for each in self._preconditions:
-            if self._manager._errored is not None:
+            if self._manager._torchft.errored is not None:
                 return
             if (error := each.unmet(plan)) is not None:
-                self._manager._errored = Reported(error)
+                self._manager._torchft.errored = Reported(error)
 
     def _has_state(self) -> bool:
         """Whether this rank can vote. A NO needs no state; a YES of a learner does."""
-        if self._healer.learning is None or self._manager._errored is not None:
+        if self._healer.learning is None or self._manager._torchft.errored is not None:
             return True
         with self._watchers.waiting():  # the fetch has limits of its own
             return self._healer.learn()
@@ -116,7 +116,7 @@ class Voter:
         if not self._state.paradigm.trains_in_txn:  # no step function changes what is averaged
             return False
         edited = self._state.updates.were_unscaled or self._reductions.were_edited
-        is_fine = self._learners == "always" or self._manager._errored is not None
+        is_fine = self._learners == "always" or self._manager._torchft.errored is not None
         if edited and self._has_learned and not is_fine:
             self._manager.report_error(
                 RuntimeError(

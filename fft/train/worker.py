@@ -133,7 +133,7 @@ class Worker:
         self._state.checkpoints.take()
         # noticed late: by a second optimizer, after the first one was counted
         self._torn = self._by_loop.take_torn() or self._torn
-        if self._by_loop.look(self._manager._step - 1):
+        if self._by_loop.look(self._manager._torchft.step - 1):
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
@@ -237,11 +237,11 @@ class Worker:
         manager = self._manager
         self._groups.abort_if_put_off()  # the command is older than the abort
         self._exchange.end_service(plan)
-        manager._errored = None
+        manager._torchft.errored = None
         self._reductions.begin()
-        manager._step = plan.step
-        manager._participating_replica_rank = plan.index
-        manager._participating_replica_world_size = plan.participants
+        manager._torchft.step = plan.step
+        manager._torchft.participating_replica_rank = plan.index
+        manager._torchft.participating_replica_world_size = plan.participants
         if self._state.step is not None and not self._reductions.raises:
             # else after the items are drawn, which may use random numbers
             self._state.step.capture()
@@ -276,7 +276,9 @@ class Worker:
         """Wait until nothing old can write, then put back the start of the step."""
         self.rolled_back = command.cause
         self._give_up_txn()
-        self._groups.unwind(command.cause.text, self._watchers.waiting(), self._manager._timeout)
+        self._groups.unwind(
+            command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
+        )
         self._reductions.reset()
         try:
             self._state.paradigm.put_back()
@@ -340,8 +342,9 @@ class Worker:
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
         manager = self._manager
-        manager._errored = None  # it came after the decision: the next reduction is one on all
-        manager._commit_failures = 0
+        # An error that came after the decision does not belong to the next step.
+        manager._torchft.errored = None
+        manager._torchft.commit_failures = 0
         self._by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.stands_at(record)
@@ -482,7 +485,7 @@ class Worker:
         manager = self._manager
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
             self.has_reported = True
-        first, manager._errored = manager._errored is None, Reported(error)
+        first, manager._torchft.errored = manager._torchft.errored is None, Reported(error)
         if self.txn is None:
             logger.warning("failed between two txns, which changes no state: %s", text_of(error))
         elif not isinstance(error, (TxnAborted, GroupAborted)):

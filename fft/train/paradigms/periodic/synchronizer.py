@@ -154,7 +154,7 @@ class Synchronizer(ABC):
             )
         if self._rank.world > 1:
             return "a replica group is one rank; give it --ranks 1"
-        if self._rank.manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
+        if self._rank.manager._torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
             return "there are no spares where any number of groups synchronise; use DYNAMIC"
         if self._rank.settings.config.membership == "lighthouse":
             return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'

@@ -77,10 +77,12 @@ class StageInput:
     def open(self) -> None:
         """Connect, and wait until the stage before is in its scope, with the job's weights: before
         that this rank does not join its own. Raises DataError: there is nobody."""
-        store = self._manager._store
+        store = self._manager._torchft.store
         try:
             address = tuple(json.loads(store.get(place(self.scope))))
-            end = socket.create_connection(address, self._manager._connect_timeout.total_seconds())
+            end = socket.create_connection(
+                address, self._manager._torchft.connect_timeout.total_seconds()
+            )
             connection = greet(end, key_of(self._rank), first=False)
         except (RuntimeError, Stranger, *LOST) as error:
             raise DataError(

@@ -195,7 +195,7 @@ class StageOutput:
         self._thread.start()
         host = own_address(self._rank.settings.bus_url)
         address = [host, self._listening.getsockname()[1]]
-        manager._store.set(place(rank.scope.name), json.dumps(address))
+        manager._torchft.store.set(place(rank.scope.name), json.dumps(address))
         manager._parts.paradigm.output = self
 
     def put(self, txn: Any, value: Any) -> None:
@@ -296,7 +296,7 @@ class StageOutput:
         except Exception as error:
             error.add_note(f"as StageOutput made the entry of slice {number} anew")
             raise
-        version = self._manager._step
+        version = self._manager._torchft.step
         logger.info("the entry of slice %d was made anew, with version %d", number, version)
         self._rank.job.note(MADE_ANEW, {"slice": number, "version": version})
         self._offer(number, _Entry(value, version))

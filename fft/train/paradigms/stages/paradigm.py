@@ -92,7 +92,7 @@ class Ahead(Pipelined):
 
     def _has_ended_with_its_data(self, max_steps: int | None) -> bool:
         """Return whether the loop ended because the stage before has ended; log lost steps."""
-        job, step = self._rank.job, self._rank.manager._step
+        job, step = self._rank.job, self._rank.manager._torchft.step
         local = job.local
         others = () if local is None else local.elsewhere
         before = [other for other in others if not other.ahead and other.has_ended]

@@ -84,7 +84,11 @@ def scope_of_stage(
         FftError: replica groups have not as many ranks as there are stages.
         BusError: a bus cannot be reached.
     """
-    spec, rank, ranks = settings.spec, manager._group_rank, manager._group_world_size
+    spec, rank, ranks = (
+        settings.spec,
+        manager._torchft.group_rank,
+        manager._torchft.group_world_size,
+    )
     if ranks != len(spec.stages):
         raise FftError(
             f"spec {spec.name!r} has {len(spec.stages)} stages, a rank of a replica group each; "

@@ -1,0 +1,30 @@
+"""Tests of the only access to torchft's private attributes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fft.errors import FftError
+from fft.train.torchft_adapter import TorchftAdapter
+
+NAMES = [name for name in vars(TorchftAdapter) if not name.startswith("__")]
+
+
+def manager_without(*missing: str) -> Any:
+    return SimpleNamespace(**{f"_{n}": n for n in NAMES if n not in missing})
+
+
+def test_adapter_reads_and_writes_the_managers_attributes() -> None:
+    manager = manager_without()
+    adapter = TorchftAdapter(manager)
+    assert [getattr(adapter, name) for name in NAMES] == NAMES
+    adapter.step = 7
+    assert manager._step == 7
+
+
+def test_adapter_lists_all_attributes_that_a_torchft_release_lacks() -> None:
+    with pytest.raises(FftError, match=r"has no _step, _errored on its Manager"):
+        TorchftAdapter(manager_without("step", "errored"))
