@@ -18,6 +18,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.drawn import Drawn
+from fft.train.data.sharded import ShardedSource, Shelf
 from fft.train.data.source import Due, Inputs, StreamSource, as_source
 
 
@@ -138,6 +139,38 @@ def test_a_stream_that_ends_says_so() -> None:
     assert source.holds(0, 3)
     assert not source.holds(0, 4)
     assert not source.holds(3, 1)
+
+
+class Circular(Stream):
+    """It begins anew when it is iterated after its end, like torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Stream:
+        self.position %= self.end
+        return self
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_from_the_end_of_the_data_begins_no_further_pass(sharded: bool) -> None:
+    def source() -> Any:
+        if not sharded:
+            return as_source(Circular(3))
+        shelf = Shelf(lambda name: None, lambda name, value: None)
+        return ShardedSource(Circular(3), "group", "0", 0, 1, shelf)
+
+    first, resumed = source(), source()
+    if sharded:
+        for step in range(3):
+            begin = StartTxn(Token(1, 1), step, "lineage", step, 0, 1, ("0",), 0)
+            assert first.draw(begin)[0] == [step]
+            first.positions["0"] = step + 1
+        resumed.load(first.export(3), 3)
+        assert resumed.draw(StartTxn(Token(1, 1), 3, "lineage", 3, 0, 1, ("0",), 0)) is None
+        return
+    assert first.holds(0, 3) and not first.holds(0, 4)
+    resumed.load(first.export(3), 3)
+    assert not resumed.holds(3, 1)
+    resumed.load(first.export(3), 3)  # as after a further restart
+    assert not resumed.holds(3, 1)
 
 
 def test_a_cursor_that_goes_back_is_refused() -> None:

@@ -45,8 +45,8 @@ OPEN_STREAM = (
     "fft.StreamLoader(open_stream), where open_stream(first, stride) returns every stride-th batch "
     "from batch first on"
 )
-_STATE, _NEXT = "loader_state", "next_digests"
-"""Keys of the exported state of a `StreamSource`."""
+_STATE, _NEXT, _ENDED = "loader_state", "next_digests", "ended"
+"""Keys of the exported state of a `StreamSource`. The last one is there only after the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,8 @@ class StreamSource(Identified):
         """Digest of each of ``_items``."""
         self._expected: list[str] = []
         """Digests of the next items, as drawn by the process that exported the loaded state."""
+        self._ended = False
+        """The loader has no further item. Many loaders begin anew if they are iterated again."""
 
     def open(self) -> None:
         """Do nothing: the first item is drawn when its txn begins."""
@@ -214,12 +216,15 @@ class StreamSource(Identified):
         Returns:
             The state of the loader before it, the item and its digest; None at the end.
         """
+        if self._ended:
+            return None
         if self._iterator is None:
             self._iterator = iter(self._loader)
         state = self._state()
         try:
             item = next(self._iterator)
         except StopIteration:
+            self._ended = True
             return None
         except Exception as error:
             self._put_back(state, error)
@@ -293,7 +298,10 @@ class StreamSource(Identified):
     def export(self, first: int) -> Any:
         self._forget(first)
         state = self._states[0] if self._states else self._state()
-        return {_STATE: state, _NEXT: list(self._digests)}
+        exported = {_STATE: state, _NEXT: list(self._digests)}
+        if self._ended and not self._items:
+            exported[_ENDED] = True
+        return exported
 
     def load(self, state: Any, first: int) -> None:
         if not isinstance(self._loader, _Stateful):
@@ -301,9 +309,10 @@ class StreamSource(Identified):
                 f"{named(self._loader)} has no load_state_dict, so a group that joins cannot "
                 "continue at the common cursor; use fft.CursorLoader or a stateful loader"
             )
-        self._expected = []
-        if isinstance(state, dict) and set(state) == {_STATE, _NEXT}:
-            self._expected, state = list(state[_NEXT]), state[_STATE]
+        self._expected, self._ended = [], False
+        if isinstance(state, dict) and set(state) - {_ENDED} == {_STATE, _NEXT}:
+            self._expected, self._ended = list(state[_NEXT]), state.get(_ENDED, False)
+            state = state[_STATE]
         self._loader.load_state_dict(copy.deepcopy(state))
         self._iterator, self._start = None, first
         self._items, self._states, self._digests = [], [], []
