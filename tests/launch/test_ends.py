@@ -385,6 +385,24 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
     )
 
 
+@pytest.mark.parametrize("has_left", [True, False])
+def test_rank_killed_by_the_requested_sigterm_at_its_exit_had_left_in_good_order(
+    run_job: StartJob, stage: Stage, has_left: bool
+) -> None:
+    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        job.supervisor.interrupt()
+        for (group, _), actor in actors.items():
+            assert actor.says() == {"heard": "sigterm"}
+            if has_left:
+                trace(job, int(group), 0, 1, record(kind="transition", step=6, **left))
+        actors["1", "0"].order("exit 0")
+        actors["0", "0"].order("die SIGTERM")
+        status = job.verdict().exit_status
+    assert status == (ExitStatus.DRAINED if has_left else ExitStatus.FAILED)
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_interrupted_job_that_finishes_its_last_step_is_complete(
     run_job: StartJob, stage: Stage, is_last: bool

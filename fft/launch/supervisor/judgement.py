@@ -219,6 +219,10 @@ class Judgement:
                 )
                 if was_asked and not _has_joined(group, child.rank, view):
                     self.remarks.append(f"group {group.name} was asked to end while it started")
+                elif was_asked and _had_left(group, child.rank, view):
+                    self.remarks.append(
+                        f"group {group.name} had left, and SIGTERM ended its process at its exit"
+                    )
                 elif child.came_too_late and group.why_not_back in self.remarks:
                     continue  # reported already
                 elif child.came_too_late and self._took_part(group, view):
@@ -248,6 +252,12 @@ def _has_joined(group: Group, rank: int, view: JobView) -> bool:
         return view.joined_since(group.name, group.known_incs)
     now = view.since(group.name, group.incs_before).get(rank)
     return now is not None and now.role != "joining"
+
+
+def _had_left(group: Group, rank: int, view: JobView) -> bool:
+    """Return whether the rank had left the job in good order before its process ended."""
+    seen = view.since(group.name, group.known_incs).get(rank)
+    return seen is not None and (seen.leaves or seen.role == "terminal")
 
 
 def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
