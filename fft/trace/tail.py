@@ -22,7 +22,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
-from fft.trace.inputs import LOOP
+from fft.trace.inputs import CONSUMED, LOOP
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -57,6 +57,8 @@ class RankView:
     """Its newest vote reports that no step follows the present one."""
     at_end: bool = False
     """It left with the commit of its last step: by itself, whether or not it was asked to leave."""
+    has_shard: bool = False
+    """Its group draws from a shard of its own, which no other group trains."""
     loop: str = ""
     """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
 
@@ -233,6 +235,7 @@ class TraceTail:
             gone, known = known or RankView(0), RankView(inc)
             self.view.gone = max(self.view.gone, gone.step)
             known.fault, known.is_injected = gone.fault, gone.is_injected
+            known.has_shard = gone.has_shard
             self.view.ranks[key] = known
         if inc == known.inc:
             known.asked |= _is_asked(_mapping(record.get("event")), key[0])
@@ -287,6 +290,8 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         _take_cause(view, record)
     elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
         view.loss = float(data["loss"])
+    elif record.get("note") == CONSUMED:
+        view.has_shard |= "shard" in data
     elif record.get("note") == LOOP:
         view.loop = str(data.get("runs", ""))
     elif record.get("note") == NO_REFORM:

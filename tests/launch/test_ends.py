@@ -403,6 +403,29 @@ def test_rank_killed_by_the_requested_sigterm_at_its_exit_had_left_in_good_order
     assert status == (ExitStatus.DRAINED if has_left else ExitStatus.FAILED)
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_group_that_is_away_at_the_end_leaves_its_shard_untrained(
+    run_job: StartJob, stage: Stage, sharded: bool
+) -> None:
+    vote = record(kind="transition", event={"type": "prepared", "last": True}, step=5)
+    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
+    drawn = {"slice": 4, **({"shard": "1"} if sharded else {})}
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        trace(job, 1, 0, 1, record(kind="note", note="consumed", data=drawn, step=5))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        trace(job, 0, 0, 1, vote, record(kind="transition", step=6, **left))
+        actors["0", "0"].order("exit 0")
+        assert again.says() == {"heard": "sigterm"}
+        again.order("die SIGTERM")
+        outcome = job.verdict()
+    text = "group 1 was away when the shards of the others ended"
+    assert any(text in line for line in outcome.lines) == sharded, outcome.lines
+    expected = ExitStatus.FEWER_GROUPS if sharded else ExitStatus.COMPLETE
+    assert outcome.exit_status == expected
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_interrupted_job_that_finishes_its_last_step_is_complete(
     run_job: StartJob, stage: Stage, is_last: bool

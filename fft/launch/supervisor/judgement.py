@@ -145,6 +145,7 @@ class Judgement:
             lines = [f"the fault plan was not finished: {unfinished}"]
         if idle := self._no_transactions(view):
             lines = [idle, *lines]
+        remarks += (_untrained(group) for group in self._with_unfinished_shards(view))
         if self.asked_to_end and view.committed:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
         elif self.asked_to_end and not (lines or remarks):
@@ -180,9 +181,25 @@ class Judgement:
         if ended and len(drained) == len(ended):
             return ExitStatus.DRAINED
         lost = [group for group in self.groups if group.given_up or _is_evicted(group)]
+        lost += self._with_unfinished_shards(view)
         if ended and (lost or (drained and not self.plan.faults)):
             return ExitStatus.FEWER_GROUPS
         return None
+
+    def _with_unfinished_shards(self, view: JobView) -> list[Group]:
+        """Return the groups that were away when the others had trained all of their data.
+
+        Each has a shard of the data, of which the rest was not trained.
+        """
+        if self.asked_to_end or not any(_is_at_end(group, view) for group in self.groups):
+            return []
+        return [
+            group
+            for group in self.groups
+            if not group.finished
+            and any(rank.has_shard for rank in view.of(group.name))
+            and not (_is_at_end(group, view) or _was_asked(group, view))
+        ]
 
     def _no_transactions(self, view: JobView) -> str | None:
         """Describe a job whose ranks have trained without FFT; None for any other job."""
@@ -285,6 +302,14 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
         f"{'could not go on without it' if was_needed else others}; the ranks of a group come and "
         "go together, and groups leave together by manager.drain(). Does the script call "
         f"sys.exit(), or leave its loop? its log: {logs}"
+    )
+
+
+def _untrained(group: Group) -> str:
+    return (
+        f"group {group.name} was away when the shards of the others ended, so the rest of its "
+        "shard was not trained: resume from a checkpoint with all groups, or set min_replica_size "
+        "to the number of groups"
     )
 
 
