@@ -16,8 +16,8 @@ class ExitStatus(IntEnum):
     REFUSED = 2
     """The job was not started as asked, or the arguments are wrong."""
     FEWER_GROUPS = 3
-    """The work is done, but a group was drained, evicted or given up before the end, or was away when
-    the shards of the others ended."""
+    """The work is done, but a group was drained, evicted or given up before the end, or was away
+    when the shards of the others ended."""
     DRAINED = 75
     """The job was drained or preempted before its end: start it again to resume. This is
     ``EX_TEMPFAIL`` of ``sysexits.h``."""
