@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -72,6 +73,11 @@ class Cause:
     def __post_init__(self) -> None:
         if len(self.accused) > _MOST_ACCUSED:
             object.__setattr__(self, "accused", ())
+
+    @property
+    def finding(self) -> str:
+        """The text without the name of the participant that reported it."""
+        return re.sub(r"^\S+/\d+#\d+: ", "", self.text)
 
     @classmethod
     def of_own(cls, me: Peer, code: CauseCode, text: str) -> Self:

@@ -173,11 +173,11 @@ class TransactionLoop:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
         if cause.code == CauseCode.DATA_DIFFERS:
-            raise self._unequal(plan, cause.text)
+            raise self._unequal(plan, cause.finding)
         if cause.code != CauseCode.MANIFESTS_DIFFER:
             return
         error = FftError(
-            f"{cause.text}: the step functions of the groups, or of the ranks of one, have not "
+            f"{cause.finding}: the step functions of the groups, or of the ranks of one, have not "
             "reduced the same gradients. Does a branch depend on the batch? Each step function "
             "must call backward() of the same models; multiply by 0 what is not to count"
         ).with_traceback(traceback_of_caller())

@@ -316,7 +316,8 @@ def test_fetch_refuses_another_lineage_that_a_transport_of_torchft_brings(
     sender, receiver = torchfts(), torchfts()
 
     def exchange(transport: HTTPTransport[Any]) -> StateExchange:
-        manager = SimpleNamespace(_checkpoint_transport=transport, _timeout=LIMIT, _group_rank=0)
+        torchft = SimpleNamespace(checkpoint_transport=transport, timeout=LIMIT, group_rank=0)
+        manager = SimpleNamespace(_torchft=torchft)
         return StateExchange(cast("Any", manager), cast("Any", Exported()), None, lambda *_: None)
 
     rank = RankEntry(0, 1, True, sender.metadata(), 1, "host")
