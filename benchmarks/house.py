@@ -290,7 +290,7 @@ GATES = (
     Gate("attributes", wide_classes, limit=9, target=0),
     Gate("functions", long_functions, limit=8, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
-    Gate("code-lines", code_lines, limit=43700, target=30000),
+    Gate("code-lines", code_lines, limit=43750, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.6),
     _prose_gate("comments", 0.1),
