@@ -26,8 +26,8 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 PLAN ?= examples/hsdp_demo_faults.yaml
 # of the machine with a GPU that make gpu-packages is for
 PYTHON_THERE ?= 3.12
-# of make test: two more than two cores, as tests wait for half of their time
-WORKERS ?= 4
+# of make test: one more than two cores, as tests wait for a third of their time; four are slower
+WORKERS ?= 3
 
 .PHONY: help setup demo demo-picture examples test test-long compat check house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
 

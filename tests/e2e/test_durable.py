@@ -142,6 +142,7 @@ def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
     judge(tmp_path, undisturbed, starts=2)
 
 
+@pytest.mark.long
 def test_if_the_group_that_writes_dies_the_next_one_does(tmp_path: Path) -> None:
     """The next group does so at its first commit without it, as the next due step is far away."""
     plan = tmp_path / "plan.yaml"

@@ -68,6 +68,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(root, SURVIVED, "--stop-after-plan", "3", "--max-restarts", "0")[0]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_transient_fault_keeps_the_processes(survived: Path) -> None:
     report = audit_dir(survived)

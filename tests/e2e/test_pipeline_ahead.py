@@ -325,6 +325,7 @@ def test_consumed_outputs_are_not_kept_for_an_absent_rank(tmp_path: Path) -> Non
     assert 0 < ended.most["0.0.most"] <= AHEAD + 1
 
 
+@pytest.mark.long
 def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: Path) -> None:
     steps = 80
     killed = Ended(tmp_path / "killed", KILLS, steps=steps, seconds=0.02, alone=0.25)

@@ -108,6 +108,7 @@ def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
     return {step: [at.cursor for at in found.verify(step).scopes.values()] for step in steps}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
     """It got additional steps; the first stage's entries are recomputed, and the end is in a

@@ -28,6 +28,7 @@ def script(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_before_anything_is_started(tmp_path: Path, script: Path) -> None:
     """The signal comes while the command loads torch for its services, after it has made the folder

@@ -377,6 +377,7 @@ def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
     _assert_samples_once(run)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(stage: Stage) -> None:
     """If they needed the job's bus, the step that releases the link would never begin."""
