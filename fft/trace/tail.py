@@ -62,6 +62,11 @@ class RankView:
     loop: str = ""
     """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left the job in good order, or is about to."""
+        return self.leaves or self.role == "terminal"
+
 
 @dataclass(frozen=True)
 class Injected:

@@ -315,7 +315,7 @@ def _traces_of(start: JobStart, settings: Settings) -> Path | None:
 
 
 def identify(manager: Manager, bus: ErrorBus) -> Peer:
-    """Who this process is in the job: a new incarnation of its group's rank."""
+    """Return the identity of this process in the job: a new incarnation of its group's rank."""
     # A launcher that reports deaths and asks for drains must mean the group that we call so.
     named = manager._torchft.store.get(REPLICA_ID_KEY).decode().split(":")[0]
     group = os.environ.get("FFT_GROUP") or named
@@ -436,7 +436,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
 
 
 def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str, Any]:
-    """What this process must have in common with all others of its job."""
+    """Return the settings that must be equal in all processes of the job."""
     return common_settings(
         parts.settings.spec,
         ranks_of_a_group=manager._torchft.group_world_size,
@@ -449,7 +449,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
 
 
 def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
-    """What this rank begins with: a fresh state, or that of the checkpoint that was loaded."""
+    """Return the initial state of this rank: a fresh one, or that of the loaded checkpoint."""
     state, step = parts.state, manager._torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
     fresh = own if manager._torchft.init_sync else GENESIS
@@ -493,7 +493,7 @@ def _warn_of_strangers(parts: Parts) -> None:
 
 
 class EngineHost:
-    """What the engine asks of its process; see `fft.engine.loop.Host`."""
+    """The process as the engine sees it; implements `fft.engine.core.Host`."""
 
     def __init__(self, manager: Manager, parts: Parts) -> None:
         self._manager, self._parts = weakref.ref(manager), weakref.ref(parts)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Limit:
-    """Of a wait that a caller bounds; counts from the making of it. Its text names the call."""
+    """The time limit of a wait, counted from its construction; its text names the call."""
 
     def __init__(self, call: str, timeout: timedelta) -> None:
         self._text = f"{call}(timeout={timeout.total_seconds():g} s)"
@@ -509,7 +509,7 @@ def _hung(hang: Interrupted) -> FftError:
 
 
 class InputNotes:
-    """Of one process. A note is in the trace before the engine hears the word it belongs to."""
+    """Traces notes about the inputs of one process, each before the engine gets its event."""
 
     def __init__(self, job: Participation) -> None:
         self._job = job

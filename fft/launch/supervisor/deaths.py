@@ -78,7 +78,7 @@ class Deaths:
         if group is None or not group.is_to_go_on:
             return False
         seen = _seen(child, group, view)
-        return seen is not None and seen.role != "joining" and not _has_left(seen)
+        return seen is not None and seen.role != "joining" and not seen.has_left
 
     def has_been_left(self, child: Child, group: Group, view: JobView) -> bool:
         """Return whether a child left FFT's loop by `shutdown()` and others committed since."""
@@ -194,10 +194,6 @@ def _seen(child: Child, group: Group, view: JobView) -> RankView | None:
     seen = view.since(group.name, group.incs_before).get(child.rank)
     has_gap = seen is not None and view.gaps.get((group.name, child.rank)) == seen.inc
     return None if has_gap else seen
-
-
-def _has_left(seen: RankView) -> bool:
-    return seen.leaves or seen.role == "terminal"
 
 
 def _has_torch(child: Child) -> bool:

@@ -274,7 +274,7 @@ def _has_joined(group: Group, rank: int, view: JobView) -> bool:
 def _had_left(group: Group, rank: int, view: JobView) -> bool:
     """Return whether the rank had left the job in good order before its process ended."""
     seen = view.since(group.name, group.known_incs).get(rank)
-    return seen is not None and (seen.leaves or seen.role == "terminal")
+    return seen is not None and seen.has_left
 
 
 def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:

@@ -146,8 +146,8 @@ class PeriodicLoop:
     def _stand_apart(
         self, plan: StartTxn, inputs: LeasedInputs
     ) -> Generator[InnerTransaction, None, None]:
-        """Of an asynchronous job: compute what this group brings to a later synchronisation, and
-        ask to be in it. Nobody waits for that as long as the spec's bound lets them go on."""
+        """Compute this group's contribution to a later synchronization of an asynchronous job, and
+        ask to take part in it. The other groups wait only when the spec's bound stops them."""
         synchronizer, record = self.synchronizer, self.state.position
         engine = self.job.engine
         assert record is not None and engine is not None, "it was committed"

@@ -46,9 +46,9 @@ JOIN_S = 5.0
 _GREET_S = 10.0
 """For the other end of a connection to show that it has the job's token."""
 LOST = (EOFError, OSError)
-"""What a connection raises whose other end has gone."""
+"""Errors of a connection whose other end has gone."""
 PLAIN = (int, float, bool, str, bytes, type(None))
-"""What may be in an entry beside tensors."""
+"""Types of values that an entry may contain besides tensors."""
 
 
 class Stranger(Exception):
@@ -130,7 +130,7 @@ class Taker:
     is_welcome: bool = False
     """It knows that there is somebody with the job's weights here."""
     data: str = ""
-    """What it takes the data to be; empty: it has not said yet."""
+    """Its description of the data; empty before it has sent one."""
 
 
 logger = logging.getLogger(__name__)
