@@ -74,10 +74,12 @@ def _stranded(rank: int, ranks: int, port: int, seed: int) -> int:
     group, store = AbortableGroup(pg), client(port)
     _race(pg, group, rank, ranks, port, seed)
     kept = abortable._stranded_backends
+    group.configure(f"localhost:{port}/next", "0", rank, ranks, ROUNDS, timeout=MINUTE)
+    group._worker.join(NOISE_S)  # has retired the last round, which may be stranded as well
     found = len(kept)
     wait_until(lambda: all(work.is_over() for _, works in kept for work in works), "the timeouts")
     _meet(store, "timed out", rank, ranks)
-    group.configure(f"localhost:{port}/after", "0", rank, ranks, ROUNDS, timeout=MINUTE)
+    group.configure(f"localhost:{port}/after", "0", rank, ranks, ROUNDS + 1, timeout=MINUTE)
     wait_until(lambda: not kept, "the thread that has built the group drops them", NOISE_S)
     _meet(store, "dropped", rank, ranks)
     group.close()
