@@ -1,6 +1,6 @@
 """The process groups of an epoch: across the replica groups, and inside of this one.
 
-Touches torch's process groups; abort may come from any thread, the rest is the main thread's.
+Uses torch's process groups. Abort is thread-safe; all other methods run on the main thread.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fft.train.process_group.shard import ShardGroup
 logger = logging.getLogger(__name__)
 
 _DIGESTS = "\x1f"
-"""Separates what a member reduces from its digests, in its note."""
+"""Separates the gradient layout of a member from its digests, in the note that it exchanges."""
 
 
 class EpochGroups:
-    """Built for every epoch, aborted by every rollback."""
+    """The process groups of the current epoch, rebuilt for each epoch, aborted by each rollback."""
 
     def __init__(
         self,
@@ -47,29 +47,37 @@ class EpochGroups:
         alone: bool,
         address: str,
     ) -> None:
-        """``store``: where the ranks of this replica group meet. ``shard``: the group that they
-        shard the model over; None: it is not sharded. ``alone``: the others of this replica group
-        are in the job already, and can be met in its first epoch only. ``address``: of this host,
-        for gloo's connections."""
+        """Create the groups without connecting them.
+
+        Args:
+            manager: Manager of this rank.
+            peer: This participant.
+            store: Address of the store of this replica group.
+            pg: Process group across the replica groups.
+            shard: Process group over which the model is sharded, or None.
+            alone: Whether this process replaces a lost rank. The other ranks of its group are in
+                the job, and can be connected only in the first epoch of this process.
+            address: Address of this host for gloo's connections.
+        """
         self._manager = manager
         self._peer = peer
         self.store = store
         self._alone = alone
         self._has_stages = False
         self._mates: dict[int, int] = {}
-        """Of the last epoch: the incarnation of each rank of this replica group."""
+        """Incarnation of each rank of this replica group in the last epoch."""
         self.replicate = AbortableGroup(pg, "replicate")
         self.shard = _Shard(shard, self) if shard is not None else None
         for group in self:
             group.address = address
         self.shard_is_void = False
-        """It was aborted since it was built."""
+        """The shard group was aborted since it was built."""
         self.shard_apart = False
-        """It is not built for the job's epochs, but for those of the group's own scope."""
+        """The shard group is rebuilt for epochs of the group's own scope, not of the job."""
         self._warned_of: set[str] = set()
         """Places of foreign process groups that a warning has named."""
         self._put_off: str | None = None
-        """The cause of an abort of the shard group that waits for the next txn; None: none."""
+        """The cause of a deferred abort of the shard group, or None."""
 
     def __iter__(self) -> Iterator[AbortableGroup]:
         yield self.replicate
@@ -77,33 +85,34 @@ class EpochGroups:
             yield self.shard
 
     def pending(self) -> int:
-        """How many collectives of this rank are under way."""
+        """Number of pending collectives of this rank."""
         return sum(group.pending() for group in self)
 
     def abort(self, cause: str, may_put_off: Callable[[], bool] = lambda: False) -> None:
-        """Free whoever is blocked in a collective. Any thread.
+        """Abort the groups, which releases threads blocked in a collective. Thread-safe.
 
-        If ``may_put_off`` the shard group waits for `abort_if_put_off` or `unwind`.
+        If ``may_put_off()``, the shard group is aborted only in `abort_if_put_off` or `unwind`.
         """
         self.replicate.abort(cause)
-        self._put_off = cause  # before it is asked: the main thread looks after it has changed that
+        # set before the question: the main thread looks at it after it has changed the answer
+        self._put_off = cause
         if self.shard_apart or not may_put_off():
             self.abort_if_put_off()
 
     def abort_if_put_off(self) -> None:
-        """Abort the shard group, if that was put off. Any thread."""
+        """Abort the shard group, if that was deferred. Thread-safe."""
         if (cause := self._put_off) is not None:
             self._put_off = None
             self.abort_shard(cause)
 
     def abort_shard(self, cause: str) -> None:
-        """Free whoever is blocked in a collective of this replica group. Any thread."""
+        """Abort the shard group, which releases threads blocked in its collectives. Thread-safe."""
         self.shard_is_void = True
         if self.shard is not None:
             self.shard.abort(cause)
 
     def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
-        """Abort, and wait until nothing old can write; ``waiting`` is entered around the waits."""
+        """Abort the groups, and wait, within ``waiting``, until no old operation can write."""
         self.shard_is_void, self._put_off = True, None
         for group in self:
             group.abort(cause)
@@ -111,7 +120,7 @@ class EpochGroups:
                 group.quiesce(limit)
 
     def unwind_shard(self, cause: str, waiting: AbstractContextManager[None]) -> None:
-        """`unwind` of the group inside of this replica group."""
+        """Abort the shard group, and wait until no old operation can write."""
         assert self.shard is not None, "asked before"
         self.abort_shard(cause)
         with waiting:
@@ -141,7 +150,7 @@ class EpochGroups:
 
     @property
     def stages(self) -> ProcessGroup | None:
-        """What `stage_group` gives, or would give."""
+        """The process group that `stage_group` returns, without its side effects."""
         return None if self.shard is None else self.shard.pg
 
     def refuse_unconnected(self) -> None:
@@ -149,18 +158,18 @@ class EpochGroups:
         ranks = self._manager._torchft.group_world_size
         if ranks > 1 and self.shard is None and not _world.pg_map:
             raise FftError(
-                f"this replica group has {ranks} ranks and no process group between them, so that "
-                "each would train a model of its own: pass shard_pg=fft.ShardProcessGroupGloo() "
-                "(of NCCL on GPUs) and shard the model over manager.shard_mesh(); or start it with "
+                f"this replica group has {ranks} ranks but no process group between them, so each "
+                "would train its own model: pass shard_pg=fft.ShardProcessGroupGloo() (of NCCL "
+                "on GPUs) and shard the model over manager.shard_mesh(); or start it with "
                 "--ranks 1, and more groups"
             )
 
     def refuse_foreign(self, models: Sequence[nn.Module], others: Iterable[torch.Tensor]) -> None:
         """Raise FftError if the models, or DTensors among ``others``, use a foreign process group.
 
-        FFT cannot abort a collective of a group that it has not made: after a fault on one rank,
-        its mates would wait in it for that group's own timeout. Two-dimensional meshes, for which
-        there is no other way, get a warning.
+        FFT cannot abort collectives of a group that it did not create, so after a fault on one rank
+        the other ranks would wait until that group's timeout. Two-dimensional meshes cannot be
+        built in another way, and get a warning.
         """
         for place, group, is_only in _groups_used(models, others):
             if group.size() < 2 or (self.shard is not None and group is self.shard.pg):
@@ -181,15 +190,15 @@ class EpochGroups:
 
     @property
     def can_meet(self) -> bool:
-        """Whether the ranks of this replica group can tell each other where they stand."""
+        """Whether the ranks of this replica group can exchange messages over their shard group."""
         return self.shard is not None and isinstance(self.shard.pg, ShardGroup)
 
     @property
     def can_reform(self) -> bool:
         """Whether other ranks of this replica group may be replaced while this process lives.
 
-        They must meet in our process group and in no other, and must not exchange anything just
-        once: the stages of a pipeline tell each other their shapes in their first step.
+        FFT's shard group must be their only process group, and they must not rely on one-time
+        exchanges: the stages of a pipeline send each other their shapes in their first step.
         """
         others = any(pg is not self.stages for pg in _world.pg_map)
         return self.can_meet and not (others or self._has_stages)
@@ -203,22 +212,24 @@ class EpochGroups:
             torchft = self._manager._torchft
             self.shard.pg.be_alone(torchft.group_rank, torchft.group_world_size)
         elif self.shard.pg._pg is None:
-            # Not by incarnations where ranks are replaced one by one.
+            # A rank that is replaced alone has another incarnation, so the name has none then.
             start = os.environ.get("FFT_START") or self._peer.inc
             self._configure_shard(f"boot/{start}", 0)
         return self.shard.pg
 
     def configure(self, command: Heal, models: str, digests: Mapping[str, str] | None) -> None:
-        """Build both for the epoch of ``command``.
+        """Build the replicate group and the shard group for the epoch of ``command``.
 
         Args:
-            models: what is reduced here, in words.
-            digests: of state that the members compare, by name; None: this one does not.
+            models: description of the gradients that this rank reduces.
+            digests: digests by name of state that the members compare, or None if this one does
+                not.
 
         Raises:
-            GradientLayoutMismatch: other groups reduce something else, and this rank is wrong, or
-                all are.
-            GroupNotReformable: one of this group is new, and could not meet it in all places.
+            GradientLayoutMismatch: Groups reduce different gradients, and this rank does not have
+                the job's state, or all ranks have it.
+            GroupNotReformable: A rank of this group was replaced, but the group uses a process
+                group that the new process cannot join.
         """
         self._refuse_new_mates(command)
         manager, record = self._manager, command.record
@@ -256,8 +267,10 @@ class EpochGroups:
     ) -> dict[int, str]:
         """Build the group inside of this replica group for ``record``, of the group's own scope.
 
-        Returns what the others have brought as ``note``, by rank. Raises GroupAborted where
-        ``is_superseded`` says that it is not wanted any more; whoever makes that true aborts it.
+        Returns the notes of the other ranks, by rank.
+
+        Raises:
+            GroupAborted: ``is_superseded`` is true; the caller that makes it true aborts the group.
         """
         assert self.shard is not None, "asked before"
         self.shard_is_void = False
@@ -269,22 +282,26 @@ class EpochGroups:
         return self.shard.notes
 
     def _refuse_new_mates(self, command: Heal) -> None:
-        """The launcher asks before it starts one, but the script may have made a group since."""
+        """Raise GroupNotReformable if a rank of this group was replaced but cannot join it.
+
+        The launcher checks this before it starts a replacement, but the script may have created a
+        process group since.
+        """
         ranks = command.record.members[command.index].ranks
         mates = {entry.rank: entry.inc for entry in ranks}
         new = [r for r, inc in mates.items() if self._mates.get(r, inc) != inc]
         if new and not self.can_reform:
             raise GroupNotReformable(
-                f"rank {new[0]} of group {self._peer.group} is a new process, and this group meets "
-                "in a process group of torch's own, too, which that one cannot enter: the group is "
-                "to be started again. Use manager.shard_mesh() alone, or fft run --no-reform"
+                f"rank {new[0]} of group {self._peer.group} is a new process, and this group also "
+                "uses a process group of torch's own, which that process cannot join, so the "
+                "group must be restarted. Use only manager.shard_mesh(), or fft run --no-reform"
             )
         self._mates = mates
 
     def _check_layouts(self, command: Heal) -> None:
-        """Unlike reductions would meet in gloo, which ends the process then.
+        """Raise if the groups reduce different gradients, because gloo would crash the process.
 
-        Who has the job's state is right, and goes on without whoever differs.
+        A rank that has the job's state continues without the groups that differ.
         """
         mine, record = self.replicate.note.partition(_DIGESTS)[0], command.record
         notes = {r: note.partition(_DIGESTS)[0] for r, note in self.replicate.notes.items()}
@@ -295,17 +312,18 @@ class EpochGroups:
         index, note = next(iter(unlike.items()))
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
-            f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups must "
-            "have the same model, frozen alike, and average it alike (sync_gradients, …)"
+            f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups "
+            "must have the same model with the same frozen parameters, and average it by the "
+            "same calls of sync_gradients()"
         )
         is_right = held[command.index] and not all(held)
         raise RuntimeError(text) if is_right else GradientLayoutMismatch(text)
 
     def unlike(self, command: Heal) -> dict[str, str] | None:
-        """Names of the digests that differ from another group's, each with that group.
+        """Return the names of digests that differ from another group's, each with that group.
 
-        Compares what the members brought to `configure`. None: this member, or all others, brought
-        no digests.
+        Compares the digests that the members passed to `configure`. None if this member, or all
+        others, passed none.
         """
         own = self.replicate.note.partition(_DIGESTS)[2]
         theirs = {i: n.partition(_DIGESTS)[2] for i, n in sorted(self.replicate.notes.items())}
@@ -366,7 +384,7 @@ def _groups_of(place: str, mesh: DeviceMesh) -> Iterator[tuple[str, Any, bool]]:
 
 
 class _Shard(AbortableGroup):
-    """Aborted also if that was asked for just before it began to be built."""
+    """Shard group that is also aborted if the abort was requested just before its construction."""
 
     def __init__(self, pg: ProcessGroup, groups: EpochGroups) -> None:
         self._groups = groups

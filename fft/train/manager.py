@@ -1,7 +1,7 @@
-"""``ManagerFFT``: torchft's Manager whose steps are transactions. Thin: the core has the protocol.
+"""``ManagerFFT``: torchft's Manager whose steps are transactions.
 
-Here are construction and what FFT adds to torchft's interface (`torchft_interface`); what is done
-is in the parts (`parts`), each with a module of its own.
+This module constructs the manager and defines the methods that FFT adds to torchft's interface
+(`torchft_interface`). Its components (`parts`) do the work; the core implements the protocol.
 """
 
 from __future__ import annotations
@@ -43,25 +43,28 @@ from fft.train.transaction import Transaction
 
 
 class ManagerFFT(TorchftInterface):
-    """Use in the place of ``torchft.Manager``; every argument of it keeps its meaning.
+    """Drop-in replacement for ``torchft.Manager``; all of its arguments keep their meaning.
 
     Args:
         bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
-            None, where no launcher says of other processes either: this one is the whole job.
+            If None and no launcher has set it, this process is the whole job.
         spec: name or path of the FSM spec (``FFT_SPEC``, else ``hsdp``).
-        trace_dir: where the trace goes (``FFT_TRACE_DIR``); None: no trace, no audit.
-        shard_pg: the process group the model is sharded over inside the replica group, if any;
-            a rollback aborts and rebuilds it too.
-        expected_groups: how many replica groups the first epoch waits for, for ``join_window``
-            seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
-        timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
-            and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
-        checkpoint: Place of durable checkpoints, or ``fft.Checkpointing``; that of ``fft run``
-            takes precedence.
+        trace_dir: Directory of the trace (``FFT_TRACE_DIR``). If None, no trace is written, so no
+            audit is possible.
+        shard_pg: The process group over which the model is sharded inside the replica group, if
+            any; a rollback aborts and rebuilds it.
+        expected_groups: Number of replica groups that the first epoch waits for, at most
+            ``join_window`` seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
+        timeouts: Timeouts in seconds by timer name. They override ``timeout`` (which sets
+            ``vote_window``) and ``quorum_timeout`` (which sets ``quorum`` and ``ready_window``).
+            ``fft config`` lists all timers.
+        checkpoint: Location of durable checkpoints, or an ``fft.Checkpointing``; the one that ``fft
+            run`` passes takes precedence.
         config: Further settings, such as ``fft.ManagerConfig(digest="commit")``.
 
     Raises:
-        TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
+        TypeError: An argument is unknown to both torchft and FFT; the message suggests the closest
+            name.
         ConfigError: The spec or the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used,
             or timeouts contradict each other; the message names ones that would work.
         BusError: No bus answers at ``bus``.
@@ -115,7 +118,7 @@ class ManagerFFT(TorchftInterface):
                 if transfer is not None:
                     transfer.shutdown()
                 raise
-            # it has begun to serve and to send heartbeats, which nobody else could end
+            # the base class has started its server and heartbeats; only this callback stops them
             undo.callback(super(TorchftInterface, self).shutdown)
             self._torchft = TorchftAdapter(self)
             self._torchft.quorum_future = concurrent.futures.Future()
@@ -138,27 +141,31 @@ class ManagerFFT(TorchftInterface):
         generators: Sequence[torch.Generator] | None = None,
         scaler: Any | None = None,
     ) -> None:
-        """Name the state of the job: what a rollback puts back and what a joiner fetches.
+        """Register the state of the job: a rollback restores it, and a joining group fetches it.
 
         Args:
             model: one or several modules; FSDP2 modules by their roots.
-            optimizer: stepped after COMMIT, in this order; ``[]``: of a stage that is frozen.
+            optimizer: one or several optimizers, stepped in this order after COMMIT; ``[]`` for a
+                frozen stage.
             lr_scheduler: stepped after the optimizers.
             extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else that
                 is equal on all groups: a group that joins takes it over from another one.
-            generators: random generators that the body draws from; None: the global ones of
-                torch, numpy and random.
-            scaler: a ``torch.amp.GradScaler``. The body scales the loss, and may call
-                ``scaler.unscale_(optimizer)`` to clip; the transaction does the rest. Where any
-                rank finds an inf or NaN, the step is skipped on all: the scale backs off, no
-                optimizer and no scheduler is stepped.
+            generators: random generators that the step function draws from. None means the global
+                ones of torch, numpy and random.
+            scaler: a ``torch.amp.GradScaler``. The step function scales the loss, and may call
+                ``scaler.unscale_(optimizer)`` to clip; FFT calls ``scaler.step`` and
+                ``scaler.update``. If any rank finds an inf or NaN, all ranks skip the step: the
+                scale backs off, and no optimizer or scheduler is stepped.
 
         Raises:
             FftError: the models or optimizers use a process group that FFT cannot abort, or an
                 optimizer was made before `fully_shard` replaced the parameters that it steps.
         """
         if isinstance(model, torch.optim.Optimizer) or isinstance(optimizer, nn.Module):
-            raise FftError("register(model, optimizer, …): the model comes first")
+            raise FftError(
+                "register(model, optimizer, …): expected the model first and the optimizer "
+                "second, got them swapped"
+            )
         models = [model] if isinstance(model, nn.Module) else list(model)
         single = isinstance(optimizer, torch.optim.Optimizer)
         optimizers: list[Any] = [optimizer] if single else list(optimizer)  # type: ignore[arg-type]
@@ -179,17 +186,17 @@ class ManagerFFT(TorchftInterface):
         """Average the gradients of ``model`` across the replica groups during backward.
 
         When ``backward()`` returns, ``.grad`` is what the optimizer will apply, as with torch's
-        DistributedDataParallel: clip it, scale it, add to it. FSDP2 modules have their shards
-        reduced. Several models: call it for each.
+        DistributedDataParallel: clip it, scale it, add to it. For FSDP2 modules, the gradient
+        shards are reduced. Call this method once for each model.
 
         Args:
-            model: plain, by its FSDP2 root, or in DistributedDataParallel, torch's or torchft's,
-                whose reducer is put to rest; one that is registered is found without this call.
-                Frozen parameters are left out; those that get a gradient on no group keep
-                ``grad = None``.
-            bucket_cap_mb: MiB of gradients that are reduced at once.
-            reduce_dtype: reduce in this type, such as ``torch.bfloat16``, at half the traffic of
-                float32 and with its rounding; None: in that of the gradient.
+            model: a plain module, an FSDP2 root module, or a DistributedDataParallel wrapper of
+                torch or torchft, whose own reducer FFT disables. A registered wrapper needs no
+                call. Frozen parameters are skipped. A parameter that receives a gradient on none of
+                the groups keeps ``grad = None``.
+            bucket_cap_mb: size of a bucket of gradients in MiB.
+            reduce_dtype: type of the reduction. ``torch.bfloat16`` halves the traffic of float32
+                and rounds; None uses the type of the gradient.
 
         Raises:
             FftError: DistributedDataParallel averages in a way that FFT cannot take over, or
@@ -200,9 +207,8 @@ class ManagerFFT(TorchftInterface):
         reducers, own = self._parts.reductions.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
-                f"gradients of this {type(model).__name__} are averaged already, by an earlier "
-                "sync_gradients() or register_pipeline(), and would be a second time: leave this "
-                "call out"
+                f"the gradients of this {type(model).__name__} are already averaged by an "
+                "earlier sync_gradients() or register_pipeline(); remove this call"
             )
         reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, len(reducers)))
         torch_ddp.take_over(model, reducers[-1])
@@ -220,9 +226,9 @@ class ManagerFFT(TorchftInterface):
         """Reduce the buckets of the last ``sync_gradients`` by ``hook(state, bucket)``.
 
         As ``DistributedDataParallel.register_comm_hook``: ``bucket.buffer()`` holds the gradients,
-        the hook returns a Future of what shall be in their place. It reduces by
-        ``manager.allreduce``, so pass the manager as ``state``, or in it. Whatever the hook keeps
-        from step to step belongs to the state: ``register(..., extra=…)``.
+        The hook returns a Future of the tensor that replaces them. It reduces with
+        ``manager.allreduce``, so pass the manager in ``state``. If the hook keeps state between
+        steps, such as an error feedback, register it: ``register(..., extra=…)``.
         """
         if not self._parts.reductions.reducers:
             raise FftError("call sync_gradients(model) before register_comm_hook()")
@@ -230,7 +236,7 @@ class ManagerFFT(TorchftInterface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it ``backward()`` only accumulates gradients; the next one outside reduces all.
+        """Let ``backward()`` only accumulate gradients; the next one outside reduces them.
 
         As ``DistributedDataParallel.no_sync``. Under FSDP2 shards are still reduced within the
         group, unless you also use ``set_requires_gradient_sync(False)``.
@@ -245,24 +251,25 @@ class ManagerFFT(TorchftInterface):
     def on_commit(self, function: Callable[[], object]) -> None:
         """Call ``function()`` once for each committed step, after the optimizers and schedulers.
 
-        For what must happen once a step and belongs to the state, such as an EMA of the weights
-        (register its state as ``extra``). An exception in it leaves the state torn, and is raised.
+        Use it for per-step updates of state, such as an EMA of the weights (register that state as
+        ``extra``). If ``function`` raises, the exception propagates and this rank's state counts as
+        lost.
         """
         self._parts.state.updates.on_commit(function)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
 
-        It is ``shard_pg``; and torch's default process group, where there is none.
+        It is ``shard_pg`` if given, otherwise torch's default process group.
         """
         return self._parts.groups.stage_group()
 
     def register_pipeline(self, schedule: Any, bucket_cap_mb: float = BUCKET_MB) -> None:
-        """Have ``schedule.step(...)`` in the body rolled back and averaged like the rest.
+        """Roll back and average ``schedule.step(...)`` of the step function like any other step.
 
-        Instead of ``sync_gradients``, after ``register``. Needs ``spec="pipeline"``, by which all
-        ranks of a group are given the same batch: the first stage takes its inputs, the last its
-        targets. When ``step`` returns, ``.grad`` is the mean over microbatches and groups.
+        Call it after ``register``, instead of ``sync_gradients``. It requires ``spec="pipeline"``,
+        which gives all ranks of a group the same batch: the first stage uses the inputs, the last
+        one the targets. When ``step`` returns, ``.grad`` is the mean over microbatches and groups.
 
         Args:
             schedule: of ``torch.distributed.pipelining`` (not DualPipeV), over stages of plain
@@ -270,7 +277,8 @@ class ManagerFFT(TorchftInterface):
             bucket_cap_mb: MiB of gradients that are reduced at once.
 
         Raises:
-            FftError: another schedule, or one that is put together otherwise; says the mend.
+            FftError: The schedule, or the way in which its stages are built, is not supported. The
+                message gives the fix.
         """
 
         def averaged(module: nn.Module) -> Reducer:
@@ -292,20 +300,24 @@ class ManagerFFT(TorchftInterface):
         identify: Identify | None = None,
         sharded: Sharded | None = None,
     ) -> Iterator[Transaction]:
-        """Yield transactions, the same batch again after a rollback, until drained or done.
+        """Yield transactions until the job has finished or this group has drained.
+
+        After a rollback the next transaction repeats the step. It has the same batch, unless the
+        rollback changed the members: the slices of the step are then distributed anew.
 
         Args:
             loader: ``fft.CursorLoader``, ``fft.StreamLoader`` (their workers end with this
                 iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
                 ``state_dict``/``load_state_dict``, which every rank draws in full.
-            max_steps: leave, with all groups, after this many committed steps.
-            replay_only: take any iterable: no group can join later, and nothing can be resumed.
-            identify: batch → what identifies it, such as the sample ids in it. FFT compares it
-                between the ranks that draw the same items, instead of the content of the batch.
-                For loaders with random augmentation. The trace contains the ids.
-            sharded: ``"group"``: each group passes a stateful loader over its own share of the
-                data, from which each of its ranks takes its item; ``"rank"``: each rank does. The
-                default is that all ranks pass the whole data.
+            max_steps: end the job after this many committed steps.
+            replay_only: accept any iterable; no group can join later, and the run cannot be
+                resumed.
+            identify: function that returns the identity of a batch, such as its sample ids. FFT
+                compares the identities, instead of the contents, between the ranks that draw the
+                same items. For loaders with random augmentation. The trace contains the ids.
+            sharded: ``"group"``: each group passes a stateful loader over its own shard of the
+                data, from which each of its ranks takes its item. ``"rank"``: each rank passes a
+                loader over its own shard. None: all ranks pass a loader over the whole data.
 
         Raises:
             DataError: ``loader`` could not be restored.
@@ -319,29 +331,28 @@ class ManagerFFT(TorchftInterface):
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """A section of the body that no rollback interrupts, such as the writing of a checkpoint.
+        """A section of the step function that no rollback interrupts, such as writing a checkpoint.
 
-        What waits for it is everyone: keep it short. It is taken for a hang after ``hang_limit``
-        only.
+        All ranks wait for it, so keep it short. It counts as a hang only after ``hang_limit``.
         """
         return self._parts.watchers.atomic()
 
     def ping(self) -> None:
-        """Say that work is done, in a long stretch of Python that issues no reduction."""
+        """Report progress. Call it in long stretches of Python code that issue no reduction."""
         self._parts.watchers.ping()
 
     def drain(self, within: float | None = None, reason: str = "asked to") -> None:
-        """Leave with the next commit; may be called from any thread or a signal handler.
+        """Leave the job with the next commit. May be called from any thread or a signal handler.
 
         Args:
-            within: seconds in which this participant must be out. If there is no commit until
-                ``drain_margin`` before that (see ``fft config``), it logs and traces what it waits
-                for, and leaves without one: the others lose this attempt. An earlier deadline of a
-                second call counts, a later one does not.
-            reason: for people.
+            within: deadline, in seconds from now. If there is no commit until ``drain_margin``
+                before it (see ``fft config``), this participant logs and traces what it waits for,
+                and leaves without a commit; the other groups repeat the attempt. A second call can
+                only bring the deadline forward.
+            reason: text for logs and traces.
 
         Raises:
-            ConfigError: ``within`` is no time.
+            ConfigError: ``within`` is not a positive finite number.
         """
         self._parts.leaving.drain(within, reason)
 
@@ -351,12 +362,12 @@ class ManagerFFT(TorchftInterface):
         within: float | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """Drain when this process gets a signal, or when a notice source says so.
+        """Drain when this process receives a signal, or when a notice source announces its end.
 
         Args:
-            source: a signal, on the main thread only; a handler that was there is called too. Or
-                whatever has ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
-            within: seconds that a signal leaves; the notices of a source say it themselves.
+            source: a signal (on the main thread only; an existing handler is still called), or an
+                object with ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
+            within: deadline of a signal, in seconds; the notices of a source contain their own.
             interval_s: seconds between two polls of a source, on a thread of its own.
         """
         if isinstance(source, int):
@@ -366,7 +377,7 @@ class ManagerFFT(TorchftInterface):
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether somebody in this process has asked it to leave: a notice, a signal, the end."""
+        """Whether this process was asked to leave: by a call, a notice, a signal or its end."""
         return self._parts.leaving.is_asked
 
     @property

@@ -1,6 +1,6 @@
-"""This process as a participant of its job: who it is, its bus, its trace, and its engine.
+"""This process as a participant of its job: its identity, bus, trace and engine.
 
-The engine is there from the first txn on (`fft.train.parts`). Any thread.
+`fft.train.parts` creates the engine before the first txn. The module is thread-safe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fft.util.error_places import Place, place_of
 logger = logging.getLogger(__name__)
 
 Word = Prepared | Restored | Connected | Healed | HealFailed
-"""What the main thread says of its work, but for updates, whose errors any thread may tell."""
+"""Results of commands that the main thread reports. Any thread may report those of updates."""
 
 
 class MainThread:
@@ -56,7 +56,7 @@ class MainThread:
 
     @property
     def role(self) -> Role:
-        """The role of the state. Any thread."""
+        """The role of the state. Thread-safe."""
         return self._table.role(self._state)
 
     def awaits(self, event: str) -> bool:
@@ -64,7 +64,7 @@ class MainThread:
         return self._table.has(self._state, event)
 
     def obeys(self, command: Command, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Carry out the command; return the effects, in order.
+        """Make the transition for the command, and return its effects in order.
 
         Raises:
             ProtocolError: The command is not allowed in this state.
@@ -90,53 +90,55 @@ class MainThread:
 
 
 class Participation:
-    """Of one process in its job. Owns bus and trace, until `close`."""
+    """Session of one process in its job. Owns the bus and the trace until `close`."""
 
     def __init__(self, peer: Peer, bus: ErrorBus, trace: TraceWriter) -> None:
         self.peer = peer
         self.bus = bus
         self.trace = trace
         self.engine: Engine | None = None
-        """None: it has not joined."""
+        """None until the process has joined."""
         self.thread = MainThread()
         self.reforms = False
-        """It has told the launcher that others of its group may be replaced."""
+        """Whether the trace tells the launcher that lost ranks of this group can be replaced."""
         self.group_bus: ErrorBus | None = None
         self.reporter: ProgressReporter | None = None
         self._places = PlaceLog(trace)
 
     @property
     def world(self) -> int:
-        """How many ranks of each group decide together; once it has joined."""
+        """Number of ranks per group in this scope. Valid after joining."""
         assert self.engine is not None, "it has joined"
         return self.engine.participant.config.world
 
     @property
     def local(self) -> Local | None:
-        """The engine's state; None before there is one."""
+        """The protocol state of the participant, or None before it joins."""
         return None if self.engine is None else self.engine.local
 
     def post(self, event: Event) -> None:
-        """Give ``event`` to the engine, if there is one."""
+        """Pass ``event`` to the engine, if there is one."""
         if self.engine is not None:
             self.engine.post(event)
 
     def say(self, word: Word, facts: Set[str] = NO_FACTS) -> None:
-        """Main thread: tell the engine what came of a command.
+        """Report the result of a command to the engine. Main thread only.
 
         Raises:
-            ProtocolError: nothing like it was under way.
+            ProtocolError: No command with such a result is in progress.
         """
         self.thread.moves_on(word.type, facts)
         self.post(word)
 
     def note(self, name: str, data: dict[str, Any]) -> None:
-        """Put it into the trace, with the state of the participant once it has joined."""
+        """Trace an observation, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
 
     def tell(self, name: str, data: dict[str, Any]) -> None:
-        """`note` what has become of a checkpoint, and have who watches the job hear it. Any
-        thread."""
+        """Trace an event of a checkpoint, and report it to the observers of the job.
+
+        Thread-safe.
+        """
         self.note(name, data)
         if self.reporter is not None and (report := report_of(self.peer, name, data)) is not None:
             self.reporter.say(report)
@@ -149,24 +151,28 @@ class Participation:
             self.reporter.say(FetchReport(*self.peer, got, total, left_s))
 
     def report_to(self, reporter: ProgressReporter) -> None:
-        """From now on who watches the job hears of it also by ``reporter``, which says no more when
-        it is closed."""
+        """Report checkpoints, fetches and lost traces by ``reporter`` too, until it is closed."""
         self.reporter = reporter
         self.trace.on_lost(lambda why: reporter.say(TraceReport(*self.peer, fitting(why))))
 
     def tell_if_fixed(self, can_reform: bool) -> None:
-        """Tell the launcher that the ranks of this group can be replaced no more, if that is so."""
+        """Trace, for the launcher, that lost ranks of this group can no longer be replaced."""
         if self.reforms and not can_reform:
             self.reforms = False
-            self.note(NO_REFORM, {"why": "its ranks meet in another process group, too"})
+            self.note(
+                NO_REFORM, {"why": "its ranks also use a process group that FFT cannot rebuild"}
+            )
 
     def note_error(self, error: BaseException) -> None:
-        """Have log and trace name the place that ``error`` comes from. Reads source files."""
+        """Log and trace the place that ``error`` comes from.
+
+        Slow, because it reads source files.
+        """
         if self.engine is not None:
             self._places.note(error, self.engine.local)
 
     def say_stuck(self, reason: str) -> bool:
-        """Tell all, and the own engine, that the main thread does not move. Whether it was said."""
+        """Broadcast the suspicion that this main thread hangs. Return whether it was sent."""
         if self.engine is None:
             return False
         config, peer = self.engine.participant.config, self.peer
@@ -174,18 +180,24 @@ class Participation:
             word = Suspect(peer.group, peer.rank, config.pid, config.host, "monitor", reason)
             self.bus.broadcast(encode(word))
         except BusError as error:  # the engine will notice, if it lasts
-            logger.warning("could not say that the main thread does not move: %s", error)
+            logger.warning("could not broadcast that the main thread of this rank hangs: %s", error)
             return False
         return True
 
     def open_group_bus(self, store: str, token: JobToken | None, operation_s: float) -> None:
-        """Make a bus on the group's own store, where its ranks vote first; without it, apart."""
+        """Open a bus on the group's own store, where its ranks vote first.
+
+        If that fails, every rank votes on the job's bus only.
+        """
         try:
-            # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
+            # The name has the generation of the job's bus, so that votes of an earlier generation
+            # with the same epoch numbers do not count.
             url = bus_url(store, self.bus.generation)
             self.group_bus = open_job_bus(url, token, operation_s, purpose="group bus")
         except BusError as error:
-            logger.warning("every rank votes for itself: %s", error)
+            logger.warning(
+                "no group bus, so every rank of this group votes on the job's bus: %s", error
+            )
 
     def leave(self) -> None:
         """End the engine, which leaves the job, if it is still in. Idempotent."""
@@ -197,7 +209,7 @@ class Participation:
         if self.group_bus is not None:
             self.group_bus.close()
         if self.engine is not None and self.engine.abandoned:
-            # That waits for the bus, and there is no time to.
+            # Closing waits for the bus, which does not respond; do not block on it.
             threading.Thread(target=self.bus.close, name="fft-bus-close", daemon=True).start()
         else:
             self.bus.close()
@@ -210,11 +222,14 @@ def bus_url(store: str, name: str) -> str:
 
 
 _REMEMBERED = 100
-"""Places whose traceback was logged; a new one after so many is logged like a known one."""
+"""Maximum number of places whose traceback is logged; later ones are logged without it."""
 
 
 class PlaceLog:
-    """The errors of one rank. Any thread; formats tracebacks, so not for moments that count."""
+    """Logs and traces the errors of one rank, with the traceback once for each place.
+
+    Thread-safe. Formatting is slow, so keep it away from latency-critical code.
+    """
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
@@ -238,7 +253,7 @@ class PlaceLog:
 
     def _log(self, place: Place, step: int) -> None:
         operation = f" ({place.operation})" if place.operation else ""
-        text = f"an error of this rank in step {step}: {place.short()}{operation}"
+        text = f"error of this rank in step {step}: {place.short()}{operation}"
         if place.signature in self._seen or len(self._seen) >= _REMEMBERED:
             logger.warning("%s", text)
             return

@@ -1,4 +1,4 @@
-"""This rank's part of the job's state: registered objects, position of the data, last record.
+"""State of this rank: registered objects, position of the data, last committed record.
 
 Main thread. Touches models, optimizers and data source by reference, and no process group.
 """
@@ -38,31 +38,34 @@ SCALER = "grad_scaler"
 
 
 class CheckpointHooks:
-    """Hooks for durable checkpoints of a rank's state; these take none."""
+    """Hooks for durable checkpoints of a rank's state.
+
+    They do nothing; ``Checkpointer`` overrides them.
+    """
 
     def resume(self) -> None:
-        """Begin with a checkpoint, if the job is to, before it is joined. Idempotent."""
+        """Load the checkpoint that the job starts from, if any, before joining. Idempotent."""
 
     def before_change(self) -> None:
-        """Called before anything but a step function changes what a commit has left."""
+        """Called before code other than a step function modifies the committed state."""
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """Called before this rank votes YES.
 
         Args:
             plan: the open txn.
-            last: no txn comes after this one, unless it is skipped.
+            last: the job ends with this txn, unless it is skipped.
             skip: the txn is skipped, as far as this rank knows.
         """
 
     def committed(self, record: Record, epoch: Record | None) -> None:
-        """Called when the state is that of a committed record; ``epoch`` made it."""
+        """Called when the state has reached the committed ``record``; ``epoch`` is its epoch."""
 
     def take(self) -> None:
-        """Called when the script asks for a txn: what it does between two is done."""
+        """Called when the script asks for a txn, after its code between two txns."""
 
     def ended(self) -> None:
-        """Called when nothing is left to do for this rank, before the others hear that."""
+        """Called when this rank has nothing left to do, before it reports that to the others."""
 
 
 class RankState:
@@ -77,7 +80,7 @@ class RankState:
     ) -> None:
         self._manager = manager
         self.paradigm: Paradigm[Any]
-        """How this rank trains with the others; set once all parts are there."""
+        """The training paradigm; set once all components exist."""
         self.checkpoints = CheckpointHooks()
         self._injector = injector
         self._settings = settings
@@ -103,7 +106,7 @@ class RankState:
         self.returned: tuple[int, ...] = ()
         """Returned slices of the loaded checkpoint, if any."""
         self._resume_at: Any = None
-        """Where a stateful loader resumes."""
+        """Saved state from which a stateful loader resumes."""
 
     def register(
         self,
@@ -119,10 +122,12 @@ class RankState:
         self.has_extra = bool(others)
         if scaler is not None:
             if SCALER in others:
-                raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
+                raise FftError(
+                    f"extra={{{SCALER!r}: …}} and scaler= are both given; pass one of them"
+                )
             others[SCALER] = scaler
         updates = Updates(optimizers, schedulers, scaler)
-        for function in self.updates.after:  # those registered before
+        for function in self.updates.after:  # callbacks that were registered before
             updates.on_commit(function)
         self.updates.close()
         self.updates = updates
@@ -137,9 +142,10 @@ class RankState:
                 self._injector.attach(module)
 
     def end_gathering(self) -> None:
-        """Reshard FSDP2's modules, which an evaluation may have left gathered, when no txn is to
-        come. This happens on all groups alike; a rank that takes the last checkpoint has done it
-        already."""
+        """Reshard FSDP2's modules after the last txn, because an evaluation may have gathered them.
+
+        All groups do so, since a rank that takes the last checkpoint has done it already.
+        """
         reshard(self.models)
 
     def compare_by(self, fingerprint: Callable[[], str]) -> None:
@@ -148,7 +154,7 @@ class RankState:
 
     @property
     def shared(self) -> SharedState | None:
-        """The state that all groups have in common; None: none is registered."""
+        """The state that all groups share, or None if none is registered."""
         return self.paradigm.shared
 
     def put_back(self) -> None:
@@ -160,7 +166,8 @@ class RankState:
         if self.step is None:
             return
         self.checkpoints.before_change()
-        if not self.step.captured:  # aborted before: the state is that of the last commit
+        # aborted before the capture: the state is that of the last commit
+        if not self.step.captured:
             self.step.unwind()
             return
         self.step.restore()
@@ -168,7 +175,7 @@ class RankState:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore buffers and random generators at the end, since the block is not a step."""
-        assert self.step is not None, "asked before"
+        assert self.step is not None, "the caller checks it"
         rng = capture_random(self.step.generators)
         buffers = [(b, bits_of(b)) for model in self.models for b in model.buffers()]
         try:
@@ -252,7 +259,7 @@ class RankState:
         identify: Identify | None = None,
         sharded: Callable[[Any], ShardedSource] | None = None,
     ) -> DataSource | ShardedSource:
-        """The data source of ``loader``, where the checkpoint says; the caller opens it."""
+        """Return the data source of ``loader``, at the loaded checkpoint. The caller opens it."""
         if self.source is None or self.loader is not loader or self.source.in_any_order:
             made = as_source(loader, replay_only, identify) if sharded is None else sharded(loader)
             self.source, self.loader = made, loader
@@ -270,7 +277,7 @@ class RankState:
             return self.source.export_all()
         return self.source.export(self.position.cursor * self.paradigm.takers)
 
-    # --- where it stands ---
+    # --- position ---
 
     def stands_at(self, record: Record) -> None:
         """Set the position: the state now corresponds to ``record``."""
@@ -298,7 +305,7 @@ class RankState:
         return found
 
     def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load those fields, before joining the job."""
+        """Restore the fields of `checkpoint_fields`, before joining the job."""
         self.lineage = checkpoint.get("lineage", "")
         self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])
         self.returned = tuple(checkpoint.get("returned", ()))
@@ -337,7 +344,7 @@ class RankState:
         }
 
     def load(self, payload: dict[str, Any], record: Record, keep_gradients: bool) -> None:
-        """Load a peer's export. Raises FftError if there is nothing to load it into."""
+        """Load a peer's export. Raises FftError if no object is registered for it."""
         loads = self._manager._torchft.load_state_dict_fns
         missing = [key for key in loads if key not in payload["user"]]
         if missing:

@@ -1,6 +1,6 @@
-"""The reductions of a txn: what was issued, for the vote; what is pending, for a rollback.
+"""The reductions of a txn: the issued ones for its vote, the pending ones for a rollback.
 
-Runs on the main thread and autograd's; `TxnReductions.cancel` on the engine's.
+Runs on the main thread and on autograd's; `TxnReductions.cancel` on the engine's.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from fft.train.watchers import Watchers
 
 
 class TxnReductions:
-    """Those of the present txn, and the reducers that issue them during backward."""
+    """The reductions of the current txn, and the reducers that issue them during backward."""
 
     def __init__(self, manager: Manager, watchers: Watchers, injector: Injector | None) -> None:
         self._manager = manager
         self._watchers = watchers
         self._injector = injector
         self.raises = False
-        """A failed reduction unwinds the body: it is FFT's own loop. torchft's goes on."""
+        """Whether a failed reduction raises in the step function; it does in FFT's own loop."""
         self.refused = ""
-        """Why nothing may be reduced now; empty: it may."""
+        """Why reductions are not allowed now; empty if they are."""
         self.reducers: list[Reducer] = []
-        """Their hooks on parameters keep the manager alive, unseen by the garbage collector."""
+        """Their parameter hooks hold the manager, which the garbage collector cannot see."""
         self.manifest = ManifestBuilder()
         self.are_by_hand = False
-        """The user has reduced something in this txn, besides the reducers."""
+        """User code has issued a reduction in this txn, besides the reducers."""
         self._works: list[Work] = []
         self._last: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
         self._futures: set[_CancellableFuture] = set()
         self._is_cancelled = False
-        """The txn is rolled back: a future that is made now would be waited for until its limit."""
+        """The txn is rolled back: a new future is cancelled at once, and not waited for."""
 
     @property
     def models(self) -> str:
-        """What the reducers reduce, in words."""
+        """Names of the models that the reducers reduce."""
         return ", ".join(reducer.model for reducer in self.reducers)
 
     @property
     def were_edited(self) -> bool:
-        """Whether reduced gradients may have been changed in this txn: by hand, who knows."""
+        """Whether reduced gradients may have been edited in this txn; true if user code reduces."""
         by_hand = not self.reducers or self.are_by_hand
         return by_hand or any(reducer.edited() for reducer in self.reducers)
 
     def begin(self) -> None:
-        """A txn begins."""
+        """Reset for a new txn."""
         self._works.clear()
         self._is_cancelled = False
         self.are_by_hand = False
@@ -69,14 +69,14 @@ class TxnReductions:
         self.manifest = ManifestBuilder()
 
     def begin_reducers(self, exact: bool) -> None:
-        """A body begins; ``exact``: see `Reducer.begin`."""
+        """Prepare the reducers for a step function; for ``exact`` see `Reducer.begin`."""
         for reducer in self.reducers:
             reducer.begin(exact=exact)
 
     def issue(self, reduce: Callable[..., Work], tensor: torch.Tensor, *how: Any) -> Work:
         """All-reduce by torchft's ``reduce(tensor, should_quantize, reduce_op)``, and note it.
 
-        Raises FftError: there is nobody to reduce with now.
+        Raises FftError: Reductions are not allowed now.
         """
         if self.refused:
             raise FftError(self.refused)
@@ -92,7 +92,7 @@ class TxnReductions:
         self._watchers.ping()
         work = reduce(tensor, *how)
         if isinstance(work, _DummyWork):
-            # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
+            # torchft's DDP hook expects a _ManagedWork, and fails on a bare _DummyWork.
             work = _ManagedWork(self._manager, work, tensor)
             work.get_future().then(lambda _: tensor)
         work.__class__ = _TxnWork
@@ -103,7 +103,7 @@ class TxnReductions:
         return work
 
     def issue_for_reducer(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
-        """`issue`, of what lies in ``tensor`` as ``layout`` says."""
+        """Issue the reduction of a bucket; ``layout`` describes its gradients, for the manifest."""
         by_hand = self.are_by_hand
         work: Work = self._manager.allreduce(tensor, reduce_op=op)
         self.are_by_hand = by_hand
@@ -111,7 +111,10 @@ class TxnReductions:
         return work
 
     def all_over(self) -> None:
-        """The reducers' are: raise if one failed and the body shall unwind."""
+        """Finish the reductions of the reducers.
+
+        Raise TxnAborted if one failed in FFT's own loop.
+        """
         self._works.clear()
         self._raise_failure()
         if self._injector is not None:
@@ -122,7 +125,7 @@ class TxnReductions:
             raise TxnAborted(str(error.original_exception))
 
     def wait(self) -> None:
-        """Wait for all before the vote, and report what failed."""
+        """Wait for all pending reductions before the vote, and report errors."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -138,9 +141,12 @@ class TxnReductions:
             manager.report_error(error)
 
     def _wait_for_device(self) -> None:
-        """Let what the body has queued end, on whichever stream: a YES is about its results.
+        """Wait for the work that the step function has queued on devices: a YES covers its results.
 
-        Raises DeviceLost. What does not end is reported.
+        A timeout is reported as an error.
+
+        Raises:
+            DeviceLost: A device is lost.
         """
         try:
             accelerator.wait(self._manager._torchft.timeout)
@@ -168,14 +174,15 @@ class TxnReductions:
         outer = _CancellableFuture(default, self._futures.discard)
         self._futures.add(outer)
         wrap(future, default, timeout).add_done_callback(outer.settle)
-        if self._is_cancelled:  # asked for after it is in the set: `cancel` sees it, or this does
+        # checked after the insertion, so that either `cancel` or this line cancels the future
+        if self._is_cancelled:
             outer.cancel()
         return outer.future
 
     def _settled(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
-        """A future that has its result or error already, without torchft's thread for timeouts.
+        """Return a future for one that is done, without torchft's thread for timeouts.
 
-        With an accelerator a future is done when its work is queued there, so this is for the rest.
+        For CPU only: with an accelerator, a future is done as soon as its work is queued.
         """
         try:
             fut.value()
@@ -201,12 +208,15 @@ class TxnReductions:
 
 
 class _TxnWork(_ManagedWork):  # type: ignore[misc]
-    """torchft's managed work; its future is there after a failed wait too, as DDP needs."""
+    """torchft's managed work.
+
+    Its future exists after a failed wait, too, because DDP requires it.
+    """
 
     reducing: Callable[[], AbstractContextManager[None]]
-    """What is entered around the wait."""
+    """Creates the context of a wait."""
     is_over = False
-    """It was waited for, with success, and there is no accelerator's stream to wait in again."""
+    """A wait has succeeded and need not be repeated. With an accelerator, each stream waits."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As torchft's: False, and the error reported, if the work failed."""
@@ -259,22 +269,22 @@ class ManifestBuilder:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was reduced yet."""
+        """Whether no reduction was added yet."""
         return self._count == 0
 
     def add(self, tensor: torch.Tensor, op: Any) -> None:
-        """Note one reduction, in issue order."""
+        """Add one reduction, in issue order."""
         self._count += 1
-        if not tensor.is_sparse:  # else how much it is differs between the groups
+        if not tensor.is_sparse:  # the size of a sparse tensor differs between the groups
             self._bytes += tensor.nbytes
         self._shapes.update(f"{op}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
 
     def note(self, layout: str) -> None:
-        """What lay in the last tensor."""
+        """Add the layout of the last tensor."""
         self._shapes.update(layout.encode())
 
     def build(self, data: str | None = None, shard: str = "") -> Manifest:
-        """The manifest so far; with ``data``, the digest of the data drawn from ``shard``."""
+        """Return the manifest so far, with the digest ``data`` of the data drawn from ``shard``."""
         shapes = self._shapes.hexdigest()
         return Manifest(self._count, self._bytes, shapes, data=data, shard=shard)
 

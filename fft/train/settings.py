@@ -43,14 +43,14 @@ OnDivergence = Literal["stop", "heal"]
 
 
 class ManagerConfig(BaseModel):
-    """Settings of ``ManagerFFT`` that most scripts leave alone; ``config=`` takes them."""
+    """Settings of ``ManagerFFT`` that most scripts need not change; pass them as ``config=``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: Digest = "never"
     """``commit`` traces a digest of this rank's parameters and optimizer state after every commit,
-    so that the audit can compare replicas bit by bit. It hashes all of them in every step: for
-    audits, not for long runs. Buffers, which may differ, are left out."""
+    so that the audit can compare replicas bit by bit. It hashes all of them in every step, which is
+    meant for audits, not for long runs. Buffers are excluded, because they may differ."""
     check_replicas: int | None = None
     """Interval in steps at which replicas compare a fingerprint of parameters and optimizer state
     in their votes; a power of 2. None chooses an interval that costs 1 % of the time; 0 disables
@@ -60,23 +60,25 @@ class ManagerConfig(BaseModel):
     ranks that differ from the majority fetch its state; without a majority the job stops. None
     takes the value of the spec (``policies``), which is ``stop`` as shipped."""
     learners: Learners = "auto"
-    """Whether a group that joins computes its first step while it still fetches the state, so that
-    its weights are not the job's. ``auto``: not if step functions change reduced gradients, for
-    example by clipping, because the change might depend on the weights. ``always``: the change
-    depends on the gradients alone. ``never``: the group always waits for the state."""
+    """Whether a joining group runs its first step function while it still fetches the state.
+
+    ``auto``: it does, unless step functions change reduced gradients, for example by clipping: the
+    change might depend on the weights, which are not the job's yet. ``always``: the change depends
+    on the gradients alone. ``never``: the group waits for the state first.
+    """
     max_body_failures: int | None = None
-    """Number of failures of this rank's step function in a row at one step after which the error is
-    raised. None: 2 with the same error (class, text and every call), 5 in all."""
+    """Number of consecutive failures of this rank's step function at one step after which the error
+    is raised. None means 2 with the same error (type, message and stack), 5 in all."""
     monitor: bool | None = None
-    """Whether a process beside this one watches it: it starts a rollback when the main thread
-    hangs, ends the process if that does not help, and reports its death. None: unless
-    ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains."""
+    """Whether a monitor process watches this one: it starts a rollback when the main thread hangs,
+    ends the process if that does not help, and reports its death. None starts it if the main thread
+    trains, unless ``FFT_MONITOR=0`` (for debuggers: a breakpoint looks like a hang)."""
     progress_interval: float = Field(default_factory=interval_from)
     """Seconds between two progress reports, which show slow ranks; 0 disables them
     (``FFT_PROGRESS_INTERVAL``, else 1)."""
     membership: Membership = Field(default_factory=membership_of)
-    """``register``: the job's register alone decides who is a member, and a lighthouse, if there is
-    one (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats. ``lighthouse``: no txn
+    """``register``: the job's register alone decides the membership; a configured lighthouse
+    (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``) only receives heartbeats. ``lighthouse``: no txn
     commits without a quorum of the lighthouse that names every group. All groups must have the same
     value (``FFT_MEMBERSHIP``, else ``register``)."""
 
@@ -98,16 +100,14 @@ class ManagerConfig(BaseModel):
 
     @classmethod
     def taken(cls, given: dict[str, Any], config: ManagerConfig | None) -> ManagerConfig:
-        """Remove the settings from the keyword arguments of a constructor, and return them.
-
-        They were arguments of ``ManagerFFT`` before; this warns of them.
+        """Build the config from deprecated keyword arguments of ``ManagerFFT``, and warn of them.
 
         Args:
             given: Keyword arguments; the names of settings are removed.
             config: The argument ``config``.
 
         Raises:
-            TypeError: There are both a config and arguments that it replaces.
+            TypeError: Both a config and arguments that it replaces are given.
         """
         old = {name: given.pop(name) for name in cls.model_fields if name in given}
         if not old:
@@ -127,11 +127,11 @@ _NO_NAMES = {"self", "args", "kwargs"}
 _LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that are set if more than one process was started or is planned."""
 _PLACES = ("rank", "world_size", "store_addr", "store_port")
-"""Arguments of torchft's Manager by which a script defines its place itself."""
+"""Arguments of torchft's Manager with which a script sets its rank and its store itself."""
 
 
 def is_alone(called: BoundArguments, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether neither a launcher nor the script defines other ranks."""
+    """Whether this process is the whole job: neither a launcher nor the script defines others."""
     is_launched = any(environ.get(name) for name in _LAUNCHERS)
     return not is_launched and all(called.arguments.get(name) is None for name in _PLACES)
 
@@ -140,8 +140,7 @@ class Alone:
     """The services of a job of one process, from construction until ``close``."""
 
     def __init__(self, called: BoundArguments) -> None:
-        """Start the store and put the place of the one rank into ``called``, the arguments of
-        torchft's Manager."""
+        """Start the store, and set rank, world size and store in torchft's arguments."""
         self.bus_url = f"memory://alone-{secrets.token_hex(4)}"
         self._store: Any
         self._store, port = host_store()
@@ -150,8 +149,8 @@ class Alone:
         called.arguments.update(here, min_replica_size=1)
         lowered = f" (min_replica_size is 1, not {wanted})" if wanted != 1 else ""
         logger.warning(
-            "no launcher and no FFT_BUS: running alone, as a job of one group of one rank%s, not "
-            "watched for hangs; use `fft run` for more",
+            "no launcher and no FFT_BUS found: running as a job of one process (one group of one "
+            "rank)%s without hang detection; use `fft run` for more",
             lowered,
         )
 
@@ -162,7 +161,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``ManagerFFT`` that are not torchft's, with their defaults filled in."""
+    """The arguments of ``ManagerFFT`` that are not torchft's, completed by their defaults."""
 
     spec: FsmSpec
     bus_url: str
@@ -172,18 +171,20 @@ class Settings:
     trace_dir: Path | None
     expected_groups: int
     timeouts: Mapping[str, float]
-    """Given timeouts by name; `timeout_table` adds the rest."""
+    """Given timeouts in seconds by name; `timeout_table` adds the defaults."""
     config: ManagerConfig
     on_divergence: OnDivergence
     monitor: bool
     is_successor: bool
-    """The process replaces a lost rank whose group lives; it meets no peer before its first
-    epoch."""
+    """The process replaces a lost rank of a living group.
+
+    It connects to no peer before its first epoch.
+    """
     checkpoint: Checkpointing | None
     """Durable checkpoints, or None if none are taken."""
 
     def timeout_table(self, manager: Manager) -> Mapping[str, Timeout]:
-        """Return all timeouts; torchft's constructor has applied its environment variables already.
+        """Return all timeouts, after torchft's constructor has applied its environment variables.
 
         Raises ConfigError if they contradict each other.
         """
@@ -210,7 +211,8 @@ def read_settings(
 ) -> Settings:
     """Check and complete the arguments of ``ManagerFFT``; ``called`` has those of torchft.
 
-    Services (``alone``) are started last. Raises ConfigError, TokenError, FftError.
+    The services of a job of one process (``alone``) are started last. Raises ConfigError,
+    TokenError, FftError.
     """
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
     url = bus or os.environ.get("FFT_BUS")
@@ -262,20 +264,19 @@ def _refuse_another_bus(bus: str | None) -> None:
     served = os.environ.get("FFT_BUS")
     if bus and served and bus != served and "FFT_SUPERVISOR_FD" in os.environ:
         raise FftError(
-            f"the script passes bus={bus!r}, but `fft run` has this job on {served!r}, where it "
-            "sees who joins and who dies: leave bus= out; for a bus that is served elsewhere set "
-            "FFT_BUS and start the script by `fft run --join`"
+            f"the script passes bus={bus!r}, but `fft run` supervises this job on {served!r}: "
+            "remove bus=; for a bus that is served elsewhere set FFT_BUS and start the script by "
+            "`fft run --join`"
         )
 
 
 def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
-    """Raise FftError if replica groups of so many ranks cannot hold the model as the spec
-    requires."""
+    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
     if spec.ranks == "one" and ranks > 1:
         raise FftError(
             f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
             "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
-            "whose ranks hold stages, or spec='hsdp_diloco', whose groups step alone"
+            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
         )
 
 
@@ -290,9 +291,9 @@ def _refuse_unlaunched(called: BoundArguments) -> None:
     }
     if lacking:
         raise FftError(
-            f"there is a bus, but neither {', '.join(lacking.values())} in the environment nor "
-            f"{'=, '.join(lacking)}= says where this rank's group meets: start it by `fft run` or "
-            "torchrun, or pass them; to run alone, as a job of one process, unset FFT_BUS"
+            "a bus is configured, but the rank or the store of this process is not: set "
+            f"{', '.join(lacking.values())} or pass {'=, '.join(lacking)}=, or start the script "
+            "by `fft run` or torchrun; for a job of one process, unset FFT_BUS"
         )
 
 
@@ -304,7 +305,7 @@ def monitor_config(table: Mapping[str, Timeout]) -> MonitorConfig:
 
 
 def drain_within() -> float | None:
-    """Return the seconds that the drain signal leaves, from the environment, or None."""
+    """Return the drain deadline in seconds after the signal (``FFT_DRAIN_WITHIN``), or None."""
     text = os.environ.get("FFT_DRAIN_WITHIN")
     if not text:
         return None
@@ -313,7 +314,9 @@ def drain_within() -> float | None:
     except ValueError:
         seconds = math.nan
     if not (seconds > 0 and math.isfinite(seconds)):
-        raise FftError(f"FFT_DRAIN_WITHIN={text!r}: give a number of seconds, such as 30")
+        raise FftError(
+            f"FFT_DRAIN_WITHIN={text!r}: expected a positive number of seconds, such as 30"
+        )
     return seconds
 
 
@@ -327,8 +330,10 @@ _SHOWN = 3
 
 
 def common_settings(spec: FsmSpec, **others: Any) -> dict[str, Any]:
-    """Return the settings by the place that the error names: ``spec``, ``policies.bound``,
-    ``states.NORMAL``, …"""
+    """Return the settings that all processes must share, by the path that the error names.
+
+    Such paths are ``spec``, ``policies.bound`` and ``states.NORMAL``.
+    """
     found: dict[str, Any] = {}
     for section, value in _without_text(spec.model_dump(mode="json")).items():
         if section in _RULES:
@@ -350,9 +355,9 @@ def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
     told = [f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]]
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     raise OtherSettings(
-        f"this process is not set up as the job that it would join: {'; '.join(told)}{more}. "
-        "Start all processes with the same script, arguments and spec; to change them, end the "
-        "job and start it again"
+        "the settings of this process differ from those of the job that it would join: "
+        f"{'; '.join(told)}{more}. Start all processes with the same script, arguments and spec; "
+        "to change them, end the job and start it again"
     )
 
 

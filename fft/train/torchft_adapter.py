@@ -58,9 +58,9 @@ class TorchftAdapter:
     """Rank within the replica group."""
     group_world_size = _Attribute[int]()
     quorum_id = _Attribute[int]()
-    """Number of the present set of groups; FFT writes the number of its epoch."""
+    """torchft's quorum id. FFT sets it to the number of its epoch."""
     participating_replica_rank = _Attribute[int | None]()
-    """Index of this group among those that count; None for a spare."""
+    """Index of this group among those whose gradients count; None for a spare."""
     participating_replica_world_size = _Attribute[int]()
     min_replica_size = _Attribute[int]()
     replica_world_size_mode = _Attribute[WorldSizeMode]()
@@ -70,13 +70,13 @@ class TorchftAdapter:
     """Number of committed steps."""
     batches_committed = _Attribute[int]()
     errored = _Attribute[ExceptionWithTraceback | None]()
-    """The first error that was reported in the present step."""
+    """The first error that was reported in the current step."""
     commit_failures = _Attribute[int]()
     max_retries = _Attribute[int | None]()
     init_sync = _Attribute[bool]()
     quorum_future = _Attribute[Future[Any] | None]()
 
-    # Functions of the user, and what carries state and gradients
+    # User callbacks, transports and process groups
     user_state_dicts = _Attribute[dict[str, Callable[[], Any]]]()
     load_state_dict_fns = _Attribute[dict[str, Callable[[Any], None]]]()
     checkpoint_transport = _Attribute[CheckpointTransport[Any]]()

@@ -1,4 +1,4 @@
-"""torchft's own DiLoCo on this manager: refuses buckets that drop tensors, before training.
+"""Rejects buckets of torchft's DiLoCo that would lose tensors, before training.
 
 torchft 0.2.0 packs tensors into buckets and advances by the size of a bucket, even if fewer
 elements were packed. The tensors left over at the end are never reduced, so groups diverge. FFT
@@ -52,10 +52,10 @@ def _refuse(fragment: Any) -> None:
     if done < len(names):
         least = sum(t.nbytes for t in tensors)
         raise FftError(
-            f"torchft's DiLoCo with use_bucketization=True and buckets of {fragment.bucket_cap_mb} "
-            f"bytes would never reduce {names[done]!r} and {len(names) - done - 1} more: groups "
-            f"would differ. Leave use_bucketization out, give a bucket_cap_mb of at least "
-            f"{least / 2**20:.3g}, or use fft.DiLoCo"
+            "torchft's DiLoCo with use_bucketization=True and buckets of "
+            f"{fragment.bucket_cap_mb} bytes would never reduce {names[done]!r} and "
+            f"{len(names) - done - 1} more: groups would diverge. Remove use_bucketization, pass "
+            f"a bucket_cap_mb of at least {least / 2**20:.3g}, or use fft.DiLoCo"
         )
 
 

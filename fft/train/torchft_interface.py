@@ -1,6 +1,6 @@
-"""torchft's Manager with the methods of torchft that FFT carries out in its own way.
+"""Overrides of methods of torchft's Manager, for loops that are written for torchft.
 
-For loops that are written for torchft. What each does is in the parts (`fft.train.parts`).
+The components of the manager (`fft.train.parts`) implement them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from fft.train.worker import Limit
 
 
 class ShutDownAtExit:
-    """At the exit of a script that has not shut down: torch aborts where its threads still run."""
+    """Exit handler that shuts the manager down if the script has not.
+
+    Without it torch would abort the process, because its threads still run.
+    """
 
     def __init__(self, manager: Manager) -> None:
         self._manager = weakref.ref(manager)
@@ -39,7 +42,7 @@ class ShutDownAtExit:
 
 
 class TorchftInterface(Manager):  # type: ignore[misc]
-    """Whoever derives from it makes the parts."""
+    """Base class of ``ManagerFFT``, which creates the parts."""
 
     _parts: Parts
     _torchft: TorchftAdapter
@@ -51,19 +54,20 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         shrink_only: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        """Begin the next txn. Returns at once, except after a rollback or a membership change.
+        """Begin the next txn. Returns immediately except after a rollback or a membership change.
 
         There is no quorum call: membership changes only with an epoch, and state is current when
         this returns. ``allow_heal`` and ``shrink_only`` are accepted and not needed.
 
         Args:
-            timeout: for the others: an epoch that is to be formed, a decision. What this process
-                does itself, such as fetching state, has limits of its own. None: the spec's timers.
+            timeout: limit for waits on other ranks, for a new epoch or a decision. Work of this
+                process, such as fetching state, has limits of its own. None: only the spec's timers
+                apply.
 
         Raises:
             Drained: this group has left; it is a ``SystemExit`` with status 0.
-            TimeoutError: ``timeout`` is over; says what is missing. It may be called again.
-            FftError: the decision of a vote is not known: call ``should_commit()`` again.
+            TimeoutError: ``timeout`` has expired; the message names what is missing. Call it again.
+            FftError: the last vote is undecided: call ``should_commit()`` again.
         """
         worker = self._parts.worker
         self._parts.paradigm.refuse_torchft_loop()
@@ -73,7 +77,8 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             if self._torchft.errored is None and self._parts.reductions.manifest.empty:
                 return
         if worker.txn is not None:
-            # The user skips this step, as after a scaler that found an inf: all do, together.
+            # The loop skips this step, as after a scaler that found an inf: vote to skip it on all
+            # ranks.
             command = worker.prepare(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
@@ -85,14 +90,15 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Return at once: membership is known when a txn begins."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Vote, and learn the decision: equal on all ranks of all groups.
+        """Vote and return the decision, which is the same on all ranks of all groups.
 
         Args:
-            timeout: for the decision, once this rank has voted. None: the spec's timers.
+            timeout: limit for the decision, once this rank has voted. None: only the spec's timers
+                apply.
 
         Raises:
-            TimeoutError: ``timeout`` is over, and the step may be committed all the same: nothing
-                may be done but to call this again, which waits on, until it answers.
+            TimeoutError: ``timeout`` has expired in doubt: the step may still commit. Do nothing
+                but call this again, until it returns.
             RuntimeError: ``max_retries`` failures in a row.
             InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
@@ -114,7 +120,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         return False
 
     def _refuse_in_doubt(self, what: str) -> None:
-        """Of what is done then, nothing could be right for both decisions."""
+        """Raise FftError in doubt: no other call would be correct for both decisions."""
         if self._parts.worker.voted is not None:
             raise FftError(
                 f"{what} while the decision of step {self._torchft.step} is not known, after a "
@@ -125,9 +131,9 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     def report_error(self, e: Exception) -> None:
         """Report an error of this rank: the txn is rolled back on every rank of every group.
 
-        Between two txns there is nothing to roll back: what failed then, such as the averaging of
-        a loss, failed, and the next txn begins without it, as under torchft. Only the error of an
-        update that was begun after ``should_commit()`` costs this rank its state.
+        Between two txns nothing is rolled back: an error there, of averaging a loss for example,
+        does not affect the next txn, as in torchft. An error of the update after
+        ``should_commit()`` loses this rank's state.
         """
         if self._parts.job.engine is None:
             super().report_error(e)
@@ -141,26 +147,27 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         should_quantize: bool = False,
         reduce_op: Any = ReduceOp.AVG,
     ) -> Work:
-        """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
+        """Reduce as torchft does, and add the reduction to the manifest of the vote."""
         self._refuse_in_doubt("allreduce()")
         if self._parts.worker.txn is None and self._parts.reductions.raises:
             raise FftError(
-                "allreduce() between two transactions: any fault of another group would end it, "
-                "and nobody would repeat it. Put it into the body, `with txn:`"
+                "allreduce() between two transactions: a fault of another group would fail it, "
+                "and FFT would not repeat it. Move it into the step function, inside `with txn:`"
             )
         if self._parts.worker.txn is None:
-            # so that whoever waits in it can be freed by a rollback
+            # complete the update first, so that a rollback can release ranks that wait in this
+            # reduction
             self._parts.worker.finish_apply()
         return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)
 
     def reduce_gradients(
         self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
-        """For the reducers: `allreduce`, of what lies in ``tensor`` as ``layout`` says."""
+        """All-reduce a bucket; ``layout`` describes its gradients for the manifest."""
         return self._parts.reductions.issue_for_reducer(tensor, layout, op)
 
     def reduced(self) -> None:
-        """For the reducers: raise if a reduction of this txn failed and the body shall unwind."""
+        """Finish the reductions of a reducer. Raise TxnAborted if one failed in FFT's own loop."""
         self._parts.reductions.all_over()
 
     def wrap_future(
@@ -169,11 +176,11 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         default: Any,
         timeout: timedelta | None = None,
     ) -> torch.futures.Future[Any]:
-        """As torchft's; a rollback completes the future with ``default`` at once."""
+        """Wrap a future as torchft does; a rollback completes it with ``default`` at once."""
         return self._parts.reductions.wrap(super().wrap_future, fut, default, timeout)
 
     def num_participants(self) -> int:
-        """Groups whose gradients count in the present txn."""
+        """Number of groups whose gradients count in the current txn."""
         return self._torchft.participating_replica_world_size
 
     @property
@@ -182,18 +189,18 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         return self._parts.worker.txn is not None
 
     def participating_rank(self) -> int | None:
-        """Index of this group among the participating groups; None: a spare."""
+        """Index of this group among the participating groups, or None for a spare."""
         return self._torchft.participating_replica_rank
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """As torchft's. Raises FftError: of a DiLoCo of torchft's that would drop parameters."""
+        """See torchft. Raises FftError for a DiLoCo of torchft's that would lose parameters."""
         refuse_dropping(state_dict)
         super().register_state_dict_fn(key, load_state_dict, state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """torchft's, plus lineage, data cursor and, of a stateful loader, its state there."""
+        """Return torchft's state dict, plus lineage, data cursor and state of the loader."""
         return {**super().state_dict(), **self._parts.state.checkpoint_fields()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +217,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job and end every thread, socket and file of this manager. Idempotent.
 
-        Called when the interpreter exits, if it was not before.
+        The interpreter calls it at exit, if the script has not.
         """
         atexit.unregister(self._at_exit)
         self._parts.close()

@@ -1,7 +1,7 @@
-"""FFT's own loop: transactions, each one attempt at one step, with the same batch until it commits.
+"""FFT's own loop: each transaction attempts one step, with the same batch until it commits.
 
-Main thread. What a body may not do, and what its failures mean, is judged here; votes and updates
-are `fft.train.worker`'s.
+It runs on the main thread. This module checks what step functions do and classifies their failures;
+`fft.train.worker` votes and applies updates.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TransactionLoop:
         self.worker = worker
         self.paradigm = rank.state.paradigm
         self.is_over = False
-        """The last txn of all was committed."""
+        """The last txn of the job has committed."""
         self._manager, self._watchers = rank.manager, rank.watchers
         self._state, self._reductions = rank.state, rank.reductions
         self._voter = voter
         self._min_reductions = rank.settings.spec.policies.min_reductions
-        """0, if a body may end without one."""
+        """Minimum number of reductions of a step function; 0 if it may end without one."""
         self.left_loop = LeftLoop()
         self._warned_of_signal = False
 
@@ -75,16 +75,17 @@ class TransactionLoop:
         identify: Identify | None = None,
         sharded: Sharded | None = None,
     ) -> Iterator[Transaction]:
-        """As ``ManagerFFT.transactions``."""
+        """See ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
         if state.step is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
         self.paradigm.refuse_loop(loader)
         if self.is_over:
             raise FftError(
-                f"this job is over since step {manager._torchft.step}: its last step (max_steps), "
-                "or the end of its data, has come, and all groups have left. Call transactions() "
-                "once, with the total of steps; what is done between epochs fits between two txns"
+                f"transactions(): this job ended at step {manager._torchft.step}, because it "
+                "reached max_steps or the end of its data, and all groups have left. Call "
+                "transactions() once, with the total number of steps; do the work of an "
+                "epoch between two transactions"
             )
         self._reductions.raises = True
         self.left_loop.begun()
@@ -92,7 +93,8 @@ class TransactionLoop:
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
         foreign = ForeignSteps(state, self._reductions)
         try:
-            source.open()  # before there are process groups, whose sockets workers would have
+            # open before process groups exist, so that loader workers do not inherit their sockets
+            source.open()
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
@@ -102,7 +104,7 @@ class TransactionLoop:
     def _shards(
         self, kind: Sharded | None, identify: Identify | None
     ) -> Callable[[Any], ShardedSource] | None:
-        """Return a factory of sources for loaders over a share of the data, if they have one."""
+        """Return a factory of sources for sharded loaders, or None if the data is not sharded."""
         if kind is None:
             return None
         job, state = self.job, self._state
@@ -114,20 +116,19 @@ class TransactionLoop:
         max_steps: int | None,
         drawn_for: Callable[[int | None], object] = lambda _: None,
     ) -> Generator[Transaction, None, bool]:
-        """Yield the txns of the job whose step functions share a step with all groups.
+        """Yield the txns of the job, for paradigms whose groups run each step together.
 
         Args:
             source: of the data.
             max_steps: committed steps after which the job is over.
-            drawn_for: called with the slice of each txn before its step function begins.
+            drawn_for: called with the slice of each txn before its step function runs.
 
         Returns:
-            Whether this group is still in the job: nothing is left to do, and no commit was the
-            last.
+            True if this group is still a member: nothing is left to do, and no commit was the last.
         """
         step, inputs = self._state.step, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
-        assert step is not None, "looked at before"
+        assert step is not None, "checked in run()"
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)
             if self.is_past(plan, max_steps):
@@ -153,15 +154,16 @@ class TransactionLoop:
                 self.left_loop.leave(self._manager._torchft.step, at_end=is_last and txn.committed)
                 raise
             if not txn.closed:
-                raise FftError("the body of a txn must run inside `with txn:`")
+                raise FftError("the step function of a txn must run inside `with txn:`")
             if txn.committed and drawn.is_last:
                 self._state.updates.lengths.data_ended()
-            if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
+            # all ranks know it, so no further txn has to announce it
+            if txn.skipped and drawn.is_last:
                 return True
         return False
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
-        """Whether nothing is left to do. Says so where nothing has been done, either."""
+        """Return whether ``max_steps`` is reached. Log it if this process has run no step."""
         if max_steps is None or plan.step < max_steps:
             return False
         if self.worker.is_first:
@@ -170,7 +172,7 @@ class TransactionLoop:
         return True
 
     def refuse_unlike_again(self, plan: StartTxn) -> None:
-        """Raise if the groups keep reducing different things in this step: no replay mends that."""
+        """Raise if the groups keep reducing different gradients: no replay fixes that."""
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
         if cause.code == CauseCode.DATA_DIFFERS:
             raise self._unequal(plan, cause.finding)
@@ -179,7 +181,8 @@ class TransactionLoop:
         error = FftError(
             f"{cause.finding}: the step functions of the groups, or of the ranks of one, have not "
             "reduced the same gradients. Does a branch depend on the batch? Each step function "
-            "must call backward() of the same models; multiply by 0 what is not to count"
+            "must call backward() of the same models; multiply the loss of a batch that must "
+            "not count by 0"
         ).with_traceback(traceback_of_caller())
         why = self.worker.body_failures.failed(plan.step, plan.members, error)
         if why is not None:
@@ -187,7 +190,7 @@ class TransactionLoop:
             raise hopeless(why, error) from error
 
     def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
-        """The error for ranks that have drawn different data; a replay would draw the same."""
+        """Return the error for ranks that drew different data; a replay would draw it again."""
         error = UnequalData(
             f"step {plan.step} was not committed: {cause}. All ranks must draw the same items in "
             f"the same order, and this rank was given {named(self._state.loader)}. Causes and "
@@ -205,17 +208,17 @@ class TransactionLoop:
         self._voter.compare_now()
 
     def transaction(self, plan: StartTxn, drawn: Drawn, **consumes: int) -> Transaction:
-        """The job's txn that ``plan`` begins."""
+        """Return the transaction for ``plan``."""
         return Transaction(self, plan, drawn, drawn.is_last, consumes)
 
     # --- for Transaction ---
 
     @guarded
     def open_body(self) -> None:
-        """A body begins."""
+        """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
         self._state.updates.opened()
-        # not before: by `txn.step` users unfreeze what it says is due
+        # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine
         if interrupter is None or engine is None:
@@ -234,26 +237,30 @@ class TransactionLoop:
 
     @guarded
     def close_body(self) -> None:
-        """It has ended, however."""
+        """Disable interruptions: the step function has returned or raised."""
         self._state.updates.in_body = False
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
 
     @property
     def reported(self) -> Exception | None:
-        """What was reported as failed in the job's txn; it is rolled back."""
+        """The error reported in the open txn, which will be rolled back; None if there is none."""
         error = self._manager._torchft.errored
         return None if error is None else error.original_exception
 
     def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
-        """``error`` has left the body, which is over without a vote. Whether it is dealt with."""
+        """Handle an exception that left the step function. Return whether to suppress it."""
         self.worker.body_unwound()
         if isinstance(error, Exception):
             self.body_failed(plan, drawn, error)
         return isinstance(error, Exception | Interrupted)
 
     def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
-        """An exception left the body: report it; give up if it keeps coming at one step."""
+        """Report an exception of the step function.
+
+        Raises:
+            StepRetriesExceeded: The exception keeps coming at one step.
+        """
         self._refuse_lost_device(error)
         if (
             isinstance(error, (TxnAborted, GroupAborted))
@@ -264,7 +271,7 @@ class TransactionLoop:
         self._manager.report_error(error)
 
     def _refuse_lost_device(self, error: Exception) -> None:
-        """Raise DeviceLost where no replay can be computed on this process's device any more."""
+        """Raise DeviceLost if this process's device can compute no replay any more."""
         try:
             accelerator.refuse_lost(error)
         except DeviceLost as lost:
@@ -282,7 +289,9 @@ class TransactionLoop:
     ) -> None:
         """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
 
-        ``where``: the step in words; ``in_update``: it was not the body's.
+        Args:
+            where: Description of the step for the message; empty names its number.
+            in_update: The update raised the error, not the step function.
         """
         counted = self.worker.update_failures if in_update else self.worker.body_failures
         why = counted.failed(number, plan.members, error, where)
@@ -306,14 +315,14 @@ class TransactionLoop:
         raise hopeless(f"a replay of step {plan.step} would end the same way", mistake) from mistake
 
     def left_undone(self) -> FftError | None:
-        """What a body that has ended well has left undone: no step could be right with it."""
+        """Return the mistake of a step function that returned incompletely, or None."""
         if self._manager._torchft.errored is not None:
             return None
         if self._reductions.manifest.empty and self._min_reductions:
             return FftError(
-                "the body has ended without reducing a gradient across the groups (`break`, "
+                "the step function reduced no gradient across the groups (`break`, "
                 "`continue` or `return` inside `with txn:`? no backward()? no "
-                "sync_gradients(model)?): a body must come to its backward() for every batch. "
+                "sync_gradients(model)?): a step function must call backward() for every batch. "
                 "Leave the loop between two transactions, and multiply the loss by 0 where a "
                 "batch must not count"
             )
@@ -321,19 +330,20 @@ class TransactionLoop:
             return mistake
         for reducer in self._reductions.reducers:
             if (why := reducer.unfinished) is not None:
-                return FftError(f"{why}: such gradients are not those of the other groups")
+                return FftError(f"{why}: these gradients differ from those of the other groups")
         is_idle = self._reductions.reducers and not self._state.updates.have_gradients
         if is_idle and self._min_reductions:
             return FftError(
-                "gradients were reduced, and no registered optimizer has one at the end of the "
-                "body (zero_grad() after backward()?): the step would change nothing. The "
+                "gradients were reduced, but no parameter of a registered optimizer has one "
+                "at the end of the step function (zero_grad() after backward()?), so the "
+                "step would change nothing. The "
                 "transaction drops the gradients itself, after the step"
             )
         return None
 
 
 def _place(drawn: Drawn) -> dict[str, Any]:
-    """The place of a batch in the data, for the trace."""
+    """Return the position of a batch in the data, for the trace."""
     place: dict[str, Any] = {"item": drawn.item}
     if drawn.shard:
         place["shard"] = drawn.shard
@@ -348,18 +358,20 @@ def _warn_renamed(old: str, new: str) -> None:
 
 
 class Transaction:
-    """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
+    """One attempt at one step. ``with txn:`` runs the step function; leaving it votes and decides.
 
     Attributes:
-        batch: what this rank takes. A copy: a replay finds it as it was loaded.
+        batch: the batch of this rank. It is a copy, so that a replay gets it as it was loaded.
         step: committed steps before this txn.
-        contributes: whether what the body computes counts. A spare's does not, nor that of a group
-            in the txn in which it joins: its weights are not those of the job before the end of it.
-        committed: after the body: whether the txn was committed and this rank has made its update.
-            A rank whose update failed fetches the state of a peer before its next transaction;
-            that state has the step, and what the peer's script has done after it.
-        skipped: after the body: whether it was committed without an optimizer step.
-        inner_step: of groups that step alone: their steps since the last synchronisation; else 0.
+        contributes: whether the gradients of this rank count. They do not for a spare group, nor
+            for a group in the txn in which it joins, because it has the job's weights only at the
+            end of that txn.
+        committed: after the step function: whether the txn was committed and this rank has made
+            its update. A rank whose update failed fetches the state of a peer before its next
+            transaction; that state includes the step and everything that the peer's script changed
+            after it.
+        skipped: after the step function: whether it was committed without an optimizer step.
+        inner_step: number of local steps since the last synchronization; 0 in jobs without them.
     """
 
     def __init__(
@@ -370,7 +382,7 @@ class Transaction:
         last: bool,
         consumes: dict[str, Any],
     ) -> None:
-        """``consumes``: what the trace tells of its data besides which slice they are."""
+        """``consumes`` holds further fields for the trace entry of the consumed data."""
         self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
@@ -388,7 +400,7 @@ class Transaction:
     def data_epoch(self) -> int:
         """Number of completed data epochs after this txn commits; the same on all ranks.
 
-        Raises FftError if the loader counts no data epochs.
+        Raises FftError if the loader does not report data epochs.
         """
         return self._drawn.data_epochs.after
 
@@ -420,13 +432,18 @@ class Transaction:
         return self._drawn.progress
 
     def log(self, **metrics: float) -> None:
-        """Put figures of this attempt into the trace."""
+        """Trace metrics of this attempt."""
         self._loop.job.note("metrics", metrics)
 
     def weigh(self, weight: float) -> None:
-        """Of groups that step alone: count this step by ``weight``. Raises FftError: of others."""
+        """Weight this local step by ``weight`` in the next synchronization.
+
+        Raises:
+            FftError: The groups take no local steps.
+        """
         raise FftError(
-            "txn.weigh() is for groups that step alone: fft.LocalSGD or fft.DiLoCo, weighted=True"
+            "txn.weigh() is for groups that take local steps: fft.LocalSGD or fft.DiLoCo "
+            "with weighted=True"
         )
 
     @guarded
@@ -468,18 +485,18 @@ class Transaction:
 
 
 class LeftLoop:
-    """Whether the script of one manager has left its loop early. Main thread only."""
+    """Records whether the script left its loop early, to warn about it. Main thread only."""
 
     def __init__(self) -> None:
         self._at: int | None = None
-        """The loop was left after that step, which was not the last."""
+        """The step after which the loop was left early, or None."""
 
     def begun(self) -> None:
-        """A loop begins: it may continue where an earlier one was left."""
+        """Record the start of a loop, which may continue where an earlier one was left."""
         self._at = None
 
     def leave(self, step: int, at_end: bool = False) -> None:
-        """The script leaves the loop after ``step``; ``at_end``: no transaction was to follow."""
+        """Record that the script left the loop after ``step``; ``at_end``: no txn remained."""
         self._at = None if at_end else step
 
     def tell(self) -> None:
@@ -487,15 +504,15 @@ class LeftLoop:
         at, self._at = self._at, None
         if at is not None and sys.exc_info()[1] is None:
             logger.warning(
-                "the loop was left (`break`?) after step %d, before its end: the replicas are not "
-                "compared once more, and no last checkpoint is taken; manager.drain() on all "
-                "ranks, in the place of it, does both",
+                "the loop was left (`break`?) after step %d, before the job ended: the final "
+                "comparison of the replicas and the final checkpoint are skipped; call "
+                "manager.drain() on all ranks instead, which does both",
                 at,
             )
 
 
 class ForeignSteps:
-    """Refuses such a step inside a body, and warns of one between two txns. ``close`` ends it."""
+    """Rejects steps of unregistered optimizers in a step function, and warns of others."""
 
     def __init__(self, state: RankState, reductions: TxnReductions) -> None:
         self._state = state
@@ -505,7 +522,7 @@ class ForeignSteps:
         self._hook = register_optimizer_step_pre_hook(self._look)
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Remove the hook. Idempotent."""
         self._hook.remove()
 
     def _look(self, optimizer: Any, *_: Any) -> None:
@@ -515,9 +532,8 @@ class ForeignSteps:
         if self._state.paradigm.is_outer(optimizer):
             if updates.in_body:
                 raise FftError(
-                    f"{type(optimizer).__name__}.step() inside `with txn:`, of the outer "
-                    "optimizer: it steps the job's parameters with each synchronisation; take the "
-                    "call out"
+                    f"{type(optimizer).__name__}.step() called inside `with txn:` on the "
+                    "outer optimizer: FFT steps it at each synchronization; remove the call"
                 )
             return
         if step is not None and step.has_extra(optimizer) and not updates.in_body:
@@ -526,16 +542,17 @@ class ForeignSteps:
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if not stepped.isdisjoint(self._of_the_job()) and updates.in_body:
             raise FftError(
-                f"{name}.step() inside `with txn:`, of an optimizer that is not registered, on "
-                "parameters of the job: a rolled-back attempt would keep its update. Register it: "
-                "manager.register(model, [optimizer, …]); the transaction steps it, after COMMIT"
+                f"{name}.step() called inside `with txn:` on an unregistered optimizer with "
+                "parameters of the job: a rolled-back attempt would keep its update. "
+                "Register it: manager.register(model, [optimizer, …]); FFT steps it after "
+                "COMMIT"
             )
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s.step() of an optimizer that is not registered: what it updates is not rolled "
-                "back with a failed attempt, and its state is not brought to a group that joins; "
-                "manager.register(model, [optimizer, …]) makes it part of the transaction",
+                "%s.step() of an unregistered optimizer: a rollback does not undo its "
+                "updates, and a joining group does not fetch its state; register it: "
+                "manager.register(model, [optimizer, …])",
                 name,
             )
 

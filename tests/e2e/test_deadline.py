@@ -307,6 +307,6 @@ def test_a_setting_that_is_no_time_is_refused(
     before = set(threading.enumerate())
     monkeypatch.setenv("FFT_DRAIN_SIGNAL", "SIGUSR1")
     monkeypatch.setenv("FFT_DRAIN_WITHIN", text)
-    with pytest.raises(FftError, match="give a number of seconds"):
+    with pytest.raises(FftError, match="expected a positive number of seconds"):
         two.member("0")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("fft-")]

@@ -63,7 +63,7 @@ def test_a_mistake_in_the_body_is_shown_with_the_batch(tmp_path: Path, groups: i
     assert {(e.step, e.error.partition(":")[0]) for e in found} == {(2, "AttributeError")}
     assert {e.where.rpartition(":")[0] for e in found} == {str(WORKER)}
     logs = [path.read_text() for path in traces.glob("logs/*.log")]
-    assert any("an error of this rank in step 2: AttributeError at" in log for log in logs)
+    assert any("error of this rank in step 2: AttributeError at" in log for log in logs)
     assert audit_dir(traces).ok
 
 

@@ -367,7 +367,7 @@ def test_no_bus_named_at_all_is_an_error(two: Job, monkeypatch: pytest.MonkeyPat
 def test_ranks_of_a_group_that_could_not_share_a_model_are_refused(two: Job) -> None:
     """Each would train and commit its own model."""
     for member in two.ranks("0", [{}, {}]):
-        with pytest.raises(FftError, match=r"2 ranks and no process group .* shard_pg="):
+        with pytest.raises(FftError, match=r"2 ranks but no process group .* shard_pg="):
             member.train(1)
 
 

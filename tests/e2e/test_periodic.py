@@ -206,7 +206,7 @@ def test_it_needs_a_periodic_spec(made: Job) -> None:
 
 def test_groups_that_step_together_have_no_weights(made: Job) -> None:
     member = made.member("0")
-    with pytest.raises(FftError, match="for groups that step alone"):
+    with pytest.raises(FftError, match="for groups that take local steps"):
         for txn in member.manager.transactions(_loader(), 1):
             assert txn.inner_step == 0
             with txn:

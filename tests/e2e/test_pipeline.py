@@ -272,7 +272,7 @@ def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path)
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
         member.manager.register_pipeline(schedule)
 
-    assert "Linear are averaged already" in refusal(tmp_path, work)
+    assert "Linear are already averaged" in refusal(tmp_path, work)
 
 
 def test_groups_of_several_ranks_need_a_spec_that_says_what_they_hold(tmp_path: Path) -> None:

@@ -286,5 +286,5 @@ def test_arguments_of_register_in_the_wrong_order_are_told(tmp_path: Path) -> No
         net = nn.Linear(WIDTH, 1)
         member.manager.register(torch.optim.SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]
 
-    with job(tmp_path, 1) as made, pytest.raises(FftError, match="the model comes first"):
+    with job(tmp_path, 1) as made, pytest.raises(FftError, match="expected the model first"):
         made.run(work, register=False)

@@ -52,7 +52,7 @@ def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Pat
     done = run(tmp_path, 2, "breaks", "3")
     assert done.returncode == 0, done.stderr
     for log in (tmp_path / "traces" / "logs").glob("g*.log"):
-        assert "the loop was left (`break`?) after step 3, before its end" in log.read_text()
+        assert "the loop was left (`break`?) after step 3, before the job ended" in log.read_text()
 
 
 def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
