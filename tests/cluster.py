@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from specs import table_of
+
 from fft.bus.base import HEAD, BusError
 from fft.engine.calls import Call, Cast, CompareSet, Delete, Publish, Read, Send, Write, beside
 from fft.engine.core import Command, EngineCore, ScopeReader, Wiring
@@ -47,7 +49,6 @@ from fft.messages.wire import Packed, Register, Wire, inbox_name, list_name
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS, Config, Local
-from fft.protocol.table import Table
 
 _FETCHED = 100
 """Size of a state, in bytes."""
@@ -156,7 +157,7 @@ class Cluster:
 
     def __init__(self, spec: FsmSpec, observer: Observer | None = None) -> None:
         self.spec = spec
-        self.table = Table(spec)
+        self.table = table_of(spec)
         self.nodes: dict[Peer, Node] = {}
         self.head: Record | None = None
         """Value of the head register, with its members."""

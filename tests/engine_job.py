@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal
 
+from specs import table_of
 from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
@@ -30,7 +31,6 @@ from fft.messages.protocol import (
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config
-from fft.protocol.table import Table
 from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
@@ -91,7 +91,7 @@ class Rank:
         )
         self.bus = job.open()
         self.group_bus = job.group_bus(peer.group)
-        participant = Participant(Table(SPEC), config)
+        participant = Participant(table_of(SPEC), config)
         trace = TraceWriter(None, peer)
         local = participant.initial()
         self.host = Nothing()

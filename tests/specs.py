@@ -1,4 +1,4 @@
-"""The shipped spec as one text, in which tests plant mistakes."""
+"""Tables of specs, and a shipped spec as one text in which tests plant mistakes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import yaml
 
 from fft.protocol.include import read_whole
 from fft.protocol.load import find_spec
+from fft.protocol.spec import FsmSpec
+from fft.protocol.table import Table
+
+_tables: dict[int, Table] = {}
+
+
+def table_of(spec: FsmSpec) -> Table:
+    """Return the spec's table, built once, because building one takes as long as a small test."""
+    if id(spec) not in _tables:
+        _tables[id(spec)] = Table(spec)  # keeps the spec, so that no other one gets its id
+    return _tables[id(spec)]
 
 
 def whole_text(name: str) -> str:

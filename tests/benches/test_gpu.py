@@ -192,6 +192,7 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
     assert [(r["status"], r["why"]) for r in results] == [("skipped", "needs a GPU")]
 
 
+@pytest.mark.long
 def test_a_real_part_that_hangs_tells_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +494,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -421,6 +421,7 @@ def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
             trial.close()
 
 
+@pytest.mark.long
 def test_a_deposed_leader_decides_nothing_and_is_not_believed(
     no_thread_left: None, child: Callable[..., Child]
 ) -> None:

@@ -173,6 +173,7 @@ def attack(at: Attacked, frames: Iterator[tuple[str, bytes]], count: int) -> Cou
     return why
 
 
+@pytest.mark.long
 def test_100_000_bad_messages_move_nothing(stack: ExitStack) -> None:
     at = Attacked(stack)
     engines = [m.engine for m in at.job.members]

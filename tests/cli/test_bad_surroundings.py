@@ -42,7 +42,7 @@ def is_plain(done: subprocess.CompletedProcess[str], says: str) -> None:
     assert line.startswith("fft: ") and says in line, done.stderr
 
 
-@pytest.mark.parametrize("port", ["99999", "-1"])
+@pytest.mark.parametrize("port", ["99999", pytest.param("-1", marks=pytest.mark.long)])
 def test_a_port_that_there_is_not(port: str) -> None:
     is_plain(fft("serve", "--no-lighthouse", "--port", port), f"127.0.0.1:{port}")
 

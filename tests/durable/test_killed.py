@@ -101,7 +101,9 @@ def killed(url: str, count: int, before: tuple[int, ...]) -> tuple[Checkpoints, 
     return Checkpoints(store), code != 0
 
 
-@pytest.mark.parametrize("before", [(), (2, 6)], ids=["first", "again"])
+@pytest.mark.parametrize(
+    "before", [(), pytest.param((2, 6), marks=pytest.mark.long)], ids=["first", "again"]
+)
 def test_whatever_a_killed_writer_leaves_a_job_goes_on(
     before: tuple[int, ...], places: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:

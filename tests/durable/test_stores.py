@@ -434,7 +434,12 @@ def killed_after(
 @pytest.mark.parametrize("kind", ["directory", "memory"])
 @pytest.mark.parametrize(
     "case",
-    ["published", "published again", "removed", pytest.param("given up", marks=pytest.mark.long)],
+    [
+        "published",
+        pytest.param("published again", marks=pytest.mark.long),
+        "removed",
+        pytest.param("given up", marks=pytest.mark.long),
+    ],
 )
 def test_killed_writer_leaves_no_complete_looking_checkpoint(
     case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

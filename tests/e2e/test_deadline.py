@@ -112,6 +112,7 @@ def given_notice_together(
     return body
 
 
+@pytest.mark.long
 def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
     bus = serve_tcp()
     both = threading.Barrier(2, action=bus.close)
@@ -188,6 +189,7 @@ def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
     print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
 
 
+@pytest.mark.long
 def test_in_the_barrier_of_an_epoch(two: Job) -> None:
     let_go = threading.Event()
     stays, goes = two.member("0"), two.member("1")
@@ -226,6 +228,7 @@ def test_before_the_first_epoch_there_is_nothing_to_wait_for(two: Job) -> None:
     two.audit()
 
 
+@pytest.mark.long
 def test_in_the_optimizer_step_of_a_commit(two: Job) -> None:
     began, let_go = threading.Event(), threading.Event()
 

@@ -216,6 +216,7 @@ def test_a_stage_that_has_ended_is_in_the_checkpoints_of_the_one_that_goes_on(
     assert report.ok and report.resumed.checks, report.render()
 
 
+@pytest.mark.long
 def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
     tmp_path: Path,
 ) -> None:

@@ -105,6 +105,7 @@ def _elsewhere(header: dict[str, Any], cursor: int) -> dict[str, Any]:
     return {**header, "start": {**header["start"], "cursor": cursor}}
 
 
+@pytest.mark.long
 def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Path) -> None:
     code, said = run(root, 5, STEPS + 3, root / "checkpoints", "again")
     assert code == 1

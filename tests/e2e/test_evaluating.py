@@ -61,6 +61,7 @@ def test_a_rank_of_another_group_that_is_killed_ends_no_evaluation(tmp_path: Pat
     assert "g1r0-2.log" in logs and "g0r0-2.log" not in logs
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_evaluation_waiting_for_a_stopped_rank_is_released(tmp_path: Path) -> None:
     found = run(tmp_path / "stopped", "stop")

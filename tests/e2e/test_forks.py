@@ -53,6 +53,7 @@ manager.shutdown()
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_sigterm_and_sigusr2_end_a_forked_worker(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)

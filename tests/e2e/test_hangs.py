@@ -104,6 +104,7 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
     print(f"\n{found}")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("place", ["between", pytest.param("update", marks=pytest.mark.long)])
 def test_rank_stopped_after_a_commit_is_excluded(tmp_path: Path, place: str) -> None:
@@ -119,6 +120,7 @@ def test_rank_stopped_after_a_commit_is_excluded(tmp_path: Path, place: str) -> 
     assert report.ok, report.render()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("place", "groups"),

@@ -49,7 +49,7 @@ def test_a_typo_is_shown_once_and_nothing_is_tried_again(tmp_path: Path) -> None
     assert max(starts(tmp_path / "run", group) for group in (0, 1)) <= 2
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_mistake_in_the_body_is_shown_with_the_batch(tmp_path: Path, groups: int) -> None:
     traces = tmp_path / "run"
     done = run(traces, "body", groups=groups)
@@ -74,6 +74,7 @@ def test_a_sample_that_cannot_be_had_ends_the_job(tmp_path: Path) -> None:
     assert "__getitem__" in done.stderr
 
 
+@pytest.mark.long
 def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: Path) -> None:
     traces = tmp_path / "run"
     started = [word for word in command(traces, "body1", 1_000_000) if word != "--no-progress"]

@@ -205,6 +205,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_processes_with_workers_through_an_exception_and_a_kill(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)

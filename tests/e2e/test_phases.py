@@ -110,6 +110,7 @@ def _injected(runs: Path, case: str) -> list[Incident]:
     return [next(i for i in found if i.fault.startswith(f"{f['name']} (")) for f in planned]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", [name for name in CASES if name != "no-fault"])
 def test_transient_faults_leave_no_bit_changed(runs: Path, case: str) -> None:

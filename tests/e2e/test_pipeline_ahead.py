@@ -95,6 +95,7 @@ def versions(traces: Path) -> list[int]:
     return [note["step"] - note["data"]["version"] for note in notes(traces, "entry")]
 
 
+@pytest.mark.long
 def test_faults_in_either_stage_change_no_bit(clean: Ended, tmp_path: Path) -> None:
     faulty = Ended(tmp_path / "faulty", TRANSIENT)
     assert len(clean.ranks) == 4

@@ -68,9 +68,11 @@ def _end(members: list[Member]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "takers"), [("hsdp", RANKS), ("pipeline", 1)], ids=["of their own", "the same"]
+    ("spec", "takers"),
+    [("hsdp", RANKS), pytest.param("pipeline", 1, marks=pytest.mark.long)],
+    ids=["of their own", "the same"],
 )
-@pytest.mark.parametrize("loader", [Counting, streamed])
+@pytest.mark.parametrize("loader", [Counting, pytest.param(streamed, marks=pytest.mark.long)])
 def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
     tmp_path: Path, loader: Callable[[], Any], spec: str, takers: int
 ) -> None:
@@ -137,7 +139,7 @@ def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: s
         made.audit()
 
 
-@pytest.mark.parametrize("kind", ["group", "rank"])
+@pytest.mark.parametrize("kind", [pytest.param("group", marks=pytest.mark.long), "rank"])
 def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
     tmp_path: Path, kind: Literal["group", "rank"]
 ) -> None:

@@ -72,6 +72,7 @@ def waited_for(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job(root, ONE_BY_ONE, "--spares", "1", "--reform-window", "30")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_run_is_exactly_once_and_all_groups_have_equal_bits(waited_for: Path) -> None:
     report = audit_dir(waited_for)

@@ -28,7 +28,7 @@ def run(
     return fft("run", *flags, str(SCRIPT), *script, folder=folder, within=LIMIT_S)
 
 
-@pytest.mark.parametrize(("groups", "starts"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("groups", "starts"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_an_error_of_the_script_is_not_tried_again_and_again(
     groups: int, starts: int, tmp_path: Path
 ) -> None:
@@ -55,6 +55,7 @@ def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Pat
         assert "the loop was left (`break`?) after step 3, before the job ended" in log.read_text()
 
 
+@pytest.mark.long
 def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
     assert run(tmp_path, 2, "nothing", "0", every=10).returncode == 0
     done = run(tmp_path, 2, "nothing", "0", every=10, resume=True)
@@ -62,6 +63,7 @@ def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
     assert "nothing was left to do after step 20" in done.stderr
 
 
+@pytest.mark.long
 def test_group_left_alone_by_a_finished_group_fails(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "leaves", "3")
     assert done.returncode == 1, done.stderr
@@ -70,6 +72,7 @@ def test_group_left_alone_by_a_finished_group_fails(tmp_path: Path) -> None:
     assert "the others could not go on without it" in done.stderr
 
 
+@pytest.mark.long
 def test_an_error_that_one_group_has_is_shown_when_it_is_started_again(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "once", "3")
     assert "group 1 is started again: rank 0 ended with ValueError at" in done.stderr

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
+from specs import table_of
 from waiting import wait_until
 
 from fft.bus import ErrorBus, Subscription, open_bus, serve_tcp
@@ -35,7 +36,6 @@ from fft.messages.wire import (
 )
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config
-from fft.protocol.table import Table
 from fft.trace.writer import TraceWriter
 
 
@@ -45,7 +45,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(params=["memory", "tcp", "nats"])
+@pytest.fixture(params=["memory", "tcp", pytest.param("nats", marks=pytest.mark.long)])
 def url(request: pytest.FixtureRequest, stack: ExitStack) -> str:
     if request.param == "memory":
         return f"memory://engine-{uuid.uuid4().hex}"
@@ -260,7 +260,7 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
 def core_of(peer: Peer) -> EngineCore:
     """Return an engine without a thread and a bus."""
     config = Config(peer, 1, "s:1", "t", 1, "h", SPEC.timeouts)
-    participant, host = Participant(Table(SPEC), config), Nothing()
+    participant, host = Participant(table_of(SPEC), config), Nothing()
     return EngineCore(participant, participant.initial(), host, host, TraceWriter(None, peer))
 
 
@@ -316,7 +316,7 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
     threads = set(threading.enumerate())
     with Unheard(f"engine-{uuid.uuid4().hex}") as bus:
         config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
-        participant = Participant(Table(SPEC), config)
+        participant = Participant(table_of(SPEC), config)
         trace = TraceWriter(None, config.me)
         engine = Engine(participant, participant.initial(), bus, trace, Nothing())
         with pytest.raises(BusError, match="no place"):

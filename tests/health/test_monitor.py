@@ -275,9 +275,9 @@ def expect_death(child: Trainer, cause: str) -> None:
     ("mode", "ended_by"),
     [
         ("stop", signal.SIGTERM),
-        ("stop_in_a_wait", signal.SIGTERM),
+        pytest.param("stop_in_a_wait", signal.SIGTERM, marks=pytest.mark.long),
         ("keep_the_lock", signal.SIGKILL),
-        ("block", signal.SIGTERM),
+        pytest.param("block", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
 def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> None:

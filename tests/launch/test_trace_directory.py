@@ -173,6 +173,7 @@ def commands_of_guide() -> list[list[str]]:
     return [line.split() for line in lines]
 
 
+@pytest.mark.long
 def test_commands_of_the_guide_work_in_one_directory(
     tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(params=["memory", "tcp", "nats"])
+@pytest.fixture(params=["memory", "tcp", pytest.param("nats", marks=pytest.mark.long)])
 def url(
     request: pytest.FixtureRequest, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fft.cli import app
 from fft.protocol.load import load_spec
 from fft.prove.bounds import Bounds
 from fft.prove.checker import Search, all_rows, search
@@ -120,8 +122,8 @@ def test_specs_that_do_without_the_register_are_found_splitting(
 def test_a_wrong_argument_is_named_with_what_there_is(
     arguments: tuple[str, ...], words: str
 ) -> None:
-    done = fft("check", *arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["check", *arguments])
+    assert done.exit_code == 2
     assert words in done.stderr
 
 

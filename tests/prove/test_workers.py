@@ -43,7 +43,10 @@ def twice(value: int, tell: Tell) -> tuple[int, int]:
     return 2 * value, os.getpid()
 
 
-@pytest.mark.parametrize(("jobs", "fresh"), [(1, True), (2, False), (2, True), (9, False)])
+@pytest.mark.parametrize(
+    ("jobs", "fresh"),
+    [pytest.param(1, True, marks=pytest.mark.long), (2, False), (2, True), (9, False)],
+)
 def test_every_task_is_done_once(jobs: int, fresh: bool) -> None:
     told: list[tuple[int, int]] = []
     found = dict(
@@ -139,6 +142,7 @@ def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() ->
     assert at == sorted(at), "in the order of the sets, whatever was searched first"
 
 
+@pytest.mark.long
 def test_violations_are_reported_in_the_order_of_the_sets(tmp_path: Path) -> None:
     words = ["plain_votes", "--property", "agreement", "--save", str(tmp_path), "--jobs", "2"]
     done = check(*words, "--bounds", "messages", "--bounds", "missed")

@@ -39,6 +39,7 @@ RECIPES = {
     name: Recipe(f"alone.{name}", phases=PHASES) for name in ("local_sgd", "diloco", "streaming")
 }
 RECIPES["hsdp_diloco"] = Recipe("alone.hsdp_diloco", phases=PHASES, ranks=2)
+NAMES = [pytest.param(n, marks=[pytest.mark.long] if n == "hsdp_diloco" else []) for n in RECIPES]
 INNER = ("forward", "backward")
 """Phases of an inner step."""
 
@@ -92,7 +93,7 @@ def _assert_samples_once(run: Run) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) -> None:
     recipe = RECIPES[name]
     run = stage.clean(recipe)
@@ -257,7 +258,7 @@ def test_the_bits_of_fragments_that_are_reduced_beside_a_step_are_those_of_torch
         pytest.param("network_cut", 0, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_transient_fault_leaves_no_bit_changed(
     stage: Stage, name: str, kind: str, again: int
 ) -> None:
@@ -307,6 +308,7 @@ def _of_group(run: Run, name: str, group: int) -> list[dict[str, Any]]:
     return [line for line in _notes(run, name) if line["group"] == str(group)]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "phase", [INNER[0], *(pytest.param(p, marks=pytest.mark.long) for p in INNER[1:])]

@@ -175,7 +175,9 @@ def compiled_with(model: nn.Module, how: Callable[..., Any]) -> tuple[dict[str, 
     return dict(found["stats"]), sum(found["graph_break"].values())
 
 
-@pytest.mark.parametrize("how", [wrapped, in_place, a_function])
+@pytest.mark.parametrize(
+    "how", [wrapped, *(pytest.param(how, marks=pytest.mark.long) for how in (in_place, a_function))]
+)
 def test_a_compiled_model_has_the_graphs_of_a_run_without_faults(how: Callable[..., Any]) -> None:
     plain = compiled_with(Blocks(), how)
     assert plain[0]["unique_graphs"] == 1 and plain[1] == 0

@@ -146,6 +146,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
         bus.close()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", CASES)
 def test_clipping_by_the_norm_goes_on_and_leaves_no_trace_of_a_fault(

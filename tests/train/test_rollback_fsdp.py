@@ -230,7 +230,9 @@ def _replay(rank: int, ranks: int, port: int, prefetch: bool) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize(
+    "prefetch", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "prefetch"]
+)
 def test_faults_in_forward_and_backward_leave_no_trace(prefetch: bool) -> None:
     results = run(2, _replay, prefetch)
     for plain, faulty, causes in results:

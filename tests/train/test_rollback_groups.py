@@ -448,6 +448,7 @@ def _cycle(rank: int, ranks: int, port: int, cycles: int) -> Any:
     return usage, keys, sorted(times)[len(times) // 2], _usage()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_two_hundred_reconfigurations_leave_nothing_behind() -> None:
     for usage, keys, median, end in run(2, _cycle, 200):

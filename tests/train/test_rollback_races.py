@@ -110,6 +110,7 @@ def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
     assert max(longest) < NOISE_S
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_forgotten_gloo_work_is_dropped_in_the_epoch_after_its_timeout() -> None:
     """These are two threads, a listener and tensors; another forgotten op is not needed to drop
