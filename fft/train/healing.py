@@ -245,13 +245,12 @@ class Healer:
         They are compared in the first epoch and in the next one at a later step: not in every
         epoch, because a comparison reads all of them.
         """
-        step, compared = self._state.step, self._compared
+        compared = self._compared
         is_due = not compared or (len(compared) == 1 and command.record.step > compared[0])
-        trains_in_txn = self._state.paradigm.trains_in_txn
-        if step is None or command.fetch_from is not None or not (is_due and trains_in_txn):
+        if command.fetch_from is not None or not is_due:
             return None
         try:
-            return step.compared_digests()
+            return self._state.paradigm.digests_to_compare()
         except TypeError:
             return None  # an export raises it, too, and ends this rank where it must
 
@@ -299,10 +298,9 @@ class Healer:
         """
         state = self._state
         late = command.fetch_from is not None and self._job.peer.group in command.record.learners
-        # The step function would update such state, beyond buffers, from a wrong start; a learner
-        # that only synchronizes computes nothing.
-        moves_on = state.has_extra and state.paradigm.trains_in_txn
-        may = self._learners == "always" or (self._learners == "auto" and not moves_on)
+        # the step function would update such state, beyond buffers, from a wrong start
+        may = self._learners == "always"
+        may = may or (self._learners == "auto" and not state.paradigm.changes_extra)
         own = state.step is not None and self._exchange.transfer is not None
         own = own and not self._manager._torchft.user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)

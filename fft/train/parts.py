@@ -332,8 +332,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
         # again, since the models may have been sharded after register()
         parts.state.step.refuse_replaced_parameters()
         parts.groups.refuse_foreign(parts.state.models, parts.state.step.optimizer_tensors())
-        if settings.spec.ranks == "shards":
-            parts.groups.refuse_unconnected()
+        parts.paradigm.refuse_unconnected()
     parts.state.refuse_unsendable()
     for function in parts.state.users.values():  # complete by now, unlike at their registration
         refuse_dropping(function)
@@ -377,7 +376,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     for each in parts.preconditions:
         each.start()
     speed = watchers.report_speed(
-        job.bus, job.peer, settings.config.progress_interval, scope.name if scope.by_rank else None
+        job.bus, job.peer, settings.config.progress_interval, scope.reported_as
     )
     job.report_to(speed)
     if parts.groups.shard is not None:
@@ -416,9 +415,6 @@ def _config(manager: Manager, parts: Parts) -> Config:
     settings, mode = parts.settings, manager._torchft.replica_world_size_mode
     return Config(
         me=parts.job.peer,
-        world=parts.scope.ranks_of(manager._torchft.group_world_size),
-        first_rank=parts.scope.first_rank,
-        flow=parts.scope.flow,
         store=parts.groups.store,
         transport=_transport(manager, settings.bus_url),
         pid=os.getpid(),
@@ -426,12 +422,9 @@ def _config(manager: Manager, parts: Parts) -> Config:
         timeouts=timers(settings.spec, parts.limits),
         min_groups=manager._torchft.min_replica_size,
         expected_groups=settings.expected_groups,
-        min_reductions=settings.spec.policies.min_reductions,
-        leases=settings.spec.is_periodic,
-        bound=settings.spec.bound,
-        quorum=settings.spec.policies.quorum,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
+        **parts.scope.terms(manager._torchft.group_world_size),
     )
 
 

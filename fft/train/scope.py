@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fft.bus import ErrorBus
 from fft.engine.other_scopes import OtherScope
@@ -19,23 +20,34 @@ class RankScope:
         bus: The bus of this scope; another object owns the job's.
         name: The name of this scope in checkpoints.
         by_rank: The scopes of all ranks of a group, if they differ; else empty.
-        first_rank: The lowest rank of a group that is in this scope.
+        reported_as: The name of this scope in speed reports; None: they name no scope.
         flow: The scopes that this one is bound to.
         others: The same with their buses, for the engine.
     """
 
     name = "job"
     by_rank: Sequence[str] = ()
-    first_rank = 0
+    reported_as: str | None = None
     flow: tuple[Elsewhere, ...] = ()
     others: Sequence[OtherScope] = ()
 
     def __init__(self, spec: FsmSpec, bus: ErrorBus) -> None:
         self.spec, self.bus = spec, bus
 
-    def ranks_of(self, world: int) -> int:
-        """Return how many of the ``world`` ranks of a group are in this scope."""
-        return world
+    def terms(self, ranks: int) -> dict[str, Any]:
+        """Return the fields of `Config` that follow from the spec.
+
+        Args:
+            ranks: Number of ranks of a replica group.
+        """
+        policies = self.spec.policies
+        return {
+            "world": ranks,
+            "min_reductions": policies.min_reductions,
+            "leases": self.spec.is_periodic,
+            "bound": self.spec.bound,
+            "quorum": policies.quorum,
+        }
 
     def traces(self, directory: Path | None) -> Path | None:
         """Return the folder for the traces of this scope, below that of the job."""

@@ -113,9 +113,7 @@ class Voter:
 
         A learner that has done so says NO: after the rollback it waits for the state first.
         """
-        if not self._state.paradigm.trains_in_txn:  # no step function changes what is averaged
-            return False
-        edited = self._state.updates.were_unscaled or self._reductions.were_edited
+        edited = self._state.paradigm.has_edited()
         is_fine = self._learners == "always" or self._manager._torchft.errored is not None
         if edited and self._has_learned and not is_fine:
             self._manager.report_error(

@@ -251,8 +251,6 @@ class Checkpointer(CheckpointHooks):
             self._leave_out(attempt, epoch, "the one before is still being written", too_often=True)
         else:
             self._pending = _Pending(attempt, epoch, partial(self._begin, attempt, epoch))
-            if not self._state.paradigm.trains_in_txn:  # a group may step before the next txn
-                self.take()
 
     def take(self) -> None:
         """Begin the checkpoint that is due, if any. It includes what the script did since the

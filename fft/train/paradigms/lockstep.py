@@ -25,13 +25,15 @@ from fft.train.transaction import Transaction, TransactionLoop
 class Lockstep(Paradigm[TransactionLoop]):
     """All groups compute each step and average its gradients, in one txn of the job."""
 
-    trains_in_txn = True
     can_reform = True
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     # --- the job ---
+
+    def refuse_unconnected(self) -> None:
+        self._rank.groups.refuse_unconnected()
 
     def vote_preconditions(self) -> Sequence[VotePrecondition]:
         return preconditions_of(self._rank)
@@ -52,6 +54,17 @@ class Lockstep(Paradigm[TransactionLoop]):
             f"{self._rank.settings.spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or "
             "set FFT_SPEC"
         )
+
+    def has_edited(self) -> bool:
+        return self._rank.state.updates.were_unscaled or self._rank.reductions.were_edited
+
+    def digests_to_compare(self) -> dict[str, str] | None:
+        step = self._rank.state.step
+        return None if step is None else step.compared_digests()
+
+    @property
+    def changes_extra(self) -> bool:
+        return self._rank.state.has_extra
 
     def put_back(self) -> None:
         self._rank.state.put_back()

@@ -87,19 +87,19 @@ class Paradigm(ABC, Generic[LoopT]):
     which do nothing unless a paradigm needs them.
 
     Attributes:
-        trains_in_txn: Whether the step function runs inside the job's txn and reduces gradients
-            there. Otherwise a txn of the job only synchronizes what was trained before it.
         can_reform: Whether a group may continue with another process in the place of one that it
             has lost.
     """
 
-    trains_in_txn: bool
     can_reform: bool
 
     # --- the job ---
 
     def refuse_torchft_loop(self) -> None:
         """Raise FftError if a loop that is written for torchft cannot run in this paradigm."""
+
+    def refuse_unconnected(self) -> None:
+        """Raise FftError if the ranks of this group cannot train the registered models together."""
 
     def common_settings(self) -> Mapping[str, Any]:
         """Return the settings of the script that all processes of the job must have in common."""
@@ -154,6 +154,26 @@ class Paradigm(ABC, Generic[LoopT]):
 
         Raises:
             FftError: the ranks of a group hold no stages, or the schedule does not fit.
+        """
+
+    @abstractmethod
+    def has_edited(self) -> bool:
+        """Return whether the step function of the open txn has changed reduced gradients."""
+
+    @abstractmethod
+    def digests_to_compare(self) -> dict[str, str] | None:
+        """Return digests of ``extra`` and buffers, if they must be equal on all groups.
+
+        Raises:
+            TypeError: a value cannot be sent to a joiner.
+        """
+
+    @property
+    @abstractmethod
+    def changes_extra(self) -> bool:
+        """Whether a txn of the job may change registered objects other than model and optimizers.
+
+        A joiner whose state is still on its way takes no part in such a txn.
         """
 
     @abstractmethod

@@ -26,7 +26,7 @@ from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.rank import Rank
 from fft.train.state.step_state import TornState
-from fft.train.transaction import TransactionLoop
+from fft.train.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ class Periodic(Lockstep):
         inner: The scope of the ranks of this group; None: there is one rank.
     """
 
-    trains_in_txn = False
     can_reform = False
 
     def __init__(self, rank: Rank) -> None:
@@ -110,6 +109,16 @@ class Periodic(Lockstep):
                 "backward pass in which they could be; leave the call, or the wrapper, out"
             )
 
+    def has_edited(self) -> bool:
+        return False  # no step function changes what is averaged
+
+    def digests_to_compare(self) -> None:
+        """Compare nothing, since groups differ between two synchronizations."""
+
+    @property
+    def changes_extra(self) -> bool:
+        return False  # a txn of the job computes nothing
+
     def put_back(self) -> None:
         if self.inner is not None:  # the ranks of the group put back what they commit together
             return
@@ -148,6 +157,10 @@ class Periodic(Lockstep):
         alone = PeriodicLoop(self._rank, loop, self.synchronizer, self.inner)
         yield from alone.run(inputs, max_steps)
         self._rank.state.end_gathering()
+
+    def txn_committed(self, txn: Transaction) -> None:
+        """Begin the checkpoint that is due, before the next local step."""
+        self._rank.state.checkpoints.take()
 
     # --- checkpoints ---
 

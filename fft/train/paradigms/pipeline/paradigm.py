@@ -14,6 +14,9 @@ from fft.train.reducer import Reducer
 class Pipelined(Lockstep):
     """Each stage is averaged with the same stage of the other groups, in one txn of the job."""
 
+    def refuse_unconnected(self) -> None:
+        """Accept ranks without a process group, since stages may communicate in another way."""
+
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
         from fft.train.paradigms.pipeline.schedule import registered  # it takes half a second
 

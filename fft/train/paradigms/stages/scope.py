@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from torchft.manager import Manager
 
@@ -30,17 +31,17 @@ class StageScope(RankScope):
     ) -> None:
         """``most``: groups whose data count, if others are spares."""
         super().__init__(spec.stage(rank), job_bus)
-        self.first_rank = rank
+        self._rank = rank
         self.by_rank = spec.stages
-        self.name = spec.stages[rank]
+        self.name = self.reported_as = spec.stages[rank]
         self.flow = spec.bound_to(self.name)
         self._most = most
         self._job_bus = job_bus
         self._opened = ExitStack()
 
-    def ranks_of(self, world: int) -> int:
-        """Return 1: each rank of a group is in the scope of its own stage."""
-        return 1
+    def terms(self, ranks: int) -> dict[str, Any]:
+        """See `RankScope.terms`: each rank of a group is in the scope of its own stage."""
+        return {**super().terms(1), "first_rank": self._rank, "flow": self.flow}
 
     def open(self, url: str, token: JobToken | None, operation_s: float) -> None:
         """Open the buses of this scope and of those that it is bound to. Raises BusError."""
@@ -64,7 +65,7 @@ class StageScope(RankScope):
 
     def traces(self, directory: Path | None) -> Path | None:
         """Return the folder for the traces; those of the first stage are in that of the job."""
-        return directory and scope_folder(directory, self.name if self.first_rank else "")
+        return directory and scope_folder(directory, self.name if self._rank else "")
 
     def close(self) -> None:
         """Close the buses that were opened for this scope. Idempotent."""
