@@ -174,8 +174,7 @@ class ManagerFFT(TorchftInterface):
             schedulers = list(lr_scheduler)
         state, groups = self._parts.state, self._parts.groups
         state.register(models, optimizers, schedulers, extra or {}, generators, scaler)
-        assert state.step is not None, "registered just now"
-        groups.refuse_foreign(models, state.step.optimizer_tensors())
+        groups.refuse_foreign(models, state.registered.optimizer_tensors())
 
     def sync_gradients(
         self,

@@ -20,7 +20,7 @@ from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
-from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
+from fft.train.data.source import DataSource, Identify, Inputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
 from fft.train.paradigms.paradigm import Paradigm, SharedState
@@ -141,6 +141,12 @@ class RankState:
             for module in models:
                 self._injector.attach(module)
 
+    @property
+    def registered(self) -> StepState:
+        """The registered state, which must exist."""
+        assert self.step is not None, "loops refuse to begin without one"
+        return self.step
+
     def end_gathering(self) -> None:
         """Reshard FSDP2's modules after the last txn, because an evaluation may have gathered them.
 
@@ -175,8 +181,7 @@ class RankState:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore buffers and random generators at the end, since the block is not a step."""
-        assert self.step is not None, "the caller checks it"
-        rng = capture_random(self.step.generators)
+        rng = capture_random(self.registered.generators)
         buffers = [(b, bits_of(b)) for model in self.models for b in model.buffers()]
         try:
             yield
@@ -223,12 +228,6 @@ class RankState:
         self._entries_checked = count
 
     # --- data ---
-
-    def leased_inputs(self, source: DataSource, steps: int) -> LeasedInputs:
-        """Return this rank's inputs if its group trains locally for ``steps`` steps. Raises
-        DataError."""
-        rank = self._manager._torchft.group_rank if self.paradigm.takers > 1 else 0
-        return LeasedInputs(source, steps, self.paradigm.takers, rank)
 
     def shard_of(
         self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
@@ -284,11 +283,6 @@ class RankState:
         self.position = record
         self._manager._torchft.step = record.step
         self._manager._torchft.batches_committed = record.batches
-
-    def stands_apart(self, step: int, groups: int) -> None:
-        """Begin a local phase at ``step``, after an epoch of ``groups`` groups."""
-        if self._injector is not None:
-            self._injector.begin(step, groups, 0)
 
     def checkpoint_fields(self) -> dict[str, Any]:
         """Return the fields of a checkpoint besides torchft's own."""

@@ -21,7 +21,7 @@ from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.train import accelerator
-from fft.train.body_failures import hopeless
+from fft.train.body_failures import BodyFailures, hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
@@ -126,9 +126,8 @@ class TransactionLoop:
         Returns:
             True if this group is still a member: nothing is left to do, and no commit was the last.
         """
-        step, inputs = self._state.step, self._state.inputs_from(source)
+        step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
-        assert step is not None, "checked in run()"
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)
             if self.is_past(plan, max_steps):
@@ -285,16 +284,16 @@ class TransactionLoop:
         error: Exception,
         number: int,
         where: str = "",
-        in_update: bool = False,
+        counted: BodyFailures | None = None,
     ) -> None:
         """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
 
         Args:
             where: Description of the step for the message; empty names its number.
-            in_update: The update raised the error, not the step function.
+            counted: The earlier failures of the same kind; None: those of step functions.
         """
-        counted = self.worker.update_failures if in_update else self.worker.body_failures
-        why = counted.failed(number, plan.members, error, where)
+        failures = counted or self.worker.body_failures
+        why = failures.failed(number, plan.members, error, where)
         batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)

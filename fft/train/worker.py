@@ -84,10 +84,7 @@ class Worker:
         self._leaving = leaving
         self._preconditions = preconditions
         self._join = join
-        max_body_failures = rank.settings.config.max_body_failures
-        self.body_failures = BodyFailures(max_body_failures)
-        self.update_failures = BodyFailures(max_body_failures)
-        """Of groups that step alone: updates that failed after a step of their own."""
+        self.body_failures = BodyFailures(rank.settings.config.max_body_failures)
         self.has_reported = False
         """The user has reported an error in the body that is open."""
         self.txn: StartTxn | None = None

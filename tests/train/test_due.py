@@ -19,7 +19,8 @@ from fft.durable.plan import Checkpointing
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, DueByRecord, DueByWord
+from fft.train.checkpoint.due import AT, DueByRecord
+from fft.train.paradigms.asynchronous import DueToLocal
 
 INTERVAL_S = 0.2
 
@@ -37,7 +38,7 @@ class Group:
         self.notes: list[dict[str, Any]] = []
         self.is_busy = False
         plan = Checkpointing("somewhere", every)
-        self.due = DueByWord(plan, self, bus, lambda: self.is_busy)  # type: ignore[arg-type]
+        self.due = DueToLocal(plan, self, bus, lambda: self.is_busy)  # type: ignore[arg-type]
 
     def tell(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"

@@ -30,7 +30,6 @@ from fft.durable.plan import Checkpointing
 from fft.errors import BusError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Peer, Record, Token
-from fft.protocol.apart import living
 from fft.trace.checkpoint_notes import TOO_OFTEN
 from fft.train.participation import Participation
 
@@ -233,7 +232,7 @@ def decode_words(data: bytes) -> tuple[Word, ...]:
 
 
 class DueByWord(Due):
-    """The rule for groups that train locally between their synchronizations.
+    """The common part of the rules by which one rank names a txn before it votes.
 
     Args:
         bus: Bus of the scope whose txns are named.
@@ -292,20 +291,12 @@ class DueByWord(Due):
         """Return the checkpoint of the job's last commit, which was not named."""
         return named_after(self._job, record, epoch)
 
-    def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `Due.left`: a group in its local phase is still in the job."""
-        local = self._job.local
-        if local is None or local.head is None or local.head.n < record.n or record.last:
-            return frozenset()
-        stays = {e.entry.group for e in living(local) if set(e.entry.peers()) <= epoch.peer_set}
-        return frozenset(e.group for e in epoch.members) - stays - frozenset(record.leavers)
-
     def is_awaited(self, record: Record) -> bool:
         """All members reach the position at the same time."""
         return False
 
     def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Whether to name the txn as possibly the last one; this rule never needs that."""
+        """Whether to name the txn as possibly the last one; by default never."""
         return False
 
     def _look(self) -> None:

@@ -104,13 +104,11 @@ class Lockstep(Paradigm[TransactionLoop]):
         return DueByRecord(plan, self._rank.job)
 
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
-        step = self._rank.state.step
-        assert step is not None, "asked before"
+        step = self._rank.state.registered
         return step.export_changing(), step.sharded_names()
 
     def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
-        step = self._rank.state.step
-        assert step is not None, "asked before"
+        step = self._rank.state.registered
         refuse_other_kind(found, are_alone=False)
         step.load(completed(found, buffers, step))
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from torchft.manager import Manager
 
 from fft.bus import ErrorBus
+from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
 from fft.train.paradigms.paradigm import Paradigm
 from fft.train.paradigms.periodic.paradigm import Periodic
@@ -53,5 +54,5 @@ def paradigm_of(rank: Rank) -> Paradigm[TransactionLoop]:
     if isinstance(rank.scope, StageScope):
         return Ahead(rank, rank.scope)
     if spec.is_periodic:
-        return Periodic(rank)
+        return Asynchronous(rank) if spec.bound else Periodic(rank)
     return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)

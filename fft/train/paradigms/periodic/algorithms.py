@@ -11,8 +11,9 @@ from torchft.manager import Manager
 
 from fft.errors import FftError
 from fft.train.local_tensors import like, local_of
-from fft.train.paradigms.periodic.shared_state import Fragment
-from fft.train.paradigms.periodic.synchronizer import Synchronizer
+from fft.train.paradigms.periodic.contribution import Packing
+from fft.train.paradigms.periodic.shared_state import Fragment, Storage
+from fft.train.paradigms.periodic.synchronizer import Synchronizer, SyncSchedule
 
 
 class LocalSGD(Synchronizer):
@@ -43,9 +44,10 @@ class LocalSGD(Synchronizer):
         *,
         weighted: bool = False,
     ) -> None:
-        super().__init__(manager, [model], optimizer, [], sync_every, {}, weighted=weighted)
+        schedule, packing = SyncSchedule(sync_every), Packing(weighted)
+        super().__init__(manager, [model], optimizer, [], schedule, packing, Storage())
 
-    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+    def _values(self, fragment: Fragment) -> dict[str, torch.Tensor]:
         return {name: local_of(p).detach().clone() for name, p in fragment.trained.items()}
 
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
@@ -116,23 +118,24 @@ class DiLoCo(Synchronizer):
             raise FftError("should_quantize is not supported: leave it out")
         if not 0 <= fragment_update_alpha <= 1:
             raise FftError(f"fragment_update_alpha={fragment_update_alpha}: give 0 to 1")
+        if not model_fragments:
+            raise FftError("fft.DiLoCo: no model to synchronise")
+        self._alpha = fragment_update_alpha
         super().__init__(
             manager,
             model_fragments,
             inner_optimizer,
             outer,
-            sync_every,
-            {"fragment_update_alpha": fragment_update_alpha},
-            fragment_sync_delay,
-            torch.device("cpu") if backup_device is None else backup_device,
-            pin_memory,
-            bucket_cap_mb,
-            weighted,
+            SyncSchedule(sync_every, len(model_fragments), fragment_sync_delay),
+            Packing(weighted, bucket_cap_mb),
+            Storage(torch.device("cpu") if backup_device is None else backup_device, pin_memory),
         )
-        self._alpha = fragment_update_alpha
         self._by_fragment = outer if not single else outer * len(model_fragments)
 
-    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+    def _settings(self) -> dict[str, Any]:
+        return {"fragment_update_alpha": self._alpha}
+
+    def _values(self, fragment: Fragment) -> dict[str, torch.Tensor]:
         """The pseudo-gradients: where the job was, less where this group is."""
         return {
             name: fragment.globals[name].to(p.device) - local_of(p)

@@ -55,7 +55,7 @@ from fft.train.participation import MainThread, Participation, bus_url
 from fft.train.rank import Rank
 from fft.train.reductions import ManifestBuilder
 from fft.train.reported import code_of, error_of, text_of
-from fft.train.state.step_state import StepState, TornState
+from fft.train.state.step_state import TornState
 
 logger = logging.getLogger(__name__)
 
@@ -155,15 +155,20 @@ class InnerScope:
             self._own.close()
 
     @property
-    def _engine(self) -> Engine:
+    def _joined(self) -> Participation:
+        """This process as a participant of the inner job, which it has joined."""
         assert self._own is not None, "the job was joined"
-        assert self._own.engine is not None, "it is made with it"
-        return self._own.engine
+        return self._own
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._joined.engine
+        assert engine is not None, "it is made with it"
+        return engine
 
     @property
     def _thread(self) -> MainThread:
-        assert self._own is not None, "the job was joined"
-        return self._own.thread
+        return self._joined.thread
 
     # --- any thread ---
 
@@ -237,13 +242,12 @@ class InnerScope:
     def vote(self, attempt: Attempt, skip: bool) -> None:
         """Vote for the step, and carry out the decision, unless the job speaks before it comes:
         then it is carried out when this scope is entered again."""
-        assert self._own is not None, "the job was joined"
         self._attempt = attempt
         manifest = ManifestBuilder()  # nobody sees what FSDP2 has reduced, but for what came of it
         for parameter in self._state.updates.parameters():
             if parameter.grad is not None:
                 manifest.add(local_of(parameter.grad), "gradient")
-        self._own.say(Prepared(self._token, True, manifest.build(), skip=skip))
+        self._joined.say(Prepared(self._token, True, manifest.build(), skip=skip))
         while self._thread.role == "waiting" and (command := self._next()) is not None:
             self._obey(command)
 
@@ -273,8 +277,7 @@ class InnerScope:
         self.fail(text, CauseCode.SCOPE_RESET, "job")
 
     def _restore(self, command: Restore) -> None:
-        assert self._own is not None, "the job was joined"
-        step = self._step()
+        step = self._state.registered
         self._attempt = None
         self._groups.unwind_shard(command.cause.text, self._watchers.waiting())
         self._state.updates.forget()
@@ -285,13 +288,12 @@ class InnerScope:
                 step.unwind()
         except TornState as error:
             self._begin_anew(text_of(error))
-        self._own.say(Restored(command.token))
+        self._joined.say(Restored(command.token))
 
     def _connect(self, command: Heal) -> None:
-        assert self._own is not None, "the job was joined"
         epoch, synchronizer = command.record.epoch, self.synchronizer
         assert synchronizer is not None, "looked at before"
-        mine = synchronizer.standing()
+        mine = synchronizer.phase.standing()
         try:
             with self._watchers.waiting():
                 notes = self._groups.build_shard(command.record, mine, self._job_speaks)
@@ -299,17 +301,16 @@ class InnerScope:
             logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
             self._job.note_error(error)
             code = code_of(error, own=CauseCode.EPOCH_FAILED)
-            self._own.say(HealFailed(epoch, text_of(error), code=code))
+            self._joined.say(HealFailed(epoch, text_of(error), code=code))
             return
         if unlike := {rank: note for rank, note in notes.items() if note != mine}:
             self._begin_anew(f"this rank stands at {mine}, others of its group at {unlike}")
-        self._own.say(Healed(epoch))
+        self._joined.say(Healed(epoch))
 
     def _apply(self, command: Apply) -> None:
         """Make the update of a step that the group has committed, unless its state is void."""
-        assert self._own is not None, "the job was joined"
         attempt, self._attempt = self._attempt, None
-        is_due = attempt is not None and self._step().captured
+        is_due = attempt is not None and self._state.registered.captured
         if is_due and attempt is not None and not attempt.carry_out(lambda: command.skip):
             # It begins anew. Mates may be in the synchronisation already: all come back here.
             self._groups.abort_shard("the update of an inner step has failed on this rank")
@@ -325,10 +326,6 @@ class InnerScope:
         assert plan is not None, "a txn of the job is open"
         logger.error("%s; this rank begins anew from the last synchronisation", why)
         synchronizer.begin_anew(plan, why)
-
-    def _step(self) -> StepState:
-        assert self._state.step is not None, "looked at before"
-        return self._state.step
 
     def _stop(self, command: Finish) -> None:
         """Raises the error that the engine names: without this scope the group makes no step."""

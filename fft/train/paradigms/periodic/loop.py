@@ -1,7 +1,7 @@
-"""The loop of a group that steps alone and synchronises now and then.
+"""The loop of a group that takes local steps and synchronizes now and then.
 
-What the user is given are inner steps: transactions of the group, which commits or repeats each by
-itself. After so many the job's transaction comes, in which nothing but the synchronisation is done.
+The script gets inner steps: transactions of the group, which commits or repeats each by itself.
+After a number of them the job's transaction comes, which does nothing but synchronize.
 A rollback of the job interrupts at most the inner step that is being computed; those before it
 stay. Main thread.
 """
@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
-from fft.messages.protocol import Synchronise
-from fft.protocol.apart import own_lease
+from fft.train.body_failures import BodyFailures
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import LeasedInputs
 from fft.train.interrupt import Interrupted
@@ -52,8 +50,10 @@ class PeriodicLoop:
         self.loop = loop
         self.synchronizer = synchronizer
         self.inner = inner
-        self.job, self.watchers = rank.job, rank.watchers
+        self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
+        self.update_failures = BodyFailures(rank.settings.config.max_body_failures)
+        """Updates that failed after an inner step."""
 
     def run(self, inputs: LeasedInputs, max_steps: int | None) -> Iterator[InnerTransaction]:
         """Yield inner steps until the job is over, or this group has left."""
@@ -79,25 +79,26 @@ class PeriodicLoop:
             finally:
                 if self.inner is not None:
                     self.inner.leave()
-            if waited_ms is None or not self._synchronize(plan, is_last, waited_ms):
-                continue
-            if synchronizer.bound:
-                yield from self._stand_apart(plan, inputs)
+            if waited_ms is not None and self._synchronize(plan, is_last, waited_ms):
+                yield from self._synchronized(plan, inputs)
+
+    def _synchronized(self, plan: StartTxn, inputs: LeasedInputs) -> Iterator[InnerTransaction]:
+        """Yield the inner steps that come before the next txn of the job begins."""
+        return iter(())
 
     def _inner_steps(
         self, plan: StartTxn, inputs: LeasedInputs
     ) -> Generator[InnerTransaction, None, float | None]:
         """Those that are missing. Returns how long they waited for data (ms); None: rolled back."""
-        synchronizer, step, waited_ms = self.synchronizer, self.state.step, 0.0
-        assert step is not None, "looked at before"
+        synchronizer, step, waited_ms = self.synchronizer, self.state.registered, 0.0
         while plan.lease is not None and (self.inner is None or self.inner.ready(plan)):
-            if synchronizer.position >= synchronizer.steps:
+            if synchronizer.phase.position >= synchronizer.schedule.steps:
                 break
             if self._is_superseded() or not self._launched_in_time(plan):
                 return None
             if self.inner is not None and not self.inner.begin():
                 continue
-            drawn = inputs.draw(plan.lease, synchronizer.position)
+            drawn = inputs.draw(plan.lease, synchronizer.phase.position)
             step.capture()
             self.watchers.txn_begun(plan.step)
             txn = self._inner_step(plan, drawn)
@@ -129,7 +130,7 @@ class PeriodicLoop:
     def _launched_in_time(self, plan: StartTxn) -> bool:
         """Begin the reduction that is made beside the last inner steps. False: it failed."""
         synchronizer = self.synchronizer
-        is_due = synchronizer.position >= synchronizer.steps - synchronizer.delay
+        is_due = synchronizer.phase.position >= synchronizer.schedule.launch_at
         if synchronizer.is_launched or not is_due:
             return True
         with JobsPart(self.loop, plan) as part:
@@ -143,32 +144,12 @@ class PeriodicLoop:
         finally:
             self.reductions.refused = _IN_A_STEP
 
-    def _stand_apart(
-        self, plan: StartTxn, inputs: LeasedInputs
-    ) -> Generator[InnerTransaction, None, None]:
-        """Compute this group's contribution to a later synchronization of an asynchronous job, and
-        ask to take part in it. The other groups wait only when the spec's bound stops them."""
-        synchronizer, record = self.synchronizer, self.state.position
-        engine = self.job.engine
-        assert record is not None and engine is not None, "it was committed"
-        synchronizer.lease = own_lease(record.leases, engine.participant.config)
-        synchronizer.base = record.step
-        self.state.stands_apart(record.step, len(plan.members))
-        own = replace(plan, step=record.step, lineage=record.lineage, lease=synchronizer.lease)
-        if (yield from self._inner_steps(own, inputs)) is None:
-            return  # the engine has a word: this group leaves
-        synchronizer.prepare()
-        self.job.post(Synchronise())
-
     def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> bool:
         """The job's txn: all that is done in it across the groups, and its vote. Whether this group
         goes on from it."""
         self.watchers.txn_begun(plan.step)
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
-        told = {"inner_steps": self.synchronizer.position}
-        if self.synchronizer.bound:
-            told["base"] = self.synchronizer.base
-        txn = self.loop.transaction(plan, drawn, **told)
+        txn = self.loop.transaction(plan, drawn, **self.synchronizer.phase.traced())
         with txn:
             if not self.synchronizer.is_launched:
                 self._launch()
@@ -218,7 +199,7 @@ class InnerTransaction(Transaction):
 
     def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: Drawn) -> None:
         super().__init__(periodic.loop, plan, drawn, last=False, consumes={})
-        self.inner_step = periodic.synchronizer.position
+        self.inner_step = periodic.synchronizer.phase.position
         self.interrupted = False
         self._periodic = periodic
         self._weight: float | None = None
@@ -271,15 +252,13 @@ class InnerTransaction(Transaction):
 
     def _commit(self) -> None:
         state = self._periodic.state
-        assert state.step is not None, "looked at before"
-        state.step.note_edits()
+        state.registered.note_edits()
         self.carry_out(state.updates.must_skip)
 
     def carry_out(self, skip: Callable[[], bool]) -> bool:
         """The step is committed: make its update. Whether it went well; else this rank has begun
         anew from the last synchronisation."""
         periodic, state = self._periodic, self._periodic.state
-        assert state.step is not None, "looked at before"
         try:
             self.skipped = skip()
             (state.updates.skip if self.skipped else state.updates.apply)()
@@ -291,7 +270,7 @@ class InnerTransaction(Transaction):
             self._begin_anew(error)
             return False
         self.committed = True
-        state.step.forget()
+        state.registered.forget()
         periodic.loop.worker.body_failures.committed()
         self._note("inner_commit", skipped=self.skipped)
         periodic.watchers.committed(self.step, len(self._plan.members))
@@ -302,8 +281,7 @@ class InnerTransaction(Transaction):
 
     def _roll_back(self, error: Exception) -> None:
         """Put the start of the step back. Nobody else hears of it."""
-        periodic, step = self._periodic, self._periodic.state.step
-        assert step is not None, "looked at before"
+        periodic, step = self._periodic, self._periodic.state.registered
         self._give_up_if_hopeless(error)
         logger.warning("an inner step failed here and is computed again: %s", text_of(error))
         periodic.state.updates.forget()
@@ -318,12 +296,11 @@ class InnerTransaction(Transaction):
 
     def _give_up_if_hopeless(self, error: Exception, in_update: bool = False) -> None:
         """Raise StepRetriesExceeded if ``error`` keeps coming here; of updates, in this window."""
-        number = self.step * self._periodic.synchronizer.steps
+        number = self.step * self._periodic.synchronizer.schedule.steps
         number += 0 if in_update else self.inner_step
         where = f"step {self.step}, inner step {self.inner_step}"
-        self._loop.give_up_if_hopeless(
-            self._plan, self._drawn, error, number, where, in_update=in_update
-        )
+        counted = self._periodic.update_failures if in_update else None
+        self._loop.give_up_if_hopeless(self._plan, self._drawn, error, number, where, counted)
 
     def _begin_anew(self, error: Exception) -> None:
         """The state of the step is lost: take what was synchronised last."""
@@ -390,8 +367,7 @@ class SharedInnerTransaction(InnerTransaction):
     def _vote(self) -> Exception | None:
         """Vote YES, and carry out the decision; or why there can be no vote."""
         state = self._periodic.state
-        assert state.step is not None, "looked at before"
-        state.step.note_edits()
+        state.registered.note_edits()
         try:
             skip = state.updates.must_skip()
         except Exception as error:  # noqa: BLE001 - as one of the body's

@@ -7,23 +7,21 @@ scope of their own for their local steps (`inner_scope`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fft.durable.plan import Checkpointing
 from fft.errors import FftError
 from fft.protocol.state import Config
-from fft.train.checkpoint.due import Due, DueByWord
 from fft.train.checkpoint.loading import refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import DataSource
+from fft.train.data.source import DataSource, LeasedInputs
 from fft.train.paradigms.lockstep import Lockstep, no_shares
 from fft.train.paradigms.paradigm import Committed, SharedState
 from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
-from fft.train.paradigms.periodic.synchronizer import Synchronizer
+from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.rank import Rank
 from fft.train.state.step_state import TornState
 from fft.train.transaction import Transaction, TransactionLoop
@@ -45,6 +43,18 @@ class Periodic(Lockstep):
         super().__init__(rank)
         self.synchronizer: Synchronizer | None = None
         self.inner = None if rank.world == 1 else InnerScope(rank)
+
+    def new_phase(self, fragments: int) -> LocalPhase:
+        """Return the local phase of a synchronizer of ``fragments`` fragments."""
+        return LocalPhase(fragments)
+
+    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
+        """Raise FftError if this group cannot be synchronized so."""
+        if synchronizer.packing.is_weighted and self._rank.world > 1:
+            raise FftError(
+                "weighted=True with several ranks in a replica group: each would average its shard "
+                "by the weight of its own samples; leave it out, and give all ranks equally many"
+            )
 
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
         """Have a COMMIT of the job step what ``synchronizer`` shares between the groups.
@@ -153,21 +163,21 @@ class Periodic(Lockstep):
     ) -> Iterator[InnerTransaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
-        inputs = self._rank.state.leased_inputs(source, self.synchronizer.steps)
-        alone = PeriodicLoop(self._rank, loop, self.synchronizer, self.inner)
-        yield from alone.run(inputs, max_steps)
+        number = self._rank.manager._torchft.group_rank if self.takers > 1 else 0
+        steps = self.synchronizer.schedule.steps
+        inputs = LeasedInputs(source, steps, self.takers, number)
+        yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
         self._rank.state.end_gathering()
+
+    def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
+        """Return the loop of this group's inner steps."""
+        return PeriodicLoop(self._rank, loop, synchronizer, self.inner)
 
     def txn_committed(self, txn: Transaction) -> None:
         """Begin the checkpoint that is due, before the next local step."""
         self._rank.state.checkpoints.take()
 
     # --- checkpoints ---
-
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
-        if not self._rank.settings.spec.bound:
-            return super().schedule(plan, is_writing)
-        return DueByWord(plan, self._rank.job, self._rank.job.bus, is_writing)
 
     def export_own(self, gives: range) -> dict[str, Any]:
         return {} if self.synchronizer is None else {"alone": self.synchronizer.export_own()}
@@ -182,10 +192,9 @@ class Periodic(Lockstep):
             super().load_checkpoint(found, own, buffers)
             return
         refuse_other_kind(found, are_alone=True)
-        step = self._rank.state.step
-        assert step is not None, "asked before"
         if own is not None:
-            step.refuse_unfit({**own["alone"]["state"], "buffers": own["buffers"]})
+            unfit = self._rank.state.registered.refuse_unfit
+            unfit({**own["alone"]["state"], "buffers": own["buffers"]})
         self.synchronizer.load_state_dict(found)
         if own is not None:
             self.synchronizer.load_own(own["alone"], own["buffers"])

@@ -58,6 +58,24 @@ class Fragment:
                 local_of(parameter).copy_(self.globals[name])
 
 
+@dataclass(frozen=True)
+class Storage:
+    """Where the job's parameters are kept.
+
+    Attributes:
+        device: None: beside the group's own.
+        pins: Page-lock them, if that is the CPU and there is an accelerator.
+    """
+
+    device: torch.device | None = None
+    pins: bool = True
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor`` that is kept there."""
+        kept = tensor.detach().to(self.device, copy=True)
+        return kept.pin_memory() if self.pins and torch.accelerator.is_available() else kept
+
+
 class SharedState:
     """The job's parameters, by fragment, and what was kept of a group's progress there.
 
@@ -66,8 +84,7 @@ class SharedState:
         modules: the fragments. Together they have all parameters that the group trains.
         optimizers: the outer ones, over the same parameters; may be none.
         plan: what must be equal on all groups: periods, fragments; plain data.
-        device: where the job's parameters are kept; None: beside the group's own.
-        pin: page-lock them, if that is the CPU and there is an accelerator.
+        storage: where the job's parameters are kept.
 
     Raises:
         FftError: a parameter in no fragment or in two, or a fragment without any.
@@ -79,8 +96,7 @@ class SharedState:
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         plan: Mapping[str, Any],
-        device: torch.device | None,
-        pin: bool,
+        storage: Storage,
     ) -> None:
         self._step = step
         self._names = step.names()
@@ -89,7 +105,7 @@ class SharedState:
         _refuse_unfit_outer(self.fragments, optimizers)
         self._optimizers = list(optimizers)
         self._plan = dict(plan)
-        self._device, self._pin = device, pin and torch.accelerator.is_available()
+        self._storage = storage
         self._progress: dict[str, Any] = {}
         """Of the group, at the last synchronisation."""
 
@@ -108,8 +124,7 @@ class SharedState:
             )
         for fragment in self.fragments:
             for name, parameter in fragment.parameters.items():
-                kept = local_of(parameter).detach().to(self._device, copy=True)
-                fragment.globals[name] = kept.pin_memory() if self._pin else kept
+                fragment.globals[name] = self._storage.copy_of(local_of(parameter))
         self.note_progress()
 
     def note_progress(self) -> None:

@@ -1,7 +1,7 @@
-"""What groups that step alone do when they synchronise, whatever is averaged then.
+"""The synchronization of groups that take local steps, whatever it averages.
 
-Each synchronisation is one transaction of the job. What a group reduces in it is computed from its
-parameters once and kept until the decision, so that a repeated attempt reduces the same. Main
+Each synchronization is one transaction of the job. A group computes its contribution once from its
+parameters and keeps it until the decision, so that a repeated attempt reduces the same. Main
 thread; touches the modules and optimizers that it was given.
 """
 
@@ -9,55 +9,138 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import Work
-from torchft.manager import Manager, WorldSizeMode
+from torchft.manager import Manager
 
 from fft.errors import FftError
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
-from fft.protocol.apart import is_brought
 from fft.train.local_tensors import local_of
-from fft.train.paradigms.periodic.shared_state import Fragment, SharedState
+from fft.train.paradigms.periodic.contribution import Contribution, Packing
+from fft.train.paradigms.periodic.shared_state import Fragment, SharedState, Storage
 from fft.train.rank import Rank
 from fft.train.state.sharded import reshard
 
-BUCKET_MB = 1024.0
-"""MiB that are reduced at once, as in torchft."""
 _ANEW = "a new beginning"
 
 
-@dataclass
-class _Bucket:
-    """Values that lie behind each other, and their sum over the groups where it is under way."""
+@dataclass(frozen=True)
+class SyncSchedule:
+    """After how many local steps fragments are synchronized, one after the other in turn.
 
-    names: list[str]
-    own: torch.Tensor
-    """What this group contributes; with weights, the last one is the weight."""
-    reduced: torch.Tensor
-    work: Work | None = None
+    Attributes:
+        sync_every: Local steps between two synchronizations of one fragment.
+        fragments: Number of fragments.
+        delay: Local steps that are made while a reduction is under way.
+
+    Raises:
+        FftError: the numbers do not fit.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sync_every < 1 or self.sync_every % self.fragments:
+            raise FftError(
+                f"sync_every={self.sync_every} with {self.fragments} fragments: give a multiple of "
+                "their number, for they are synchronised in turn, after equal numbers of steps"
+            )
+        if not 0 <= self.delay < self.steps:
+            raise FftError(
+                f"a fragment is synchronised {self.steps} steps after the one before it, and "
+                f"fragment_sync_delay={self.delay}: give less"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Local steps from one synchronization to the next."""
+        return self.sync_every // self.fragments
+
+    @property
+    def launch_at(self) -> int:
+        """Number of local steps after which the reduction begins."""
+        return self.steps - self.delay
+
+
+class LocalPhase:
+    """The steps that a group has taken by itself since its last synchronization.
+
+    Attributes:
+        lease: The slice of the data that they take; None: none yet.
+        position: Their number.
+        weights: Sum of the weights of the steps that are in no reduction yet, by fragment.
+    """
+
+    lease: int | None
+
+    def __init__(self, fragments: int) -> None:
+        self.lease, self.position = None, 0
+        self.weights = [0.0] * fragments
+        self._history = _ANEW
+
+    def continues(self, plan: StartTxn) -> bool:
+        """Return whether its steps are a contribution to the txn of ``plan``."""
+        return self.lease == plan.lease
+
+    def enter(self, plan: StartTxn) -> None:
+        """Continue in the txn of ``plan``, or begin in it if there is no lease."""
+        self.lease = plan.lease
+
+    def stepped(self, weight: float) -> None:
+        """Count a committed step of this weight."""
+        self._history = _after(self._history, f"{self.lease}.{self.position}")
+        self.position += 1
+        self.weights = [sum_ + weight for sum_ in self.weights]
+
+    def take_weight(self, fragment: int) -> float:
+        """Return the weight of the steps for a reduction; what comes is in the next one."""
+        weight, self.weights[fragment] = self.weights[fragment], 0.0
+        return weight
+
+    def end(self) -> None:
+        """End with a synchronization."""
+        self._history = _after(self._history, "synchronised")
+        self.lease, self.position = None, 0
+
+    def void(self) -> None:
+        """End without one: the steps count for nothing."""
+        self.lease, self.position = None, 0
+        self.weights = [0.0] * len(self.weights)
+        self._history = _ANEW
+
+    def standing(self) -> str:
+        """Return a text that is equal on ranks of a group whose states belong together."""
+        return f"inner step {self.position} of slice {self.lease}, after {self._history}"
+
+    def traced(self) -> dict[str, int]:
+        """Return what the trace contains of it when its synchronization is committed."""
+        return {"inner_steps": self.position}
 
 
 class Synchronizer(ABC):
-    """What LocalSGD and DiLoCo have in common. Made after ``manager.register``, before the loop.
+    """The common part of LocalSGD and DiLoCo. Made after ``manager.register``, before the loop.
 
     Attributes:
-        steps: inner steps, from one synchronisation to the next.
-        delay: inner steps that are made while the reduction is under way.
-        position: inner steps since the last synchronisation.
-        lease: the slice of the data that they take; None: none yet.
-        is_launched: the reduction of this attempt is under way.
+        schedule: After how many local steps groups synchronize.
+        packing: How contributions are put into buckets.
+        plan: The settings that must be equal in all groups, by name.
+        shared: The state that the groups have in common.
+        outer: The optimizers that a COMMIT of the job steps.
+        phase: The local steps since the last synchronization.
+        is_launched: The reduction of this attempt is under way.
     """
 
     algorithm: ClassVar[str]
-    lease: int | None
 
     def __init__(
         self,
@@ -65,62 +148,31 @@ class Synchronizer(ABC):
         fragments: Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer,
         outer_optimizers: Sequence[torch.optim.Optimizer],
-        sync_every: int,
-        plan: dict[str, Any],
-        delay: int = 0,
-        device: torch.device | None = None,
-        pin: bool = True,
-        bucket_cap_mb: float | None = None,
-        weighted: bool = False,
+        schedule: SyncSchedule,
+        packing: Packing,
+        storage: Storage,
     ) -> None:
         rank: Rank = manager._parts.rank
-        self._rank = rank
+        self._rank, self.schedule, self.packing = rank, schedule, packing
         self._refuse_unfit(inner_optimizer, outer_optimizers)
-        if not fragments:
-            raise FftError(f"{self._name}: no model to synchronise")
-        if sync_every < 1 or sync_every % len(fragments):
-            raise FftError(
-                f"sync_every={sync_every} with {len(fragments)} fragments: give a multiple of "
-                "their number, for they are synchronised in turn, after equal numbers of steps"
-            )
-        self.steps, self.delay = sync_every // len(fragments), delay
-        if rank.settings.spec.bound and (len(fragments) > 1 or delay):
-            raise FftError(
-                f"{self._name}: groups that do not wait for each other synchronise the whole model "
-                "at once, and compute nothing meanwhile: give one fragment, and no delay"
-            )
-        if not 0 <= delay < self.steps:
-            raise FftError(
-                f"a fragment is synchronised {self.steps} steps after the one before it, and "
-                f"fragment_sync_delay={delay}: give less"
-            )
-        state = rank.state
-        if weighted and rank.world > 1:
-            raise FftError(
-                "weighted=True with several ranks in a replica group: each would average its shard "
-                "by the weight of its own samples; leave it out, and give all ranks equally many"
-            )
-        assert state.step is not None, "looked at above"
-        own = {"algorithm": self.algorithm, "sync_every": sync_every, "fragments": len(fragments)}
-        self.plan = {**own, "fragment_sync_delay": delay, "weighted": weighted, **plan}
-        self.shared = SharedState(state.step, fragments, outer_optimizers, self.plan, device, pin)
-        self._cap = int((BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        self.position, self.lease, self.is_launched = 0, None, False
-        self.bound = rank.settings.spec.bound
-        """Of an asynchronous job: by how many steps of it a contribution may be behind; else 0."""
-        self.base = 0
-        """The same: the job's step that this group's own steps began from."""
+        self.plan = {
+            "algorithm": self.algorithm,
+            "sync_every": schedule.sync_every,
+            "fragments": schedule.fragments,
+            "fragment_sync_delay": schedule.delay,
+            "weighted": packing.is_weighted,
+            **self._settings(),
+        }
+        self.shared = SharedState(
+            rank.state.registered, fragments, outer_optimizers, self.plan, storage
+        )
         self.outer = list(outer_optimizers)
-        """What is stepped with a COMMIT of the job."""
-        self._turn = 0
+        self.phase: LocalPhase = manager._parts.paradigm.new_phase(schedule.fragments)
+        self.is_launched = False
         self._due: Fragment | None = None
-        """What the open txn synchronises."""
-        self._buckets: list[_Bucket] = []
-        """Of it; empty until it is time to reduce."""
-        self._is_weighted = weighted
-        self._weights = [0.0] * len(fragments)
-        """Of the steps that are not in a reduction of the fragment yet."""
-        self._history = _ANEW
+        """The fragment that the open txn synchronizes."""
+        self._contribution: Contribution | None = None
+        """This group's to the open txn; None until it is time to reduce."""
         manager._parts.paradigm.synchronize_by(self)
 
     def _refuse_unfit(
@@ -129,45 +181,34 @@ class Synchronizer(ABC):
         rank = self._rank
         if not rank.settings.spec.is_periodic:
             raise FftError(
-                f"{self._name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
+                f"{self.name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
                 f"{rank.settings.spec.name!r}, by which all groups step together"
             )
-        if rank.settings.spec.bound and (why := self._unfit_for_bounds()):
-            raise FftError(f"{self._name} by spec={rank.settings.spec.name!r}: {why}")
+        rank.manager._parts.paradigm.refuse_synchronizer(self)
         if rank.state.step is None or not rank.state.updates.has(inner):
             raise FftError(
-                f"call manager.register(model, inner_optimizer, …) before {self._name}(…), so "
+                f"call manager.register(model, inner_optimizer, …) before {self.name}(…), so "
                 "that a failed inner step can be rolled back"
             )
         if any(map(rank.state.updates.has, outer)):
             raise FftError(
                 "the outer optimizer is registered, so it would be stepped after every inner step: "
-                f"give it to {self._name} alone"
+                f"give it to {self.name} alone"
             )
 
-    def _unfit_for_bounds(self) -> str:
-        """Why the groups of this job cannot go on without each other; empty: they can."""
-        if self.algorithm != "diloco":
-            return (
-                "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
-                "which averages how far they have come: with an outer SGD of lr=1 it is the same"
-            )
-        if self._rank.world > 1:
-            return "a replica group is one rank; give it --ranks 1"
-        if self._rank.manager._torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
-            return "there are no spares where any number of groups synchronise; use DYNAMIC"
-        if self._rank.settings.config.membership == "lighthouse":
-            return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
-        return ""
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of this algorithm alone that must be equal in all groups."""
+        return {}
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The class as scripts name it."""
         return f"fft.{type(self).__name__}"
 
     def describe(self) -> str:
-        """What must be alike in all groups, in words."""
+        """Return in words what must be equal in all groups."""
         told = ", ".join(f"{key}={value}" for key, value in self.plan.items())
-        return f"by {self._name} ({told})"
+        return f"by {self.name} ({told})"
 
     # --- checkpoints of the user's ---
 
@@ -187,50 +228,33 @@ class Synchronizer(ABC):
 
     def export_own(self) -> dict[str, Any]:
         """At the end of a window: this group's own. Copy its tensors before the next inner step."""
-        step = self._rank.state.step
-        assert step is not None, "it is registered"
-        own = step.export(across_body=True)
+        own = self._rank.state.registered.export(across_body=True)
         del own["buffers"]
-        return {"state": own, "weights": list(self._weights)}
+        return {"state": own, "weights": list(self.phase.weights)}
 
     def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Go on as the group that has exported it, after `load_state_dict`."""
-        step = self._rank.state.step
-        assert step is not None, "it is registered"
-        step.load({**own["state"], "buffers": buffers})
-        self._weights = list(own["weights"])
+        self._rank.state.registered.load({**own["state"], "buffers": buffers})
+        self.phase.weights = list(own["weights"])
 
     # --- a txn of the job ---
 
     def begin(self, plan: StartTxn) -> None:
-        """A txn begins: go on where this group was, or anew if its lease is another one."""
+        """Begin a txn: continue where this group was, or anew if its lease is another one."""
         self.is_launched = False
-        goes_on = self.lease is not None and self._goes_on(plan)
-        if self.lease is not None and not goes_on:
+        phase = self.phase
+        if phase.lease is not None and not phase.continues(plan):
             self.start_over()
-        if not goes_on:
-            self.base = plan.step
-        if self.lease is None:  # what was reduced without one, as by who learns, is nothing of it
-            self._buckets = []
-        self.lease = plan.lease
-        self._turn = plan.step % len(self.shared.fragments)
-        self._due = self.shared.fragments[self._turn]
-
-    def _goes_on(self, plan: StartTxn) -> bool:
-        """Whether what this group has computed is what it brings to the txn."""
-        if not self.bound or self.position == 0:
-            return self.lease == plan.lease
-        job = self._rank.job
-        epoch = None if job.local is None else job.local.epoch
-        assert job.engine is not None, "a txn has begun"
-        config = job.engine.participant.config
-        return is_brought(epoch, config, (self.lease, self.base), plan.lease)
+        if phase.lease is None:  # a joiner that was fetching has reduced what counts for no lease
+            self._contribution = None
+        phase.enter(plan)
+        self._due = self.shared.fragments[plan.step % len(self.shared.fragments)]
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
         reshard(self._rank.state.models)
         self.shared.start_over()
-        self._forget_window()
+        self._forget_phase()
 
     def begin_anew(self, plan: StartTxn, cause: str, **at: Any) -> None:
         """The state of a step is lost: take what was synchronised last, with the same lease.
@@ -243,81 +267,82 @@ class Synchronizer(ABC):
             text = f"a group begins anew: {cause}"
             job.post(Fault(plan.token, text, CauseCode.SCOPE_RESET, "inner"))
         self.start_over()
-        self.lease = plan.lease
+        self.phase.lease = plan.lease
+
+    @property
+    def has_contribution(self) -> bool:
+        """Whether the contribution of this group is computed, and no synchronization has it."""
+        return self._contribution is not None
 
     def load(self, state: Mapping[str, Any], keep_gradients: bool) -> None:
-        """Take over what the groups share from another one, and begin anew.
+        """Take over the shared state of another group, and begin anew.
 
-        ``keep_gradients``: what this txn has reduced belongs to the state that comes.
+        Args:
+            state: The result of `export` of that group's shared state.
+            keep_gradients: The reductions of this txn belong to that state.
         """
+        self.take_over(state)
+        contribution = self._contribution if keep_gradients else None
+        self._forget_phase()
+        self._contribution = contribution
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over the shared state of another group, and keep this group's contribution."""
         self.shared.load(state)
         reshard(self._rank.state.models)
-        if self.bound and self._buckets:  # what this group brings was computed before
-            self._rank.state.updates.loaded()
-            return
-        buckets = self._buckets if keep_gradients else []
-        self._forget_window()
-        self._buckets = buckets
+        self._rank.state.updates.loaded()  # schedules are where they were
 
-    def _forget_window(self) -> None:
+    def _forget_phase(self) -> None:
         updates = self._rank.state.updates
-        updates.loaded()  # schedules are where they were
+        updates.loaded()
         updates.forget()  # no gradient is unscaled
-        if self.position:
-            void = {"slice": self.lease, "inner_steps": self.position}
+        if self.phase.position:
+            void = {"slice": self.phase.lease, "inner_steps": self.phase.position}
             self._rank.job.note("inner_void", void)
-        self.lease, self.position, self._buckets = None, 0, []
-        self._weights = [0.0] * len(self._weights)
-        self._history = _ANEW
+        self.phase.void()
+        self._contribution = None
 
     def stepped(self, weight: float | None) -> None:
-        """An inner step was committed, of which so much counts.
+        """Count a committed local step.
 
-        Raises FftError: a weight where there are none, or none where there are.
+        Args:
+            weight: The script's, from ``txn.weigh``.
+
+        Raises:
+            FftError: there is a weight and must be none, or the reverse.
         """
-        if (weight is not None) != self._is_weighted:
+        if (weight is not None) != self.packing.is_weighted:
             given = "was called" if weight is not None else "was not called"
             raise FftError(
                 f"txn.weigh() {given}, and this {type(self).__name__} has "
-                f"weighted={self._is_weighted}: call it in every inner step of a weighted one, and "
-                "else never"
+                f"weighted={self.packing.is_weighted}: call it in every inner step of a weighted "
+                "one, and else never"
             )
-        self._history = _after(self._history, f"{self.lease}.{self.position}")
-        self.position += 1
-        self._weights = [sum_ + (weight or 0.0) for sum_ in self._weights]
-
-    def standing(self) -> str:
-        """Where this rank stands: equal on ranks of a group whose states belong together."""
-        return f"inner step {self.position} of slice {self.lease}, after {self._history}"
+        self.phase.stepped(weight or 0.0)
 
     def launch(self) -> None:
-        """Begin to reduce: for the first time, or what the attempt before this has reduced."""
+        """Begin to reduce this group's contribution, for the first time or in a new attempt."""
         assert self._due is not None, "a txn is open"
         self.is_launched = True
         self._due.refuse_thawed()
-        self.prepare()
-        for bucket in self._buckets:
-            bucket.reduced = bucket.own.clone()
-            layout = f"{self.plan}{self._due.name}{bucket.names}"
-            bucket.work = self._rank.manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
+        reduce = partial(self._rank.manager.reduce_gradients, op=ReduceOp.AVG)
+        self.prepare().launch(reduce, f"{self.plan}{self._due.name}")
 
-    def prepare(self) -> None:
-        """Compute what this group brings, unless it is computed: once for all attempts."""
+    def prepare(self) -> Contribution:
+        """Return the contribution of this group, computed once for all attempts."""
         assert self._due is not None, "a txn is open, or was"
-        if self._buckets:
-            return
-        with torch.no_grad():
-            values = self._contribution(self._due)
-        self._buckets = list(self._in_buckets(values, self._weights[self._turn]))
-        self._weights[self._turn] = 0.0  # what comes is in the next one
+        if self._contribution is None:
+            with torch.no_grad():
+                values = self._values(self._due)
+            weight = self.phase.take_weight(self.shared.fragments.index(self._due))
+            self._contribution = Contribution(values, self.packing, weight)
+        return self._contribution
 
     def finish(self) -> None:
         """Wait for the reduction. Raises TxnAborted: it failed; FftError: it is void."""
-        if not self._buckets:
+        if self._contribution is None:
             raise FftError("what was being reduced is void: this group has begun anew meanwhile")
-        for bucket in self._buckets:
-            assert bucket.work is not None, "it was launched"
-            bucket.work.wait()
+        self._contribution.wait()
         self._rank.manager.reduced()
 
     # --- what a COMMIT does ---
@@ -325,72 +350,40 @@ class Synchronizer(ABC):
     def apply(self) -> None:
         """The job's parameters take the step."""
         assert self._due is not None, "a txn is open"
-        assert self._buckets, "nothing was reduced"
+        assert self._contribution is not None, "nothing was reduced"
         mean = {}
-        for bucket in self._buckets:
-            for name, value in zip(bucket.names, self._parted(bucket), strict=True):
-                own = local_of(self._due.parameters[name])
-                mean[name] = value.view_as(own).to(own.dtype)
+        for name, value in self._contribution.means():
+            own = local_of(self._due.parameters[name])
+            mean[name] = value.view_as(own).to(own.dtype)
         reshard(self._rank.state.models)  # what was gathered would hide the new values
         with torch.no_grad():
             self._step(self._due, mean)
-        self._end_window()
+        self._end_phase()
 
     def skip(self) -> None:
         """The window is over without a step of the job's parameters."""
-        self._end_window()
+        self._end_phase()
 
     def done(self) -> None:  # noqa: B027 - nothing is left to do
         """The user's functions follow the inner steps."""
 
-    def _end_window(self) -> None:
-        self._history = _after(self._history, "synchronised")
-        self.lease, self.position, self._buckets = None, 0, []
+    def _end_phase(self) -> None:
+        self.phase.end()
+        self._contribution = None
         self.is_launched = False
         self.shared.note_progress()
 
     # --- what is reduced ---
 
     @abstractmethod
-    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """What this group brings to the average, by parameter: new tensors."""
+    def _values(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """Return this group's contribution to the average, by parameter: new tensors."""
 
     @abstractmethod
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
-        """Carry the average into the job's parameters, and this group's."""
-
-    def _in_buckets(self, values: dict[str, torch.Tensor], weight: float) -> Iterator[_Bucket]:
-        """All of ``values``, in order: as many of one type in a bucket as go into it."""
-        open_: list[str] = []
-        size = 0
-        for name, value in values.items():
-            other = open_ and values[open_[0]].dtype != value.dtype
-            if open_ and (other or size + value.nbytes > self._cap):
-                yield self._bucket(open_, values, weight)
-                open_, size = [], 0
-            open_.append(name)
-            size += value.nbytes
-        yield self._bucket(open_, values, weight)
-
-    def _bucket(self, names: list[str], values: dict[str, torch.Tensor], weight: float) -> _Bucket:
-        parts = [values[name].reshape(-1) for name in names]
-        if self._is_weighted:
-            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too short for products
-                parts = [part.float() for part in parts]
-            parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
-        own = torch.cat(parts)
-        return _Bucket(list(names), own, own)
-
-    def _parted(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """The averages in it, flat."""
-        assert self._due is not None, "a txn is open"
-        sizes = [local_of(self._due.parameters[name]).numel() for name in bucket.names]
-        if not self._is_weighted:
-            return list(torch.split(bucket.reduced, sizes))
-        *parts, total = torch.split(bucket.reduced, [*sizes, 1])
-        return [part / total for part in parts]
+        """Step the job's parameters, and this group's, by the average."""
 
 
 def _after(history: str, event: str) -> str:
-    """What a rank has been through, as a digest."""
+    """Return a digest of everything that a rank has been through."""
     return hashlib.blake2b(f"{history}|{event}".encode(), digest_size=8).hexdigest()

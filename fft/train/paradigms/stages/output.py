@@ -307,8 +307,7 @@ class StageOutput:
 
         Who has left between two epochs keeps those of the last commit.
         """
-        local, step = self._rank.job.local, self._rank.state.step
-        assert step is not None, "asked before"
+        local, step = self._rank.job.local, self._rank.state.registered
         return local is not None and (local.healed or (has_left_well(local) and not step.captured))
 
     def committed(self, txn: Any) -> None:

@@ -1,0 +1,141 @@
+"""The paradigm of groups that synchronize without waiting for all others, within a bound.
+
+A group that has synchronized is local: it computes its contribution to a later synchronization
+from the state that it has received, its base, and then asks to take part in one. Other groups wait
+for it only if it would otherwise be further behind than the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torchft.manager import WorldSizeMode
+
+from fft.durable.plan import Checkpointing
+from fft.errors import FftError
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Record, Synchronise
+from fft.protocol.apart import is_brought, living, own_lease
+from fft.train.checkpoint.due import Due, DueByWord
+from fft.train.data.source import LeasedInputs
+from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
+from fft.train.paradigms.periodic.paradigm import Periodic
+from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
+from fft.train.participation import Participation
+from fft.train.transaction import TransactionLoop
+
+
+class Asynchronous(Periodic):
+    """Groups step alone; more than half of them synchronize in a txn of the job."""
+
+    def new_phase(self, fragments: int) -> LocalPhase:
+        return BoundedPhase(self._rank.job, fragments)
+
+    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
+        if why := self._why_unfit(synchronizer.algorithm):
+            spec = self._rank.settings.spec.name
+            raise FftError(f"{synchronizer.name} by spec={spec!r}: {why}")
+        if synchronizer.schedule.fragments > 1 or synchronizer.schedule.delay:
+            raise FftError(
+                f"{synchronizer.name}: groups that do not wait for each other synchronise the "
+                "whole model at once, and compute nothing meanwhile: give one fragment, and no "
+                "delay"
+            )
+
+    def _why_unfit(self, algorithm: str) -> str:
+        """Return why the groups of this job cannot go on without each other; empty: they can."""
+        if algorithm != "diloco":
+            return (
+                "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
+                "which averages how far they have come: with an outer SGD of lr=1 it is the same"
+            )
+        if self._rank.world > 1:
+            return "a replica group is one rank; give it --ranks 1"
+        if self._rank.manager._torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
+            return "there are no spares where any number of groups synchronise; use DYNAMIC"
+        if self._rank.settings.config.membership == "lighthouse":
+            return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
+        return ""
+
+    def load_shared(self, state: Any, keep_gradients: bool) -> None:
+        if self.synchronizer is not None and self.synchronizer.has_contribution:
+            self.synchronizer.take_over(state)  # the contribution is from before
+        else:
+            super().load_shared(state, keep_gradients)
+
+    def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
+        return AsynchronousLoop(self._rank, loop, synchronizer, None)
+
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+        return DueToLocal(plan, self._rank.job, self._rank.job.bus, is_writing)
+
+
+class BoundedPhase(LocalPhase):
+    """A local phase whose contribution may come to a later synchronization.
+
+    Attributes:
+        base: The job's step that the local steps began from.
+    """
+
+    def __init__(self, job: Participation, fragments: int) -> None:
+        super().__init__(fragments)
+        self.base = 0
+        self._job = job
+
+    def continues(self, plan: StartTxn) -> bool:
+        """Return whether its steps are what this group brings to the txn of ``plan``."""
+        if self.position == 0:
+            return super().continues(plan)
+        local, engine = self._job.local, self._job.engine
+        assert engine is not None, "a txn has begun"
+        epoch, config = None if local is None else local.epoch, engine.participant.config
+        return is_brought(epoch, config, (self.lease, self.base), plan.lease)
+
+    def enter(self, plan: StartTxn) -> None:
+        """See `LocalPhase.enter`; a new phase begins from the state of ``plan``."""
+        if self.lease is None:
+            self.base = plan.step
+        super().enter(plan)
+
+    def begin_after(self, record: Record) -> None:
+        """Begin from the state of a committed ``record``, with the lease that this group has."""
+        assert self._job.engine is not None, "it was committed"
+        self.lease = own_lease(record.leases, self._job.engine.participant.config)
+        self.base = record.step
+
+    def traced(self) -> dict[str, int]:
+        """See `LocalPhase.traced`."""
+        return {**super().traced(), "base": self.base}
+
+
+class AsynchronousLoop(PeriodicLoop):
+    """Runs the local phases of a group for `TransactionLoop`."""
+
+    def _synchronized(self, plan: StartTxn, inputs: LeasedInputs) -> Iterator[InnerTransaction]:
+        """Compute this group's contribution to a later synchronization, and ask to take part in
+        it."""
+        phase, record = self.synchronizer.phase, self.state.position
+        assert isinstance(phase, BoundedPhase), "of this paradigm"
+        assert record is not None, "it was committed"
+        phase.begin_after(record)
+        if self.injector is not None:
+            self.injector.begin(record.step, len(plan.members), 0)
+        own = replace(plan, step=record.step, lineage=record.lineage, lease=phase.lease)
+        if (yield from self._inner_steps(own, inputs)) is None:
+            return  # the engine has a command: this group leaves
+        self.synchronizer.prepare()
+        self.job.post(Synchronise())
+
+
+class DueToLocal(DueByWord):
+    """The rule for groups that may be in their local phase while others synchronize."""
+
+    def left(self, record: Record, epoch: Record) -> frozenset[str]:
+        """See `Due.left`: a group in its local phase is still in the job."""
+        local = self._job.local
+        if local is None or local.head is None or local.head.n < record.n or record.last:
+            return frozenset()
+        stays = {e.entry.group for e in living(local) if set(e.entry.peers()) <= epoch.peer_set}
+        return frozenset(e.group for e in epoch.members) - stays - frozenset(record.leavers)

@@ -1,0 +1,97 @@
+"""What a group contributes to an average across the groups, and how it lies in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+BUCKET_MB = 1024.0
+"""MiB that are reduced at once, as in torchft."""
+
+Reduce = Callable[[torch.Tensor, str], Work]
+"""Begins to average a tensor in place across the groups; the text describes its layout."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the values of a contribution are put into buckets.
+
+    Attributes:
+        is_weighted: Each group counts by a weight, which its buckets contain.
+        bucket_mb: Maximum size of a bucket in MiB; None: `BUCKET_MB`.
+    """
+
+    is_weighted: bool = False
+    bucket_mb: float | None = None
+
+    def buckets_of(self, values: Mapping[str, torch.Tensor], weight: float) -> Iterator[_Bucket]:
+        """Yield all ``values``, in order: as many of one type in a bucket as go into it."""
+        cap = int((BUCKET_MB if self.bucket_mb is None else self.bucket_mb) * 2**20)
+        open_: dict[str, torch.Tensor] = {}
+        size, dtype = 0, None
+        for name, value in values.items():
+            if open_ and (value.dtype != dtype or size + value.nbytes > cap):
+                yield self._bucket(open_, weight)
+                open_, size = {}, 0
+            open_[name], dtype = value, value.dtype
+            size += value.nbytes
+        yield self._bucket(open_, weight)
+
+    def _bucket(self, values: dict[str, torch.Tensor], weight: float) -> _Bucket:
+        parts = [value.reshape(-1) for value in values.values()]
+        if self.is_weighted:
+            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too short for products
+                parts = [part.float() for part in parts]
+            parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
+        own = torch.cat(parts)
+        sizes = {name: value.numel() for name, value in values.items()}
+        return _Bucket(sizes, self.is_weighted, own, own)
+
+
+@dataclass
+class _Bucket:
+    """Values that lie behind each other, and their average where it is under way."""
+
+    sizes: dict[str, int]
+    """Number of elements of each value."""
+    is_weighted: bool
+    """The last number is the weight, by which the others are multiplied."""
+    own: torch.Tensor
+    """The contribution of this group."""
+    reduced: torch.Tensor
+    work: Work | None = None
+
+    def means(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the average of each value, flat."""
+        parts = list(torch.split(self.reduced, [*self.sizes.values(), *[1] * self.is_weighted]))
+        if self.is_weighted:
+            total = parts.pop()
+            parts = [part / total for part in parts]
+        return zip(self.sizes, parts, strict=True)
+
+
+class Contribution:
+    """What a group contributes to one synchronization: the same in every attempt at it."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], packing: Packing, weight: float) -> None:
+        self._buckets = list(packing.buckets_of(values, weight))
+
+    def launch(self, reduce: Reduce, layout: str) -> None:
+        """Begin to average a copy; ``layout`` describes what the buckets belong to."""
+        for bucket in self._buckets:
+            bucket.reduced = bucket.own.clone()
+            bucket.work = reduce(bucket.reduced, f"{layout}{list(bucket.sizes)}")
+
+    def wait(self) -> None:
+        """Wait for the averages. Raises TxnAborted: a reduction failed."""
+        for bucket in self._buckets:
+            assert bucket.work is not None, "it was launched"
+            bucket.work.wait()
+
+    def means(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the average of each value, flat, by the name of its parameter."""
+        for bucket in self._buckets:
+            yield from bucket.means()
