@@ -20,11 +20,9 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.trace.format import progress_in_words
-from fft.train.epoch_groups import EpochGroups
-from fft.train.participation import Participation
+from fft.train.rank import Rank
 from fft.train.rank_state import RankState
 from fft.train.reported import code_of, text_of
-from fft.train.settings import Learners
 from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
 from fft.util.error_places import fingerprint, may_pass
 
@@ -167,21 +165,11 @@ class StateExchange:
 class Healer:
     """Carries out ``Heal``: at once, or for a learner while its first step runs."""
 
-    def __init__(
-        self,
-        manager: Manager,
-        job: Participation,
-        state: RankState,
-        groups: EpochGroups,
-        exchange: StateExchange,
-        learners: Learners,
-    ) -> None:
-        self._manager = manager
-        self._job = job
-        self._state = state
-        self._groups = groups
-        self._exchange = exchange
-        self._learners = learners
+    def __init__(self, rank: Rank, transfer: StateTransfer | None) -> None:
+        self._manager, self._job = rank.manager, rank.job
+        self._state, self._groups = rank.state, rank.groups
+        self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.tell_fetch)
+        self._learners = rank.settings.config.learners
         self._unreached = ""
         """The place to which the last fetch could not connect, or empty."""
         self.learning: Learning | None = None
@@ -202,7 +190,7 @@ class Healer:
         here."""
         epoch = command.record.epoch
         touched = False
-        self._exchange.withdraw()  # before the groups meet: from then on peers may ask
+        self.exchange.withdraw()  # before the groups meet: from then on peers may ask
         try:
             self._groups.configure(command, models, self._to_compare(command))
             self._warn_of_unlike(command)
@@ -213,7 +201,7 @@ class Healer:
                 self._begin_to_learn(command)
                 return
             if command.fetch_from is not None:
-                payload, size = self._exchange.fetch(command)
+                payload, size = self.exchange.fetch(command)
                 touched = True
                 self._state.load(payload, command.record, keep_gradients=False)
                 source = command.record.members[command.fetch_from].group
@@ -274,7 +262,7 @@ class Healer:
     def _send(self, command: Heal) -> None:
         """Serve the state. Raises Unexportable if that fails by the same error as the last time."""
         try:
-            self._exchange.send(command)
+            self.exchange.send(command)
         except Exception as error:
             this = None if may_pass(error) else fingerprint(error)
             again, self._export_error = this == self._export_error, this
@@ -301,19 +289,19 @@ class Healer:
         # the step function would update such state, beyond buffers, from a wrong start
         may = self._learners == "always"
         may = may or (self._learners == "auto" and not state.paradigm.changes_extra)
-        own = state.step is not None and self._exchange.transfer is not None
+        own = state.step is not None and self.exchange.transfer is not None
         own = own and not self._manager._torchft.user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)
 
     def _begin_to_learn(self, command: Heal) -> None:
         engine = self._job.engine
         assert engine is not None and command.fetch_from is not None
-        self._exchange.bind(command.record)
+        self.exchange.bind(command.record)
         self.learning = Learning(
             command.record,
             command.record.members[command.fetch_from].group,
-            lambda: self._exchange.fetch(command),
-            self._exchange.interrupt,
+            lambda: self.exchange.fetch(command),
+            self.exchange.interrupt,
             engine.nudge,
         )
         self._job.say(Connected(command.record.epoch))

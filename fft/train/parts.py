@@ -55,8 +55,9 @@ from fft.trace.format import DIGESTS, UNREACHABLE
 from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
 from fft.train.checkpoint.checkpointer import Checkpointer
+from fft.train.commits import CommitExecutor
 from fft.train.epoch_groups import EpochGroups
-from fft.train.healing import Healer, StateExchange
+from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.paradigms.selection import paradigm_of, scope_of
@@ -131,25 +132,15 @@ class Parts:
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
             self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
-        self.exchange = StateExchange(manager, self.state, transfer, self.job.tell_fetch)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
-        self.preconditions = self.paradigm.vote_preconditions()
-        self.healer = Healer(
-            manager, self.job, self.state, self.groups, self.exchange, settings.config.learners
-        )
-        self.voter = Voter(rank, self.healer, self.preconditions)
-        self.worker = Worker(
-            rank,
-            self.exchange,
-            self.healer,
-            self.voter,
-            self.leaving,
-            self.preconditions,
-            partial(join, manager, self),
-        )
-        self.loop = TransactionLoop(rank, self.voter, self.worker)
+        self.healer = Healer(rank, transfer)
+        self.voter = Voter(rank, self.healer)
+        self.commits = CommitExecutor(rank)
+        begin = partial(join, manager, self)
+        self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
+        self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread; called on a thread of the monitor's client.
@@ -163,7 +154,7 @@ class Parts:
         if local is not None and local.role == "apart":  # groups that wait for this one go on
             job.say_stuck(reason)
         if job.thread.role == "applying":
-            self.worker.update_hangs(reason)
+            self.commits.hangs(reason)
         if plan is None or job.thread.role == "applying":
             return
         waits = self.groups.pending()
@@ -172,14 +163,14 @@ class Parts:
 
     def close(self) -> None:
         """Leave the job and end all. Idempotent."""
-        self.worker.finish_apply()
+        self.commits.finish()
         if not _is_failing():
             self.state.checkpoints.take()
             self.state.end_gathering()
         self.leaving.end_notices()
         self.job.leave()
         self.paradigm.left(_is_failing())
-        for each in self.preconditions:
+        for each in self.voter.preconditions:
             each.close()
         self.healer.stop_learning()
         self.paradigm.close()
@@ -192,7 +183,7 @@ class Parts:
         self.commands.close()
         self.reductions.close()
         self.state.close()
-        self.worker.close()
+        self.commits.close()
         self.groups.close()
         if self.injector is not None:
             self.injector.detach()
@@ -373,7 +364,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     )
     engine.start()
     parts.paradigm.joined(config)
-    for each in parts.preconditions:
+    for each in parts.voter.preconditions:
         each.start()
     speed = watchers.report_speed(
         job.bus, job.peer, settings.config.progress_interval, scope.reported_as
@@ -459,7 +450,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
 
 def _can_reform(parts: Parts, config: Config) -> bool:
     """Whether this group may go on with another process for one that it lost."""
-    may = parts.paradigm.can_reform and not parts.preconditions
+    may = parts.paradigm.can_reform and not parts.voter.preconditions
     return config.world > 1 and may and parts.groups.can_reform
 
 
@@ -502,7 +493,7 @@ class EngineHost:
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_put_off=lambda: _may_meet(parts.job))
-            parts.exchange.interrupt()
+            parts.healer.exchange.interrupt()
             parts.paradigm.interrupted(cause)  # perhaps because the engine has failed
 
     def members_lost(self) -> None:
@@ -512,15 +503,14 @@ class EngineHost:
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:
             return
-        for each in parts.preconditions:
-            each.end()
+        parts.voter.end()
         if parts.job.thread.role != "applying":  # the command waits for the end of the update
             parts.watchers.interrupt(cause)
         parts.paradigm.interrupted(cause)
 
     def decided(self, record: Record) -> None:
         if (parts := self._parts()) is not None:
-            parts.worker.hear(record)
+            parts.commits.hear(record)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:

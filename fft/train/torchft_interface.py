@@ -82,7 +82,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             command = worker.prepare(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
-                worker.skip(command)
+                self._parts.commits.apply(command)
         if worker.begin(limit) is None:
             raise Drained("this replica group has drained")
 
@@ -105,10 +105,10 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         limit = None if timeout is None else Limit("should_commit", timeout)
         command = self._parts.worker.prepare(limit=limit)
         if command is not None and command.skip:  # another rank skips this step
-            self._parts.worker.skip(command)
+            self._parts.commits.apply(command)
             return False
         if command is not None:
-            self._parts.worker.leave_to_loop(command)
+            self._parts.commits.leave_to_loop(command)
             return True
         torchft = self._torchft
         torchft.commit_failures += 1
@@ -157,7 +157,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if self._parts.worker.txn is None:
             # complete the update first, so that a rollback can release ranks that wait in this
             # reduction
-            self._parts.worker.finish_apply()
+            self._parts.commits.finish()
         return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)
 
     def reduce_gradients(

@@ -22,6 +22,7 @@ from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.train import accelerator
 from fft.train.body_failures import BodyFailures, hopeless
+from fft.train.commits import CommitExecutor
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
@@ -48,14 +49,10 @@ logger = logging.getLogger(__name__)
 class TransactionLoop:
     """The loop of one manager over its data."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        voter: Voter,
-        worker: Worker,
-    ) -> None:
+    def __init__(self, rank: Rank, voter: Voter, commits: CommitExecutor, worker: Worker) -> None:
         self.job = rank.job
-        self.worker = worker
+        self.commits, self.worker = commits, worker
+        self.body_failures = BodyFailures(rank.settings.config.max_body_failures)
         self.paradigm = rank.state.paradigm
         self.is_over = False
         """The last txn of the job has committed."""
@@ -183,7 +180,7 @@ class TransactionLoop:
             "must call backward() of the same models; multiply the loss of a batch that must "
             "not count by 0"
         ).with_traceback(traceback_of_caller())
-        why = self.worker.body_failures.failed(plan.step, plan.members, error)
+        why = self.body_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
             raise hopeless(why, error) from error
@@ -292,7 +289,7 @@ class TransactionLoop:
             where: Description of the step for the message; empty names its number.
             counted: The earlier failures of the same kind; None: those of step functions.
         """
-        failures = counted or self.worker.body_failures
+        failures = counted or self.body_failures
         why = failures.failed(number, plan.members, error, where)
         batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
@@ -467,8 +464,9 @@ class Transaction:
             loop.refuse_undone(self._plan, self._drawn, mistake)
         command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
         if command is not None:
+            loop.body_failures.committed()
             loop.is_over = self._is_last and not command.skip
-            self.committed, self.skipped = loop.worker.apply(command), command.skip
+            self.committed, self.skipped = loop.commits.apply(command), command.skip
             loop.paradigm.txn_committed(self)
         return True
 

@@ -5,34 +5,36 @@ Main thread. Touches reductions and the scaler; the decision is `fft.train.worke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.protocol.main_thread import NO_FACTS
+from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
 from fft.train.data.drawn import Drawn
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
-from fft.train.paradigms.paradigm import VotePrecondition
+from fft.train.participation import Participation
 from fft.train.rank import Rank
 from fft.train.reported import Reported, code_of, text_of
 
 
 class Voter:
-    """Votes for one rank, once a txn."""
+    """Votes for one rank, once a txn.
 
-    def __init__(
-        self,
-        rank: Rank,
-        healer: Healer,
-        preconditions: Sequence[VotePrecondition],
-    ) -> None:
+    Attributes:
+        preconditions: The conditions outside the job that a YES waits for.
+        inputs: Traces the inputs of the txns that this rank votes in.
+    """
+
+    def __init__(self, rank: Rank, healer: Healer) -> None:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._reductions = rank.state, rank.reductions
         self._healer = healer
-        self._preconditions = preconditions
+        self.preconditions = rank.state.paradigm.vote_preconditions()
+        self.inputs = InputNotes(rank.job)
         self._learners = rank.settings.config.learners
         self._has_learned = False
         """The body of this txn began before the state was there."""
@@ -65,9 +67,35 @@ class Voter:
         """A body begins, whose gradients are reduced."""
         self._reductions.begin_reducers(exact=self._has_learned)
 
-    def vote(self, plan: StartTxn, skip: bool, last: bool) -> None:
-        """Wait for what the vote depends on, and cast it. A rank whose state has failed says none:
-        the engine knows already."""
+    def ask(self, plan: StartTxn) -> None:
+        """Ask for the preconditions of the txn that begins; the vote waits for them.
+
+        Raises:
+            NoLighthouseQuorum: one has failed in too many attempts in a row.
+        """
+        for each in self.preconditions:
+            each.ask(plan)
+
+    def end(self) -> None:
+        """End the wait for the preconditions: the txn is over. Any thread. Idempotent."""
+        for each in self.preconditions:
+            each.end()
+
+    def pause(self) -> None:
+        """Wait before the next attempt, after a rollback of a job that makes no progress."""
+        for each in self.preconditions:
+            with self._watchers.waiting():
+                each.pause()
+
+    def vote(self, plan: StartTxn, skip: bool, last: bool, consumes: dict[str, Any] | None) -> None:
+        """Wait for what the vote depends on, and cast it.
+
+        A rank whose state has failed casts none, because its engine has the failure already.
+
+        Args:
+            consumes: See `InputNotes.voting`.
+        """
+        self.inputs.voting(plan, consumes)
         self._watchers.body_done()
         with self._watchers.waiting():
             self._reductions.wait()
@@ -95,7 +123,7 @@ class Voter:
 
     def _await_preconditions(self, plan: StartTxn) -> None:
         """Wait until each condition holds; vote NO for the first one that does not."""
-        for each in self._preconditions:
+        for each in self.preconditions:
             if self._manager._torchft.errored is not None:
                 return
             if (error := each.unmet(plan)) is not None:
@@ -133,3 +161,31 @@ class Voter:
             self._injector.at(phase)
         except InjectedFault as fault:
             self._manager.report_error(fault)
+
+
+class InputNotes:
+    """Traces notes about the inputs of one process, each before the engine gets its event."""
+
+    def __init__(self, job: Participation) -> None:
+        self._job = job
+        self._loop = ""
+        """Which one has run the last txn that this rank has voted in."""
+        self._consumes: dict[str, Any] | None = None
+
+    def voting(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
+        """This rank is about to vote in the txn of ``plan``. With its first vote a loop begins, and
+        the one before it has ended: however it was left, nothing more is committed by it.
+
+        Args:
+            consumes: what its commit consumes, in FFT's own loop; None: the loop is torchft's.
+        """
+        loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
+        if loop != self._loop:
+            self._loop = loop
+            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
+
+    def committed(self) -> None:
+        """The txn that this rank has voted in last is committed."""
+        consumes, self._consumes = self._consumes, None
+        if consumes is not None:
+            self._job.trace.note(CONSUMED, consumes)

@@ -1,7 +1,8 @@
 """The main thread's side of the engine: carries out what it commands, and says what came of it.
 
 ``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` come between two txns (`Worker.begin`), ``Apply``
-after a vote (`Worker.prepare`). Nothing here decides: the core has the protocol.
+after a vote (`Worker.prepare`); `fft.train.commits` carries it out. Nothing here decides: the core
+has the protocol.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,29 +19,18 @@ from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborte
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
-    Applied,
-    ApplyFailed,
-    Decision,
     Fault,
     HealFailed,
-    Peer,
-    Record,
     Restored,
-    Token,
 )
-from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
-from fft.train.body_failures import BodyFailures
+from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
-from fft.train.healing import Healer, StateExchange
-from fft.train.interrupt import Interrupted
+from fft.train.healing import Healer
 from fft.train.leaving import Leaving
-from fft.train.paradigms.paradigm import VotePrecondition
-from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank import Rank
 from fft.train.reported import Reported, code_of, error_of, text_of
 from fft.train.state.step_state import TornState
-from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 
 logger = logging.getLogger(__name__)
@@ -67,44 +57,32 @@ class Worker:
     def __init__(
         self,
         rank: Rank,
-        exchange: StateExchange,
         healer: Healer,
         voter: Voter,
         leaving: Leaving,
-        preconditions: Sequence[VotePrecondition],
+        commits: CommitExecutor,
         join: Callable[[], Engine],
     ) -> None:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._groups = rank.state, rank.groups
         self._reductions = rank.reductions
-        self._exchange = exchange
-        self._healer = healer
-        self._voter = voter
-        self._leaving = leaving
-        self._preconditions = preconditions
-        self._join = join
-        self.body_failures = BodyFailures(rank.settings.config.max_body_failures)
+        self._healer, self._voter, self._leaving = healer, voter, leaving
+        self._commits, self._join = commits, join
         self.has_reported = False
         """The user has reported an error in the body that is open."""
         self.txn: StartTxn | None = None
         """The txn that is open; None: between two."""
         self.voted: Literal["step", "skip"] | None = None
         """What this rank has voted for in the open txn, whose decision it does not know."""
-        self.is_first = False
-        """The open txn is the first of this process."""
-        self.has_begun = False
+        self._begun = 0
+        """Number of txns that this process has begun."""
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
-        self._committed: tuple[Record, Record | None] | None = None  # and its epoch
-        self._hung_at: tuple[Token, str] | None = None
-        """The committed transaction whose update hangs here, and the monitor's reason."""
         self.rolled_back = NO_CAUSE
         """Cause of the last rollback, until the loop has handled it."""
-        self._by_loop = LoopUpdates()
-        self._notes = InputNotes(self._job)
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -116,6 +94,11 @@ class Worker:
         }
         """Effects of the main thread's table, on a command taken between two txns."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the open txn is the first of this process."""
+        return self._begun == 1
+
     # --- between two txns ---
 
     def begin(self, limit: Limit | None = None) -> StartTxn | None:
@@ -124,14 +107,15 @@ class Worker:
         Raises TimeoutError: its turn did not come within ``limit``; it may be asked for again.
         """
         engine = self._job.engine or self._join()
-        self.finish_apply()
+        self._commits.finish()
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()
         # noticed late: by a second optimizer, after the first one was counted
-        self._torn = self._by_loop.take_torn() or self._torn
-        if self._by_loop.look(self._manager._torchft.step - 1):
-            self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
+        by_loop = self._commits.by_loop
+        self._torn = by_loop.take_torn() or self._torn
+        if by_loop.look(self._manager._torchft.step - 1):
+            self._job.note("no_optimizer_step", {"step": by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
             facts = {"torn"} if self._torn is not None else set()
@@ -141,7 +125,7 @@ class Worker:
             for effect in effects:
                 self._work[effect](command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
-                self.is_first, self.has_begun = not self.has_begun, True
+                self._begun += 1
                 return command
             if isinstance(command, Finish):
                 return None
@@ -159,7 +143,7 @@ class Worker:
 
     def _connect(self, command: Heal) -> None:
         if command.fetch_from is not None:
-            self._by_loop.forget()
+            self._commits.by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # it has limits of its own
             self._healer.heal(command, self._state.paradigm.describe(self._reductions.models))
@@ -167,8 +151,8 @@ class Worker:
     def _apply_too_late(self, command: Apply) -> None:
         """A decision for a body that has already raised out of its step."""
         self._close_txn()
-        self._notes.committed()
-        self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+        self._voter.inputs.committed()
+        self._commits.fail(RuntimeError("interrupted before the optimizer step"))
 
     def body_unwound(self) -> None:
         """The body is over without a vote, if it has not voted: the rollback comes."""
@@ -208,7 +192,7 @@ class Worker:
         if lost is not None:
             raise NoState(f"{lost}; the rank left before it could fetch the state of a peer")
         if local is not None and (local.epoch is None or self._job.peer in local.dead):
-            began = "" if self.has_begun else " and made no step"
+            began = "" if self._begun else " and made no step"
             logger.warning(
                 "%s was no member of the job when it left%s: the code after the loop does not run",
                 self._job.peer,
@@ -233,7 +217,7 @@ class Worker:
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
         self._groups.abort_if_put_off()  # the command is older than the abort
-        self._exchange.end_service(plan)
+        self._healer.exchange.end_service(plan)
         manager._torchft.errored = None
         self._reductions.begin()
         manager._torchft.step = plan.step
@@ -248,7 +232,11 @@ class Worker:
         if not self._reductions.raises:  # else they begin with the body
             self._voter.begin_reducers()
         self._watchers.txn_begun(plan.step)
-        self._begin_preconditions(plan)
+        try:
+            self._voter.ask(plan)
+        except NoLighthouseQuorum:
+            self._leave_txn()
+            raise
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
@@ -257,17 +245,8 @@ class Worker:
         there are learners, who have made no commit, and no state to give to others."""
         epoch = self._job.local.epoch if self._job.local is not None else None
         has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
-        if self._by_loop.missed is not None and not has_learners:
+        if self._commits.by_loop.missed is not None and not has_learners:
             self._reductions.manifest.note("no optimizer step after the last commit")
-
-    def _begin_preconditions(self, plan: StartTxn) -> None:
-        """Ask for the conditions of this txn; the vote waits for them."""
-        try:
-            for each in self._preconditions:
-                each.ask(plan)
-        except NoLighthouseQuorum:
-            self._leave_txn()
-            raise
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
@@ -285,10 +264,8 @@ class Worker:
         local = self._job.local
         assert local is not None
         if local.stuck:
-            for each in self._preconditions:
-                with self._watchers.waiting():
-                    each.pause()
-        if (why := self._by_loop.why_torn(command.cause)) is not None:
+            self._voter.pause()
+        if (why := self._commits.by_loop.why_torn(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
             self._torn, self._state.lost = why, TornState(why)
         torn, self._torn = self._torn, None
@@ -318,18 +295,16 @@ class Worker:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
             self._job.tell_if_fixed(self._groups.can_reform)
-            self._notes.voting(plan, consumes)
-            self._voter.vote(plan, skip, last)
+            self._voter.vote(plan, skip, last, consumes)
             self.voted = "skip" if skip else "step"
             self.body_unwound()  # before the state came that a vote needs
         command = self._wait(engine, limit)
         self._close_txn()
-        for each in self._preconditions:
-            each.end()
+        self._voter.end()
         if isinstance(command, Apply):
             engine.take(command)
-            self._notes.committed()
-            self._note_commit(command.record, plan)
+            self._voter.inputs.committed()
+            self._commits.decided(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
@@ -337,147 +312,12 @@ class Worker:
             self._stop(command)
         return None
 
-    def _note_commit(self, record: Record, plan: StartTxn) -> None:
-        manager = self._manager
-        # An error that came after the decision does not belong to the next step.
-        manager._torchft.errored = None
-        manager._torchft.commit_failures = 0
-        self._by_loop.forget()
-        self._committed = record, self._job.local.epoch if self._job.local else None
-        self._state.stands_at(record)
-        self._state.consumed(plan)
-        self.body_failures.committed()
-        self._watchers.committed(record.step, len(plan.members) * self._job.world)
-        if self._state.step is not None:
-            self._state.step.forget()
-        if self._state.checks is not None:
-            self._state.checks.committed()
-
-    def apply(self, command: Apply) -> bool:
-        """Carry out a commit: step what is registered.
-
-        Returns:
-            Whether the update succeeded. If it failed, `begin` has this rank fetch the state of a
-            peer, or raises the update's error if no peer has it.
-
-        Raises:
-            Exception: the error of a function of ``on_commit``.
-        """
-        updates = self._state.paradigm.committed
-        if command.skip:
-            return self.skip(command)
-        if not self._update(command, updates.apply):
-            return False
-        try:
-            self._run(updates.done)
-        except Interrupted as hang:
-            self._apply_failed(_hung(hang))
-            return False
-        except Exception as error:  # the user's own; what it was to change may be half changed
-            self._apply_failed(error)
-            raise
-        self.finish_apply()
-        return True
-
-    def skip(self, command: Apply) -> bool:
-        """Carry out a commit without an optimizer step. Returns whether that succeeded."""
-        if not self._update(command, self._state.paradigm.committed.skip):
-            return False
-        self.finish_apply()
-        return True
-
-    def _update(self, command: Apply, update: Callable[[], None]) -> bool:
-        """Whether ``update`` went well; else the state is torn, and the engine knows."""
-        self._hung_at = None
-        self._job.thread.obeys(command)
-        try:
-            if self._injector is not None:
-                self._injector.at("apply")
-            self._state.checkpoints.before_change()
-            self._run(update)
-        except (Exception, Interrupted) as error:
-            logger.exception("optimizer step failed after COMMIT; this state is torn")
-            self._apply_failed(_hung(error) if isinstance(error, Interrupted) else error)
-            return False
-        return True
-
-    def _run(self, update: Callable[[], None]) -> None:
-        """Run a part of an update. Raises Interrupted if it hangs and a peer has its result."""
-        interrupter = self._watchers.interrupter
-        if interrupter is None:
-            update()
-            return
-        interrupter.enter()
-        try:
-            update()
-        finally:
-            interrupter.leave()
-
-    def update_hangs(self, reason: str) -> None:
-        """The update of a commit does not move; called on a thread of the monitor's client.
-
-        The other groups leave this one out until it is back. Once their records show that they
-        have made the update, it is interrupted here: this rank fetches their state. Before that
-        it must not be, because all groups may hang alike, in a write to one disk, for example.
-        """
-        local = self._job.local
-        if local is None or self._by_loop.is_made or not self._job.say_stuck(reason):
-            return
-        self._hung_at = local.token, reason
-        for event in local.deferred:
-            if isinstance(event, Decision) and event.record is not None:
-                self.hear(event.record)
-
-    def hear(self, record: Record) -> None:
-        """Interrupt an update that hangs, if the record shows that a peer has made it.
-
-        Called on the engine's thread for each record of the job.
-        """
-        if self._hung_at is None or self._job.thread.role != "applying":
-            return
-        (token, reason), me = self._hung_at, self._job.peer
-        if record.token <= token:
-            return
-        is_left_out = record.kind == "epoch" and me not in record.peer_set
-        if is_left_out or (record.kind == "abort" and _is_twin(record.by, me)):
-            self._watchers.interrupt(reason)
-
-    def leave_to_loop(self, command: Apply) -> None:
-        """A commit whose update the user's loop makes; over when `finish_apply` is called."""
-        self._job.thread.obeys(command)
-        self._state.checkpoints.before_change()
-        self._by_loop.begin()
-
-    def finish_apply(self) -> None:
-        """The optimizer step that COMMIT asked for is behind us: tell the engine."""
-        local, thread = self._job.local, self._job.thread
-        if thread.role != "applying" or local is None:
-            return
-        if (torn := self._by_loop.take_torn()) is not None:
-            self._apply_failed(RuntimeError(torn))
-            return
-        if not thread.leaves("applying", "applied"):  # another thread has reported its failure
-            return
-        self._watchers.txn_ended(committed=True)
-        self._job.post(Applied(local.token, self._state.digest_for_audit()))
-        if self._committed is not None:
-            self._state.checkpoints.committed(*self._committed)
-
-    def _apply_failed(self, error: BaseException) -> None:
-        local = self._job.local
-        if local is None or not self._job.thread.leaves("applying", "apply_failed"):
-            return
-        self._by_loop.failed()
-        self._state.lost = error
-        self._job.post(ApplyFailed(local.token, text_of(error)))
-        self._job.note_error(error)
-
     # --- errors ---
 
     def report_error(self, error: Exception) -> None:
         """As ``ManagerFFT.report_error``, once the job is joined."""
-        if self._job.thread.role == "applying" and not self._by_loop.is_made:
-            self._apply_failed(error)
+        if self._job.thread.role == "applying" and not self._commits.by_loop.is_made:
+            self._commits.fail(error)
             return
         manager = self._manager
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
@@ -490,44 +330,3 @@ class Worker:
             self._job.post(Fault(self.txn.token, text_of(error), code_of(error), kind))
             if first:  # after it is told, for this reads source files
                 self._job.note_error(error)
-
-    def close(self) -> None:
-        """Watch no optimizer any more. Idempotent."""
-        self._by_loop.close()
-
-
-def _is_twin(peer: Peer, me: Peer) -> bool:
-    """Whether ``peer`` holds the same shard in another group."""
-    return peer.group != me.group and peer.rank == me.rank
-
-
-def _hung(hang: Interrupted) -> FftError:
-    return FftError(f"the update hung and was interrupted: {hang}")
-
-
-class InputNotes:
-    """Traces notes about the inputs of one process, each before the engine gets its event."""
-
-    def __init__(self, job: Participation) -> None:
-        self._job = job
-        self._loop = ""
-        """Which one has run the last txn that this rank has voted in."""
-        self._consumes: dict[str, Any] | None = None
-
-    def voting(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
-        """This rank is about to vote in the txn of ``plan``. With its first vote a loop begins, and
-        the one before it has ended: however it was left, nothing more is committed by it.
-
-        Args:
-            consumes: what its commit consumes, in FFT's own loop; None: the loop is torchft's.
-        """
-        loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
-        if loop != self._loop:
-            self._loop = loop
-            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
-
-    def committed(self) -> None:
-        """The txn that this rank has voted in last is committed."""
-        consumes, self._consumes = self._consumes, None
-        if consumes is not None:
-            self._job.trace.note(CONSUMED, consumes)

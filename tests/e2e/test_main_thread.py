@@ -24,7 +24,7 @@ def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None
         assert parts.job.local is not None and parts.job.local.head is not None
         told = r"in BODY\.whole, which has no row for 'apply'; expected: finish, prepared"
         with pytest.raises(ProtocolError, match=told):
-            parts.worker.apply(Apply(parts.job.local.head))
+            parts.commits.apply(Apply(parts.job.local.head))
         assert parts.job.thread.role == "computing"
         assert parts.job.local.role == "training"
 

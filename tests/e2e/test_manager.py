@@ -211,7 +211,7 @@ def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(
     for member in members:
         member.end()
         assert member.error is None
-        assert (member.manager._parts.exchange.transfer is None) == (given is not None)
+        assert (member.manager._parts.healer.exchange.transfer is None) == (given is not None)
     two.audit()
     assert FailsOnce.left == 0
     same_weights(*members)

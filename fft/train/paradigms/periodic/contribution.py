@@ -1,4 +1,4 @@
-"""What a group contributes to an average across the groups, and how it lies in buckets."""
+"""The contribution of a group to an average across the groups, packed into buckets."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Bucket:
 
 
 class Contribution:
-    """What a group contributes to one synchronization: the same in every attempt at it."""
+    """A group's part in one synchronization: the same in every attempt at it."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], packing: Packing, weight: float) -> None:
         self._buckets = list(packing.buckets_of(values, weight))

@@ -271,7 +271,7 @@ class InnerTransaction(Transaction):
             return False
         self.committed = True
         state.registered.forget()
-        periodic.loop.worker.body_failures.committed()
+        periodic.loop.body_failures.committed()
         self._note("inner_commit", skipped=self.skipped)
         periodic.watchers.committed(self.step, len(self._plan.members))
         periodic.watchers.txn_ended(committed=True)

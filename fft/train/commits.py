@@ -1,0 +1,177 @@
+"""Carries out commits on the main thread: the update of the state, and its report to the engine.
+
+FFT's own loop makes the update at once (`CommitExecutor.apply`). A loop that is written for torchft
+makes it by itself (`CommitExecutor.leave_to_loop`); it is over when the loop comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from fft.errors import FftError
+from fft.messages.effects import Apply, StartTxn
+from fft.messages.protocol import Applied, ApplyFailed, Decision, Peer, Record, Token
+from fft.train.interrupt import Interrupted
+from fft.train.rank import Rank
+from fft.train.reported import text_of
+from fft.train.updates import LoopUpdates
+
+logger = logging.getLogger(__name__)
+
+
+class CommitExecutor:
+    """Carries out one commit after the other; at most one is open.
+
+    Attributes:
+        by_loop: Watches the updates that the user's loop makes.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._torchft, self._injector = rank.manager._torchft, rank.injector
+        self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
+        self.by_loop = LoopUpdates()
+        self._committed: tuple[Record, Record | None] | None = None  # and its epoch
+        self._hung_at: tuple[Token, str] | None = None
+        """The committed transaction whose update hangs here, and the monitor's reason."""
+
+    def decided(self, record: Record, plan: StartTxn) -> None:
+        """Set the position to ``record``, by which the txn of ``plan`` is committed."""
+        # An error that came after the decision does not belong to the next step.
+        self._torchft.errored = None
+        self._torchft.commit_failures = 0
+        self.by_loop.forget()
+        self._committed = record, self._job.local.epoch if self._job.local else None
+        self._state.stands_at(record)
+        self._state.consumed(plan)
+        self._watchers.committed(record.step, len(plan.members) * self._job.world)
+        if self._state.step is not None:
+            self._state.step.forget()
+        if self._state.checks is not None:
+            self._state.checks.committed()
+
+    def apply(self, command: Apply) -> bool:
+        """Carry out a commit: step what is registered, unless the commit skips the step.
+
+        Returns:
+            Whether the update succeeded. If it failed, `Worker.begin` has this rank fetch the state
+            of a peer, or raises the update's error if no peer has it.
+
+        Raises:
+            Exception: the error of a function of ``on_commit``.
+        """
+        updates = self._state.paradigm.committed
+        if not self._update(command, updates.skip if command.skip else updates.apply):
+            return False
+        try:
+            if not command.skip:
+                self._run(updates.done)
+        except Interrupted as hang:
+            self.fail(_hung(hang))
+            return False
+        except Exception as error:  # the user's own; what it was to change may be half changed
+            self.fail(error)
+            raise
+        self.finish()
+        return True
+
+    def _update(self, command: Apply, update: Callable[[], None]) -> bool:
+        """Make the update. Return whether it succeeded; else the state is lost, and the engine is
+        informed."""
+        self._hung_at = None
+        self._job.thread.obeys(command)
+        try:
+            if self._injector is not None:
+                self._injector.at("apply")
+            self._state.checkpoints.before_change()
+            self._run(update)
+        except (Exception, Interrupted) as error:
+            logger.exception("optimizer step failed after COMMIT; this state is torn")
+            self.fail(_hung(error) if isinstance(error, Interrupted) else error)
+            return False
+        return True
+
+    def _run(self, update: Callable[[], None]) -> None:
+        """Run a part of an update. Raises Interrupted if it hangs and a peer has its result."""
+        interrupter = self._watchers.interrupter
+        if interrupter is None:
+            update()
+            return
+        interrupter.enter()
+        try:
+            update()
+        finally:
+            interrupter.leave()
+
+    def hangs(self, reason: str) -> None:
+        """React to an update that does not move; called on a thread of the monitor's client.
+
+        The other groups leave this one out until it is back. Once their records show that they
+        have made the update, it is interrupted here: this rank fetches their state. Before that
+        it must not be, because all groups may hang alike, in a write to one disk, for example.
+        """
+        local = self._job.local
+        if local is None or self.by_loop.is_made or not self._job.say_stuck(reason):
+            return
+        self._hung_at = local.token, reason
+        for event in local.deferred:
+            if isinstance(event, Decision) and event.record is not None:
+                self.hear(event.record)
+
+    def hear(self, record: Record) -> None:
+        """Interrupt an update that hangs, if the record shows that a peer has made it.
+
+        Called on the engine's thread for each record of the job.
+        """
+        if self._hung_at is None or self._job.thread.role != "applying":
+            return
+        (token, reason), me = self._hung_at, self._job.peer
+        if record.token <= token:
+            return
+        is_left_out = record.kind == "epoch" and me not in record.peer_set
+        if is_left_out or (record.kind == "abort" and _is_twin(record.by, me)):
+            self._watchers.interrupt(reason)
+
+    def leave_to_loop(self, command: Apply) -> None:
+        """Leave the update of a commit to the user's loop, until `finish` is called."""
+        self._job.thread.obeys(command)
+        self._state.checkpoints.before_change()
+        self.by_loop.begin()
+
+    def finish(self) -> None:
+        """Report to the engine that the update of the last commit is made, if one is open."""
+        local, thread = self._job.local, self._job.thread
+        if thread.role != "applying" or local is None:
+            return
+        if (torn := self.by_loop.take_torn()) is not None:
+            self.fail(RuntimeError(torn))
+            return
+        if not thread.leaves("applying", "applied"):  # another thread has reported its failure
+            return
+        self._watchers.txn_ended(committed=True)
+        self._job.post(Applied(local.token, self._state.digest_for_audit()))
+        if self._committed is not None:
+            self._state.checkpoints.committed(*self._committed)
+
+    def fail(self, error: BaseException) -> None:
+        """Report to the engine that the update of the last commit has failed, if one is open."""
+        local = self._job.local
+        if local is None or not self._job.thread.leaves("applying", "apply_failed"):
+            return
+        self.by_loop.failed()
+        self._state.lost = error
+        self._job.post(ApplyFailed(local.token, text_of(error)))
+        self._job.note_error(error)
+
+    def close(self) -> None:
+        """Watch no optimizer any more. Idempotent."""
+        self.by_loop.close()
+
+
+def _is_twin(peer: Peer, me: Peer) -> bool:
+    """Whether ``peer`` holds the same shard in another group."""
+    return peer.group != me.group and peer.rank == me.rank
+
+
+def _hung(hang: Interrupted) -> FftError:
+    return FftError(f"the update hung and was interrupted: {hang}")
