@@ -19,7 +19,9 @@ import hashlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +69,130 @@ class Reductions(Protocol):
         end."""
 
 
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of a model's gradients in buckets, for the parameters that are trained now.
+
+    Attributes:
+        trained: The parameters whose gradients are reduced, as an ordered set.
+        frozen: The other parameters, with their names.
+        sparse: Those of ``trained`` whose gradients are sparse, and in no bucket.
+        buckets: In the order of reduction.
+        digest: Digest of all this, which is different for different layouts.
+    """
+
+    trained: dict[torch.Tensor, None]
+    frozen: Named
+    sparse: Named
+    buckets: list[Bucket]
+    digest: str
+
+    @cached_property
+    def slots(self) -> dict[torch.Tensor, tuple[Bucket, Slot]]:
+        """The place of each gradient that is in a bucket."""
+        return {slot.parameter: (b, slot) for b in self.buckets for slot in b.slots}
+
+
+class ModelParameters:
+    """The parameters of a model, in two classes: those trained at first, and those frozen then.
+
+    The first ones stay in buckets; if they are frozen later, they have no gradient. The others are
+    in buckets while they are not frozen. So the reduction depends on what is frozen now, not on the
+    past, which a joiner does not know.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained: Named = []
+        self._frozen: Named = []
+        self._seen: list[tuple[object, ...]] | None = None
+        """Everything that a layout depends on; None: no parameter was looked at."""
+
+    def update(self) -> bool:
+        """Take over the parameters that the model has now. Names known before keep their class.
+
+        Returns:
+            Whether any were added, replaced or converted.
+
+        Raises:
+            FftError: No parameter needs a gradient, or one is not initialized.
+        """
+        now: list[tuple[object, ...]] = [
+            (id(p), p.dtype, p.device, p.shape) for p in self._model.parameters()
+        ]
+        if now == self._seen:
+            return False
+        named = list(self._model.named_parameters())
+        if lazy := [name for name, p in named if is_lazy(p)]:
+            raise FftError(
+                f"sync_gradients(model): parameter {lazy[0]!r} has no shape yet, because its lazy "
+                "module has not seen an input: run model(batch) once before this call"
+            )
+        known = {name for name, _ in self._frozen}
+        frozen = {name for name, p in named if name in known or not p.requires_grad}
+        frozen -= {name for name, _ in self._trained}
+        self._trained = [(n, p) for n, p in named if n not in frozen]
+        self._frozen = [(n, p) for n, p in named if n in frozen]
+        if not self._trained:
+            raise FftError(
+                "sync_gradients(model): no parameter of the model needs a gradient; call it when "
+                "the model is complete"
+            )
+        self._seen = now
+        return True
+
+    def are_other_than(self, trained: Collection[torch.Tensor]) -> bool:
+        """Return whether other parameters than ``trained`` are to be in buckets now."""
+        return any(p.requires_grad != (p in trained) for _, p in self._frozen)
+
+    def describe(self, options: str) -> str:
+        """Describe the whole model, with a digest that also depends on ``options``."""
+        named = self._trained + self._frozen
+        text = f"{in_words(named)}|{options}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        numbers = sum(p.numel() for _, p in named)
+        return f"{len(named)} parameters with {numbers} numbers ({digest})"
+
+    def lay_out(self, index: int, cap_mb: float, dtype: torch.dtype | None) -> Layout:
+        """Return the layout of the parameters that are to be in buckets now.
+
+        Args:
+            index: Number of the model.
+            cap_mb: See `fill`.
+            dtype: See `fill`.
+        """
+        more = [(n, p) for n, p in self._frozen if p.requires_grad]
+        trained, sparse = self._trained + more, sparse_parameters(self._model)
+        inwards = [*reversed(self._trained), *reversed(more)]
+        buckets = fill([(n, p) for n, p in inwards if p not in sparse], cap_mb, dtype)
+        text = f"{index}|{in_words(trained)}|{[b.size for b in buckets]}|{dtype}"
+        return Layout(
+            dict.fromkeys(p for _, p in trained),
+            [(n, p) for n, p in self._frozen if not p.requires_grad],
+            [(n, p) for n, p in trained if p in sparse],
+            buckets,
+            hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        )
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that has come to a parameter.
+
+    Attributes:
+        task: Number of autograd's graph task.
+        thread: The thread that its hooks run on.
+        at_end: Returns the callback for its end while autograd keeps it, else None.
+    """
+
+    task: int
+    thread: int
+    at_end: Callable[[], Any]
+
+
 class Reducer:
     """Reduces the gradients of one model at the end of every backward that touches it.
 
@@ -98,25 +224,12 @@ class Reducer:
         self._hook: tuple[Any, CommHook] | None = None
         self._handles: dict[torch.Tensor, Any] = {}
         """The hook on each parameter."""
-        self._trained_at_first: list[tuple[str, nn.Parameter]] = []
-        """Parameters that stay in buckets; if they are frozen later, they have no gradient."""
-        self._frozen_at_first: list[tuple[str, nn.Parameter]] = []
-        """Parameters that are in buckets while they are not frozen. So the reduction depends on
-        what is frozen now, not on the past, which a joiner does not know."""
-        self._found: list[tuple[object, ...]] = []
-        """The parameters that buckets were laid out for, with what their layout depends on."""
-        self.model = ""
-        """Description of the whole model, frozen or not, with a digest; equal in all groups."""
+        self._parameters = ModelParameters(model)
         self._is_quiet = False
         self._quiet_at_begin: bool | None = None
         """`_is_quiet` when the step function began, or None once a rollback has restored it."""
-        self._armed: int | None = None
-        """The backward (autograd's graph task) whose end reduces the rest."""
-        self._armed_by = 0
-        """The thread that its hooks run on."""
-        self._at_end: Callable[[], Any] = lambda: None
-        """Returns the callback for its end while autograd keeps it; returns None once backward is
-        over."""
+        self._backward: Backward | None = None
+        """The backward whose end reduces the rest."""
         self._refused: str | None = None
         """Why a backward of this step was refused; the gradients have been incomplete since."""
         self._next = 0
@@ -127,8 +240,13 @@ class Reducer:
         self._is_eager = True
         """Buckets are issued while backward goes on."""
         self._pristine: dict[Slot, torch.Tensor] | None = None
-        self._slots: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
-        self._take_parameters()
+        self._parameters.update()
+        self._lay_out()
+
+    @property
+    def model(self) -> str:
+        """Description of the whole model, frozen or not, with a digest; equal in all groups."""
+        return self._parameters.describe(f"{self._cap}|{self._dtype}")
 
     # --- what the manager calls ---
 
@@ -143,7 +261,7 @@ class Reducer:
         self._come_last()
         self._forget()
         self._quiet_at_begin = self._is_quiet
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.leave_to_user()
         self._is_unreduced, self._refused = False, None
         self._pristine = {} if exact else None
@@ -157,7 +275,7 @@ class Reducer:
         self._forget()
         if self._quiet_at_begin is not None:
             self._is_quiet, self._quiet_at_begin = self._quiet_at_begin, None
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.drop()
 
     def covers(self, model: nn.Module) -> bool:
@@ -199,7 +317,7 @@ class Reducer:
         """Why the gradients are not the averaged ones, or None if they are."""
         if self._refused is not None:
             return self._refused
-        if self._armed is not None:
+        if self._backward is not None:
             return "a backward() was begun and has not come to its end (an exception was caught?)"
         if self._is_unreduced:
             return "gradients were accumulated in no_sync() and never reduced"
@@ -211,66 +329,21 @@ class Reducer:
         This uses torch's edit counters, which miss edits through ``.data`` unless the txn began
         with ``exact``. Sparse gradients always count as edited.
         """
-        return bool(self._sparse) or any(
-            bucket.is_edited(self._pristine) for bucket in self._buckets
-        )
+        layout = self._layout
+        return bool(layout.sparse) or any(b.is_edited(self._pristine) for b in layout.buckets)
 
     # --- layout ---
 
     def update_layout(self) -> None:
         """Lay the buckets out again if parameters were added, replaced, converted or unfrozen."""
-        if self._found != self._parameters_now():
-            self._take_parameters()
-        elif any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
+        if self._parameters.update() or self._parameters.are_other_than(self._layout.trained):
             self._lay_out()
 
-    def _parameters_now(self) -> list[tuple[object, ...]]:
-        return [(id(p), p.dtype, p.device, p.shape) for p in self._model.parameters()]
-
-    def _take_parameters(self) -> None:
-        """Take over the parameters that the model has now. Names known before keep their class."""
-        named = list(self._model.named_parameters())
-        if lazy := [name for name, p in named if is_lazy(p)]:
-            raise FftError(
-                f"sync_gradients(model): parameter {lazy[0]!r} has no shape yet, because its lazy "
-                "module has not seen an input: run model(batch) once before this call"
-            )
-        known = {name for name, _ in self._frozen_at_first}
-        frozen = {name for name, p in named if name in known or not p.requires_grad}
-        frozen -= {name for name, _ in self._trained_at_first}
-        self._trained_at_first = [(n, p) for n, p in named if n not in frozen]
-        self._frozen_at_first = [(n, p) for n, p in named if n in frozen]
-        if not self._trained_at_first:
-            raise FftError(
-                "sync_gradients(model): no parameter of the model needs a gradient; call it when "
-                "the model is complete"
-            )
-        words = in_words(self._trained_at_first + self._frozen_at_first)
-        text = f"{words}|{self._cap}|{self._dtype}"
-        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        numbers = sum(p.numel() for _, p in named)
-        self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
-        self._found = self._parameters_now()
-        self._lay_out()
-
     def _lay_out(self) -> None:
-        self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]
-        more = [(n, p) for n, p in self._frozen_at_first if p.requires_grad]
-        trained = self._trained_at_first + more
-        sparse = sparse_parameters(self._model)
-        self._sparse = [(n, p) for n, p in trained if p in sparse]
-        inwards = [*reversed(self._trained_at_first), *reversed(more)]
-        self._buckets = fill(
-            [(n, p) for n, p in inwards if p not in sparse], self._cap, self._dtype
-        )
-        self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
-        sizes = [b.size for b in self._buckets]
-        text = f"{self._index}|{in_words(trained)}|{sizes}|{self._dtype}"
-        self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        self._laid_out = {p for _, p in trained}
-        for parameter in [p for p in self._handles if p not in self._laid_out]:
+        self._layout = self._parameters.lay_out(self._index, self._cap, self._dtype)
+        for parameter in [p for p in self._handles if p not in self._layout.trained]:
             self._handles.pop(parameter).remove()
-        for _, parameter in trained:
+        for parameter in self._layout.trained:
             if parameter not in self._handles:
                 self._hook_on(parameter)
 
@@ -293,7 +366,7 @@ class Reducer:
             self._is_unreduced = True
             return
         self._arm()
-        if (place := self._slots.get(parameter)) is None:
+        if (place := self._layout.slots.get(parameter)) is None:
             return  # sparse: reduced at the end
         bucket, slot = place
         bucket.touched = True
@@ -304,8 +377,9 @@ class Reducer:
             return
         bucket.take(slot)
         bucket.missing.discard(slot)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._issue(self._buckets[self._next])
+        buckets = self._layout.buckets
+        while self._next < len(buckets) and not buckets[self._next].missing:
+            self._issue(buckets[self._next])
             self._next += 1
 
     def _came_late(self, bucket: Bucket, slot: Slot) -> None:
@@ -323,11 +397,11 @@ class Reducer:
 
     def _arm(self) -> None:
         task = torch._C._current_graph_task_id()
-        if self._armed == task:
+        if self._backward is not None and self._backward.task == task:
             return
         nested = is_nested()
         self._check(nested)
-        if self._armed is None:
+        if self._backward is None:
             self._start_over()
 
         # One callback for each graph task. A checkpoint with use_reentrant=True is a task within
@@ -336,8 +410,7 @@ class Reducer:
         def finish() -> None:
             self._finish(nested)
 
-        self._armed, self._armed_by = task, threading.get_ident()
-        self._at_end = weakref.ref(finish)
+        self._backward = Backward(task, threading.get_ident(), weakref.ref(finish))
         Variable._execution_engine.queue_callback(finish)
 
     def _check(self, nested: bool) -> None:
@@ -358,9 +431,9 @@ class Reducer:
                 "it to the loss, and call backward() once on the sum"
             )
             raise FftError(self._refused)
-        if self._armed is None or self._at_end() is None:  # no backward is running
+        if self._backward is None or self._backward.at_end() is None:  # no backward is running
             return
-        within = threading.get_ident() == self._armed_by or not is_pythons_thread()
+        within = threading.get_ident() == self._backward.thread or not is_pythons_thread()
         if not (nested and within):
             self._refused = (
                 "two threads were in backward() of one model at the same time, which would mix "
@@ -373,7 +446,7 @@ class Reducer:
         self._next = 0
         # a communication hook does all of the averaging, as with DDP
         share = 1.0 / self._manager.num_participants() if self._hook is None else 1.0
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.share = share
             bucket.missing = set(bucket.slots)
             bucket.touched = bucket.again = False
@@ -388,26 +461,26 @@ class Reducer:
                 tail.fill_(1)
             else:
                 tail.copy_(torch.tensor(used, dtype=flat.dtype))
-            bucket.work = self._manager.reduce_gradients(flat, self._layout, ReduceOp.SUM)
+            bucket.work = self._manager.reduce_gradients(flat, self._layout.digest, ReduceOp.SUM)
             return
         state, hook = self._hook
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
         self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
-        bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._buckets)))
+        bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._layout.buckets)))
 
     # --- at its end ---
 
     def _finish(self, nested: bool) -> None:
         # otherwise a task within this one has done it, and nothing came since
-        if self._armed is not None:
+        if self._backward is not None:
             self._reduce_rest(nested)
 
     def _reduce_rest(self, nested: bool) -> None:
-        due = [b for b in self._buckets if b.work is None and (b.touched or not nested)]
+        due = [b for b in self._layout.buckets if b.work is None and (b.touched or not nested)]
         for bucket in due:
             self._issue(bucket)
-        self._complete([b for b in self._buckets if b.work is not None])
-        late = [b for b in self._buckets if b.again]
+        self._complete([b for b in self._layout.buckets if b.work is not None])
+        late = [b for b in self._layout.buckets if b.again]
         for bucket in late:
             bucket.missing = set(bucket.slots)
             self._issue(bucket)
@@ -419,7 +492,7 @@ class Reducer:
 
     def _complete(self, buckets: list[Bucket]) -> None:
         if self._flags is not None:
-            self._manager.reduce_gradients(self._flags, self._layout).wait()
+            self._manager.reduce_gradients(self._flags, self._layout.digest).wait()
         for bucket in buckets:
             bucket.wait()
         self._manager.reduced()
@@ -435,19 +508,19 @@ class Reducer:
     def _reduce_sparse(self) -> None:
         """Reduce sparse gradients one by one: gloo reduces their entries, not their shapes."""
         works = []
-        for _, parameter in self._sparse:
+        for _, parameter in self._layout.sparse:
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros_like(parameter).to_sparse()
             grad = parameter.grad = grad.coalesce()
-            works.append(self._manager.reduce_gradients(grad, self._layout))
+            works.append(self._manager.reduce_gradients(grad, self._layout.digest))
         for work in works:
             work.wait()
         if works:
             self._manager.reduced()
 
     def _refuse_unknown(self) -> None:
-        for name, parameter in self._frozen:
+        for name, parameter in self._layout.frozen:
             if parameter.grad is not None:
                 raise FftError(
                     f"parameter {name!r} got a gradient, but it was frozen when this txn began, so "
@@ -455,8 +528,8 @@ class Reducer:
                 )
 
     def _forget(self) -> None:
-        self._armed, self._flags = None, None
-        for bucket in self._buckets:
+        self._backward, self._flags = None, None
+        for bucket in self._layout.buckets:
             bucket.work = None
 
 

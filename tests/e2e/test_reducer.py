@@ -863,7 +863,7 @@ def test_a_gradient_that_somebody_keeps_does_not_change(tmp_path: Path) -> None:
                 assert gradient is not None
                 if txn.step < 2:
                     kept.append((gradient.detach(), gradient.clone()))
-                buffers.append(reducer._buckets[0].flat().data_ptr())
+                buffers.append(reducer._layout.buckets[0].flat().data_ptr())
 
     with job(tmp_path, 1) as made:
         made.run(work, register=False, digest="never")
