@@ -25,11 +25,7 @@ from urllib.parse import urlsplit
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
-from fft.bus import (
-    BusError,
-    ErrorBus,
-    open_job_bus,
-)
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.addresses import (
     HOW_TO_REACH,
     joined,
@@ -319,16 +315,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.checkpoints.resume()
     config = _config(manager, parts)
-    if parts.state.step is not None:
-        # again, since the models may have been sharded after register()
-        parts.state.step.refuse_replaced_parameters()
-        parts.groups.refuse_foreign(parts.state.models, parts.state.step.optimizer_tensors())
-        parts.paradigm.refuse_unconnected()
-    parts.state.refuse_unsendable()
-    for function in parts.state.users.values():  # complete by now, unlike at their registration
-        refuse_dropping(function)
-    for reducer in parts.reductions.reducers:
-        reducer.update_layout()
+    _refuse_unfit(parts)
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)
@@ -349,8 +336,8 @@ def join(manager: Manager, parts: Parts) -> Engine:
     _warn_of_strangers(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
-    config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
-    watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.hung)
+    monitor = monitor_config(parts.limits) if settings.monitor else None
+    watchers.watch(monitor, job.peer, settings.bus_url, parts.hung)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
         participant,
@@ -375,6 +362,20 @@ def join(manager: Manager, parts: Parts) -> Engine:
     engine.post(Start())
     parts.leaving.ask()
     return engine
+
+
+def _refuse_unfit(parts: Parts) -> None:
+    """Raise FftError if the registered state, which is complete by now, cannot be trained."""
+    if (step := parts.state.step) is not None:
+        # again, since the models may have been sharded after register()
+        step.refuse_replaced_parameters()
+        parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
+        parts.paradigm.refuse_unconnected()
+    parts.state.refuse_unsendable()
+    for function in parts.state.users.values():
+        refuse_dropping(function)
+    for reducer in parts.reductions.reducers:
+        reducer.update_layout()
 
 
 def store_address(manager: Manager, bus_url: str) -> str:

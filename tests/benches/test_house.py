@@ -64,6 +64,12 @@ def test_gates_find_planted_offences() -> None:
     assert len(house.code_lines()) == 1 + 1 + 1 + 21 + 3 + 2 + 1 + 59
 
 
+def test_arguments_of_another_librarys_class_do_not_count() -> None:
+    kept = house.mirrored("DiLoCo")
+    assert "outer_optimizer" in kept and "weighted" not in kept
+    assert house.mirrored("Synchronizer") == set()
+
+
 def test_prose_patterns_match_subjects_and_fragments() -> None:
     bad = ["Who asked: none.", "It ends. What is left is dropped.", "Of one place."]
     good = ["What is left?", "Of course.", "A group of one place.", "Return what is left."]

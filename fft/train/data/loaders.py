@@ -264,6 +264,17 @@ class _Loader(Identified):
             iterator._shutdown_workers()
 
 
+def _renamed(passes: int, data_epochs: int | None) -> int:
+    """Return the value of an argument that the script gives by its deprecated name."""
+    text = "fft.CursorLoader: passes= is deprecated; use data_epochs="
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    if data_epochs is not None:
+        raise DataError(
+            "fft.CursorLoader: expected data_epochs= alone, got passes= as well; leave passes= out"
+        )
+    return passes
+
+
 class CursorLoader(_Loader):
     """Batches of a map-style dataset by number, in an order that every group computes alike.
 
@@ -322,18 +333,7 @@ class CursorLoader(_Loader):
         passes: int | None = None,
         **options: Any,
     ) -> None:
-        if passes is not None:
-            warnings.warn(
-                "fft.CursorLoader: passes= is deprecated; use data_epochs=",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            if data_epochs is not None:
-                raise DataError(
-                    "fft.CursorLoader: expected data_epochs= alone, got passes= as well; leave "
-                    "passes= out"
-                )
-            data_epochs = passes
+        data_epochs = data_epochs if passes is None else _renamed(passes, data_epochs)
         if isinstance(dataset, IterableDataset):
             raise DataError(
                 "fft.CursorLoader: expected a dataset with samples by index, got "
