@@ -92,10 +92,7 @@ class StateExchange:
             transfer: FFT's own checkpoint transport, or None if the user has given another one.
             tell: See `FetchProgress`.
         """
-        self._manager = manager
-        self._tell = tell
-        self._state = state
-        self.transfer = transfer
+        self._manager, self._state, self.transfer, self._tell = manager, state, transfer, tell
         self._served: Record | None = None
         """The epoch whose initial state is served."""
 

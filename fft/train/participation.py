@@ -34,12 +34,16 @@ from fft.trace.checkpoint_notes import report_of
 from fft.trace.format import FETCHING, NO_REFORM
 from fft.trace.writer import TraceWriter
 from fft.train.progress_reporter import ProgressReporter
-from fft.util.error_places import Place, place_of
+from fft.util.error_places import place_of
 
 logger = logging.getLogger(__name__)
 
 Word = Prepared | Restored | Connected | Healed | HealFailed
 """Results of commands that the main thread reports. Any thread may report those of updates."""
+
+
+_REMEMBERED = 100
+"""Maximum number of places whose traceback is logged; later ones are logged without it."""
 
 
 class MainThread:
@@ -103,7 +107,8 @@ class Participation:
         """Whether the trace tells the launcher that lost ranks of this group can be replaced."""
         self.group_bus: ErrorBus | None = None
         self.reporter: ProgressReporter | None = None
-        self._places = PlaceLog(trace)
+        self._seen: set[tuple[str, str]] = set()
+        """Places whose traceback was logged."""
 
     @property
     def world(self) -> int:
@@ -164,12 +169,23 @@ class Participation:
             )
 
     def note_error(self, error: BaseException) -> None:
-        """Log and trace the place that ``error`` comes from.
+        """Log and trace the place that ``error`` comes from: the traceback once for each place.
 
-        Slow, because it reads source files.
+        Any thread. Slow, because it reads source files.
         """
-        if self.engine is not None:
-            self._places.note(error, self.engine.local)
+        if self.engine is None:
+            return
+        place, local = place_of(error), self.engine.local
+        found = {"type": place.type, "message": place.message, "where": place.where}
+        found |= {"operation": place.operation, "traceback": place.text}
+        self.trace.note("fault", found, local)
+        operation = f" ({place.operation})" if place.operation else ""
+        text = f"error of this rank in step {local.step}: {place.short()}{operation}"
+        if place.signature in self._seen or len(self._seen) >= _REMEMBERED:
+            logger.warning("%s", text)
+            return
+        self._seen.add(place.signature)
+        logger.warning("%s\n%s", text, place.text.rstrip())
 
     def say_stuck(self, reason: str) -> bool:
         """Broadcast the suspicion that this main thread hangs. Return whether it was sent."""
@@ -219,43 +235,3 @@ class Participation:
 def bus_url(store: str, name: str) -> str:
     """Return the URL of the bus ``name`` on a replica group's own store (``host:port``)."""
     return f"tcp://{store}/{name}"
-
-
-_REMEMBERED = 100
-"""Maximum number of places whose traceback is logged; later ones are logged without it."""
-
-
-class PlaceLog:
-    """Logs and traces the errors of one rank, with the traceback once for each place.
-
-    Thread-safe. Formatting is slow, so keep it away from latency-critical code.
-    """
-
-    def __init__(self, trace: TraceWriter) -> None:
-        self._trace = trace
-        self._seen: set[tuple[str, str]] = set()
-
-    def note(self, error: BaseException, local: Local) -> None:
-        """Trace where ``error`` comes from, and log it: the traceback once for each place."""
-        place = place_of(error)
-        self._trace.note(
-            "fault",
-            {
-                "type": place.type,
-                "message": place.message,
-                "where": place.where,
-                "operation": place.operation,
-                "traceback": place.text,
-            },
-            local,
-        )
-        self._log(place, local.step)
-
-    def _log(self, place: Place, step: int) -> None:
-        operation = f" ({place.operation})" if place.operation else ""
-        text = f"error of this rank in step {step}: {place.short()}{operation}"
-        if place.signature in self._seen or len(self._seen) >= _REMEMBERED:
-            logger.warning("%s", text)
-            return
-        self._seen.add(place.signature)
-        logger.warning("%s\n%s", text, place.text.rstrip())

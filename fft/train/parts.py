@@ -196,43 +196,35 @@ _LOOKED_AT = 16
 
 
 def wait_for_donor(
-    bus: ErrorBus,
-    token: JobToken | None,
-    me: Peer,
-    limit_s: float,
-    is_over: Callable[[], bool],
-    note: Callable[[str, dict[str, Any]], None],
+    job: Participation, token: JobToken | None, limit_s: float, is_over: Callable[[], bool]
 ) -> None:
-    """Return when a rank that may give ``me`` the state can be connected to, or none lives.
+    """Return when a rank that may give this one the state can be connected to, or none lives.
+
+    Ranks of the same number in other groups give the state. A connection of its own asks on the bus
+    of the job, if a job has begun there.
 
     Args:
-        bus: of the job. A connection of its own asks there, if a job has begun on it.
-        me: the joiner; ranks of its own number in other groups give the state.
         limit_s: seconds to wait outside.
         is_over: whether this process shall leave the job anyway.
-        note: writes a note to the trace.
 
     Raises:
         NoState: living ranks cannot be reached for ``limit_s``; names their addresses.
     """
+    url = job.bus.url
     try:
-        if bus.read(HEAD) is None:
+        if job.bus.read(HEAD) is None:
             return
-        opened = open_job_bus(bus.url, token, bus_operation(bus.url))
-        with JobClient(bus.url, token=token, bus=opened) as client:
-            _wait(client, me, limit_s, is_over, note)
+        opened = open_job_bus(url, token, bus_operation(url))
+        with JobClient(url, token=token, bus=opened) as client:
+            _wait(client, job, limit_s, is_over)
     except (BusError, OperatorError) as error:  # the engine bounds the absence of the bus
         logger.warning("whether the ranks of the job can be reached is not known: %s", error)
 
 
 def _wait(
-    client: JobClient,
-    me: Peer,
-    limit_s: float,
-    is_over: Callable[[], bool],
-    note: Callable[[str, dict[str, Any]], None],
+    client: JobClient, job: Participation, limit_s: float, is_over: Callable[[], bool]
 ) -> None:
-    deadline, told = time.monotonic() + limit_s, ""
+    deadline, told, me = time.monotonic() + limit_s, "", job.peer
     while (why := _unreached(_donors(client, me))) and _is_alive(client) and not is_over():
         text = (
             f"rank {me.group}/{me.rank} waits outside the job, because it cannot reach a rank that "
@@ -242,7 +234,7 @@ def _wait(
             raise NoState(f"{text}. It waited for {limit_s:g} s")
         if why != told:
             logger.error("%s", text)
-            note(UNREACHABLE, {"why": why})
+            job.note(UNREACHABLE, {"why": why})
             told = why
         time.sleep(_AGAIN_S)  # nothing reports that a firewall was opened
 
@@ -323,14 +315,8 @@ def join(manager: Manager, parts: Parts) -> Engine:
     reforms = job.reforms = _can_reform(parts, config)
     owes = {DIGESTS: parts.state.owes_digests}
     job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
-    wait_for_donor(
-        job.bus,
-        settings.token,
-        job.peer,
-        parts.limits["quorum"].seconds,
-        lambda: parts.leaving.is_asked,
-        job.note,
-    )
+    limit_s = parts.limits["quorum"].seconds
+    wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)

@@ -72,12 +72,7 @@ class RankState:
     """The state of one rank. Before ``register`` it consists only of the user's load and save
     functions."""
 
-    def __init__(
-        self,
-        manager: Manager,
-        injector: Injector | None,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, manager: Manager, injector: Injector | None, settings: Settings) -> None:
         self._manager = manager
         self.paradigm: Paradigm[Any]
         """The training paradigm; set once all components exist."""

@@ -49,10 +49,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     _at_exit: ShutDownAtExit
 
     def start_quorum(
-        self,
-        allow_heal: bool = True,
-        shrink_only: bool = False,
-        timeout: timedelta | None = None,
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
         """Begin the next txn. Returns immediately except after a rollback or a membership change.
 
@@ -142,10 +139,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
 
     @guarded
     def allreduce(
-        self,
-        tensor: torch.Tensor,
-        should_quantize: bool = False,
-        reduce_op: Any = ReduceOp.AVG,
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> Work:
         """Reduce as torchft does, and add the reduction to the manifest of the vote."""
         self._refuse_in_doubt("allreduce()")
@@ -171,10 +165,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         self._parts.reductions.all_over()
 
     def wrap_future(
-        self,
-        fut: torch.futures.Future[Any],
-        default: Any,
-        timeout: timedelta | None = None,
+        self, fut: torch.futures.Future[Any], default: Any, timeout: timedelta | None = None
     ) -> torch.futures.Future[Any]:
         """Wrap a future as torchft does; a rollback completes it with ``default`` at once."""
         return self._parts.reductions.wrap(super().wrap_future, fut, default, timeout)
@@ -224,4 +215,4 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         super().shutdown(wait)
         if self._parts.settings.alone is not None:
             self._parts.settings.alone.close()
-        self._parts.loop.left_loop.tell()
+        self._parts.loop.warn_if_left()

@@ -26,13 +26,7 @@ from fft.train.commits import CommitExecutor
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import (
-    AUGMENTATION_MEND,
-    ORDER_MEND,
-    DataSource,
-    Identify,
-    named,
-)
+from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, DataSource, Identify, named
 from fft.train.interrupt import Interrupted
 from fft.train.process_group import GroupAborted
 from fft.train.rank import Rank
@@ -61,7 +55,8 @@ class TransactionLoop:
         self._voter = voter
         self._min_reductions = rank.settings.spec.policies.min_reductions
         """Minimum number of reductions of a step function; 0 if it may end without one."""
-        self.left_loop = LeftLoop()
+        self._left_at: int | None = None
+        """The step after which the loop was left early, or None."""
         self._warned_of_signal = False
 
     def run(
@@ -85,7 +80,7 @@ class TransactionLoop:
                 "epoch between two transactions"
             )
         self._reductions.raises = True
-        self.left_loop.begun()
+        self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
         foreign = ForeignSteps(state, self._reductions)
@@ -147,7 +142,8 @@ class TransactionLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.left_loop.leave(self._manager._torchft.step, at_end=is_last and txn.committed)
+                if not (is_last and txn.committed):
+                    self.left(self._manager._torchft.step)
                 raise
             if not txn.closed:
                 raise FftError("the step function of a txn must run inside `with txn:`")
@@ -199,13 +195,24 @@ class TransactionLoop:
         self.job.note_error(error)
         return error
 
+    def left(self, step: int) -> None:
+        """Record that the script left the loop after ``step``, before its end."""
+        self._left_at = step
+
+    def warn_if_left(self) -> None:
+        """Warn if the loop was left before its end, unless another exception is being raised."""
+        at, self._left_at = self._left_at, None
+        if at is not None and sys.exc_info()[1] is None:
+            logger.warning(
+                "the loop was left (`break`?) after step %d, before the job ended: the final "
+                "comparison of the replicas and the final checkpoint are skipped; call "
+                "manager.drain() on all ranks instead, which does both",
+                at,
+            )
+
     def compare_now(self) -> None:
         """The txn is the last of the job: compare the replicas."""
         self._voter.compare_now()
-
-    def transaction(self, plan: StartTxn, drawn: Drawn, **consumes: int) -> Transaction:
-        """Return the transaction for ``plan``."""
-        return Transaction(self, plan, drawn, drawn.is_last, consumes)
 
     # --- for Transaction ---
 
@@ -256,8 +263,13 @@ class TransactionLoop:
 
         Raises:
             StepRetriesExceeded: The exception keeps coming at one step.
+            DeviceLost: This process's device can compute no replay any more.
         """
-        self._refuse_lost_device(error)
+        try:
+            accelerator.refuse_lost(error)
+        except DeviceLost as lost:
+            self.job.note_error(lost)
+            raise
         if (
             isinstance(error, (TxnAborted, GroupAborted))
             or self._manager._torchft.errored is not None
@@ -265,14 +277,6 @@ class TransactionLoop:
             return
         self.give_up_if_hopeless(plan, drawn, error, plan.step)
         self._manager.report_error(error)
-
-    def _refuse_lost_device(self, error: Exception) -> None:
-        """Raise DeviceLost if this process's device can compute no replay any more."""
-        try:
-            accelerator.refuse_lost(error)
-        except DeviceLost as lost:
-            self.job.note_error(lost)
-            raise
 
     def give_up_if_hopeless(
         self,
@@ -479,33 +483,6 @@ class Transaction:
             "input_ms": round(drawn.waited_ms, 3),
             **self._consumes,
         }
-
-
-class LeftLoop:
-    """Records whether the script left its loop early, to warn about it. Main thread only."""
-
-    def __init__(self) -> None:
-        self._at: int | None = None
-        """The step after which the loop was left early, or None."""
-
-    def begun(self) -> None:
-        """Record the start of a loop, which may continue where an earlier one was left."""
-        self._at = None
-
-    def leave(self, step: int, at_end: bool = False) -> None:
-        """Record that the script left the loop after ``step``; ``at_end``: no txn remained."""
-        self._at = None if at_end else step
-
-    def tell(self) -> None:
-        """Warn if the loop was left before its end, unless another exception is being raised."""
-        at, self._at = self._at, None
-        if at is not None and sys.exc_info()[1] is None:
-            logger.warning(
-                "the loop was left (`break`?) after step %d, before the job ended: the final "
-                "comparison of the replicas and the final checkpoint are skipped; call "
-                "manager.drain() on all ranks instead, which does both",
-                at,
-            )
 
 
 class ForeignSteps:

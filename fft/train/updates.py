@@ -194,62 +194,17 @@ class Updates:
             )
 
 
-class StepWatch:
-    """Detects whether optimizer steps of this thread, of any optimizer, were begun and finished.
-
-    For loops in which the user calls ``optimizer.step()`` after ``should_commit()``.
-    """
-
-    def __init__(self) -> None:
-        self._begun = self._finished = 0
-        self._thread = threading.get_ident()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(self._finish),
-        ]
-
-    def _begin(self, *_: Any) -> None:
-        self._begun += threading.get_ident() == self._thread
-
-    def _finish(self, *_: Any) -> None:
-        self._finished += threading.get_ident() == self._thread
-
-    def begin(self) -> None:
-        """Count from here, after a commit, the steps of this thread."""
-        self._thread = threading.get_ident()
-        self._begun = self._finished = 0
-
-    @property
-    def was_torn(self) -> bool:
-        """Whether a step has begun since without finishing, so part of the state may be updated."""
-        return self._begun > self._finished
-
-    @property
-    def was_begun(self) -> bool:
-        """Whether a step has begun since, finished or not."""
-        return self._begun > 0 or self._finished > 0
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a step has begun since, and none is unfinished."""
-        return 0 < self._begun == self._finished
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
 class LoopUpdates:
     """Checks the updates that the user's loop makes after commits: whether they were made
     completely.
 
-    It watches from the first such commit on.
+    From the first such commit on it counts the optimizer steps of this thread, of any optimizer.
     """
 
     def __init__(self) -> None:
-        self._watch: StepWatch | None = None
+        self._begun = self._finished = 0
+        self._thread = threading.get_ident()
+        self._hooks: list[Any] = []
         self._is_open = False
         """There was a commit, and `look` has not been called since."""
         self.missed: int | None = None
@@ -257,21 +212,30 @@ class LoopUpdates:
 
     def begin(self) -> None:
         """Start to watch for the loop's update, after a commit."""
-        if self._watch is None:
-            self._watch = StepWatch()
-        self._watch.begin()
+        if not self._hooks:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._step_begins),
+                register_optimizer_step_post_hook(self._step_ends),
+            ]
+        self._thread, self._begun, self._finished = threading.get_ident(), 0, 0
         self._is_open = True
+
+    def _step_begins(self, *_: Any) -> None:
+        self._begun += threading.get_ident() == self._thread
+
+    def _step_ends(self, *_: Any) -> None:
+        self._finished += threading.get_ident() == self._thread
 
     @property
     def is_made(self) -> bool:
         """Whether the loop has stepped an optimizer since, and no step is unfinished."""
-        return self._watch is not None and self._watch.is_done
+        return 0 < self._begun == self._finished
 
     def take_torn(self) -> str | None:
         """Return, once, that a step was begun and not finished; otherwise None."""
-        if self._watch is None or not self._watch.was_torn:
+        if self._begun <= self._finished:
             return None
-        self._watch.begin()
+        self._thread, self._begun, self._finished = threading.get_ident(), 0, 0
         self._is_open = False
         return "optimizer.step() was begun and did not finish"
 
@@ -286,10 +250,10 @@ class LoopUpdates:
         inf, or weights are averaged by hand. So the next vote includes it, and does not match the
         votes of ranks that have stepped an optimizer.
         """
-        if not self._is_open or self._watch is None:
+        if not self._is_open:
             return False
         self._is_open = False
-        self.missed = None if self._watch.was_begun else step
+        self.missed = None if self._begun or self._finished else step
         return self.missed is not None
 
     def why_torn(self, cause: Cause) -> str | None:
@@ -312,8 +276,9 @@ class LoopUpdates:
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        if self._watch is not None:
-            self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 def _refuse_unfit(each: Any) -> None:

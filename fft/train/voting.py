@@ -15,7 +15,6 @@ from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
 from fft.train.data.drawn import Drawn
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
-from fft.train.participation import Participation
 from fft.train.rank import Rank
 from fft.train.reported import Reported, code_of, text_of
 
@@ -25,7 +24,6 @@ class Voter:
 
     Attributes:
         preconditions: The conditions outside the job that a YES waits for.
-        inputs: Traces the inputs of the txns that this rank votes in.
     """
 
     def __init__(self, rank: Rank, healer: Healer) -> None:
@@ -34,7 +32,10 @@ class Voter:
         self._state, self._reductions = rank.state, rank.reductions
         self._healer = healer
         self.preconditions = rank.state.paradigm.vote_preconditions()
-        self.inputs = InputNotes(rank.job)
+        self._loop = ""
+        """The loop of the last txn that this rank has voted in."""
+        self._consumes: dict[str, Any] | None = None
+        """The data that the commit of the open txn consumes, in FFT's own loop."""
         self._learners = rank.settings.config.learners
         self._has_learned = False
         """The body of this txn began before the state was there."""
@@ -93,9 +94,9 @@ class Voter:
         A rank whose state has failed casts none, because its engine has the failure already.
 
         Args:
-            consumes: See `InputNotes.voting`.
+            consumes: The data that its commit consumes; None: the loop is torchft's.
         """
-        self.inputs.voting(plan, consumes)
+        self._note_loop(plan, consumes)
         self._watchers.body_done()
         with self._watchers.waiting():
             self._reductions.wait()
@@ -120,6 +121,22 @@ class Voter:
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
         self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")
+
+    def _note_loop(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
+        """Trace that another loop begins with this vote.
+
+        The one before it has ended: however it was left, it commits nothing more.
+        """
+        loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
+        if loop != self._loop:
+            self._loop = loop
+            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
+
+    def committed(self) -> None:
+        """Trace, before the engine continues, what the commit of the last vote consumes."""
+        consumes, self._consumes = self._consumes, None
+        if consumes is not None:
+            self._job.trace.note(CONSUMED, consumes)
 
     def _await_preconditions(self, plan: StartTxn) -> None:
         """Wait until each condition holds; vote NO for the first one that does not."""
@@ -161,31 +178,3 @@ class Voter:
             self._injector.at(phase)
         except InjectedFault as fault:
             self._manager.report_error(fault)
-
-
-class InputNotes:
-    """Traces notes about the inputs of one process, each before the engine gets its event."""
-
-    def __init__(self, job: Participation) -> None:
-        self._job = job
-        self._loop = ""
-        """Which one has run the last txn that this rank has voted in."""
-        self._consumes: dict[str, Any] | None = None
-
-    def voting(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
-        """This rank is about to vote in the txn of ``plan``. With its first vote a loop begins, and
-        the one before it has ended: however it was left, nothing more is committed by it.
-
-        Args:
-            consumes: what its commit consumes, in FFT's own loop; None: the loop is torchft's.
-        """
-        loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
-        if loop != self._loop:
-            self._loop = loop
-            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
-
-    def committed(self) -> None:
-        """The txn that this rank has voted in last is committed."""
-        consumes, self._consumes = self._consumes, None
-        if consumes is not None:
-            self._job.trace.note(CONSUMED, consumes)

@@ -18,11 +18,7 @@ from fft.engine.loop import Command, Engine
 from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import (
-    Fault,
-    HealFailed,
-    Restored,
-)
+from fft.messages.protocol import Fault, HealFailed, Restored
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.healing import Healer
@@ -151,7 +147,7 @@ class Worker:
     def _apply_too_late(self, command: Apply) -> None:
         """A decision for a body that has already raised out of its step."""
         self._close_txn()
-        self._voter.inputs.committed()
+        self._voter.committed()
         self._commits.fail(RuntimeError("interrupted before the optimizer step"))
 
     def body_unwound(self) -> None:
@@ -286,7 +282,7 @@ class Worker:
         """Vote and wait for the decision. The record to apply, or None: rolled back.
 
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
-        ``last``: leave with its commit, unless it is skipped. ``consumes``: as of `InputNotes`.
+        ``last``: leave with its commit, unless it is skipped. ``consumes``: as of `Voter.vote`.
 
         Raises TimeoutError: no decision within ``limit``. The vote stands; the next call waits on.
         """
@@ -303,7 +299,7 @@ class Worker:
         self._voter.end()
         if isinstance(command, Apply):
             engine.take(command)
-            self._voter.inputs.committed()
+            self._voter.committed()
             self._commits.decided(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:

@@ -105,7 +105,7 @@ class PeriodicLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.loop.left_loop.leave(plan.step)
+                self.loop.left(plan.step)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -149,7 +149,8 @@ class PeriodicLoop:
         goes on from it."""
         self.watchers.txn_begun(plan.step)
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
-        txn = self.loop.transaction(plan, drawn, **self.synchronizer.phase.traced())
+        traced = self.synchronizer.phase.traced()
+        txn = Transaction(self.loop, plan, drawn, last=is_last, consumes=traced)
         with txn:
             if not self.synchronizer.is_launched:
                 self._launch()

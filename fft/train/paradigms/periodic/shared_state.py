@@ -148,11 +148,11 @@ class SharedState:
             "progress": self._progress,
         }
 
-    def load(self, state: Mapping[str, Any], keep_gradients: bool = False) -> int:
-        """As `StepState.load`. This group begins anew from what came.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `export` of another group, and begin anew from it.
 
         Raises:
-            StateMismatch: of another job; names what differs. Nothing has been changed.
+            StateMismatch: it is of another job; names the difference. Nothing has been changed.
         """
         same_names("state", state, ("plan", "parameters", "optimizers", "progress"))
         same_names("plan", state["plan"], self._plan)
@@ -175,7 +175,6 @@ class SharedState:
                 load_optimizer(optimizer, self._names, values)
         self._progress = state["progress"]
         self.start_over()
-        return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def digest(self, buffers: bool = True) -> str:
         """Blake2b (128 bit, hex) over the job's parameters and the outer optimizers' state."""
