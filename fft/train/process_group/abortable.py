@@ -180,16 +180,8 @@ class AbortableGroup:
             RuntimeError: The backend could not connect, as when a member aborts or dies meanwhile.
                 The group is then aborted; configure it again at another `store_addr`.
         """
-        call = ConfigureCall(
-            store_addr,
-            replica_id,
-            rank,
-            world_size,
-            quorum_id,
-            group_rank,
-            group_world_size,
-            global_ranks,
-        )
+        within = group_rank, group_world_size, global_ranks
+        call = ConfigureCall(store_addr, replica_id, rank, world_size, quorum_id, *within)
         default: timedelta = getattr(self._target, "_timeout", timedelta(seconds=60))
         limit = timeout or default
         deadline = time.monotonic() + limit.total_seconds()
@@ -199,12 +191,9 @@ class AbortableGroup:
             self.abort("the process group is configured anew")
             self.quiesce(limit)
             era = self._begin(call)
-            device = _current_accelerator()
+            given = era, call, deadline, _current_accelerator()
             self._worker = threading.Thread(
-                target=self._build,
-                args=(era, call, deadline, device),
-                name="fft-configure",
-                daemon=True,
+                target=self._build, args=given, name="fft-configure", daemon=True
             )
             self._worker.start()
             while not era.settled.wait(min(_PATIENCE_S, time_left(deadline).total_seconds())):
