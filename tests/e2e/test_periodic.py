@@ -233,7 +233,7 @@ def test_a_loader_that_is_read_from_its_beginning_is_refused(made: Job) -> None:
         (lambda m, txn: None, r"no backward\(\)"),
         (lambda m, txn: (_step(m, txn), txn.weigh(1.0)), "else never"),
         (lambda m, txn: txn.weigh(-1), "positive"),
-        (lambda m, txn: m.job.outer.step(), "take the call out"),  # type: ignore[attr-defined]
+        (lambda m, txn: m.job.outer.step(), "remove the call"),  # type: ignore[attr-defined]
     ],
 )
 def test_forbidden_calls_in_an_inner_step_raise(
