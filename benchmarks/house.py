@@ -30,6 +30,8 @@ PACKAGE = ROOT / "fft"
 CONSTRUCTOR_ARGUMENTS, ATTRIBUTES, FUNCTION_LINES = 7, 20, 60
 ADAPTER = "fft/train/torchft_adapter.py"
 """The only file that may name private attributes of torchft."""
+TELLS_PARADIGMS_APART = {"ranks", "samples", "is_periodic", "bound", "inner", "stages", "bound_to"}
+"""Properties of a spec that only the protocol and the paradigms may read."""
 MIRRORED = {
     "CursorLoader": ("torch", "utils/data/dataloader.py", "DataLoader"),
     "DiLoCo": ("torchft", "local_sgd.py", "DiLoCo"),
@@ -230,6 +232,20 @@ def private_uses() -> list[str]:
     return found
 
 
+def paradigm_branches() -> list[str]:
+    """Return reads of a property of a spec that tells paradigms apart, outside of their rooms."""
+    found = []
+    for path, tree in trees().items():
+        if path.startswith(("fft/protocol/", "fft/train/paradigms/")):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in TELLS_PARADIGMS_APART:
+                owner = ast.unparse(node.value)
+                if owner.rpartition(".")[2].endswith("spec"):
+                    found.append(f"{path}:{node.lineno} {owner}.{node.attr}")
+    return found
+
+
 def code_lines() -> list[str]:
     """Return every line of code: neither blank, nor comment, nor docstring."""
     found = []
@@ -314,6 +330,7 @@ GATES = (
     Gate("attributes", wide_classes, limit=7, target=0),
     Gate("functions", long_functions, limit=4, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
+    Gate("paradigm-branches", paradigm_branches, limit=26, target=0),
     Gate("code-lines", code_lines, limit=43750, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.6),

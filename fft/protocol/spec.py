@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -266,6 +266,12 @@ class FsmSpec(MachineSpec):
         """Number of job steps that a contribution may be behind; 0 if all groups step together."""
         is_bounded = any(scope.sync == "bounded" for scope in self.scopes.values())
         return (self.policies.bound or 0) if is_bounded else 0
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The fields of `fft.protocol.state.Config` that follow from the spec alone."""
+        found = {"leases": self.is_periodic, "bound": self.bound, "quorum": self.policies.quorum}
+        return {**found, "min_reductions": self.policies.min_reductions}
 
     @property
     def inner(self) -> FsmSpec:

@@ -40,14 +40,7 @@ class RankScope:
         Args:
             ranks: Number of ranks of a replica group.
         """
-        policies = self.spec.policies
-        return {
-            "world": ranks,
-            "min_reductions": policies.min_reductions,
-            "leases": self.spec.is_periodic,
-            "bound": self.spec.bound,
-            "quorum": policies.quorum,
-        }
+        return {**self.spec.terms, "world": ranks}
 
     def traces(self, directory: Path | None) -> Path | None:
         """Return the folder for the traces of this scope, below that of the job."""

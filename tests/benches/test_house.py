@@ -22,6 +22,9 @@ class Adapter(Manager):
     def step(self):
         return self._step + self._not_of_torchft
 
+def branch(job):
+    return job.spec.bound
+
 def use(manager):
     """Return what is left.
 
@@ -61,7 +64,8 @@ def test_gates_find_planted_offences() -> None:
         "manager._errored",
         "self._step",
     ]
-    assert len(house.code_lines()) == 1 + 1 + 1 + 21 + 3 + 2 + 1 + 59
+    assert [line.split(" ", 1)[1] for line in house.paradigm_branches()] == ["job.spec.bound"]
+    assert len(house.code_lines()) == 1 + 1 + 1 + 21 + 3 + 2 + 2 + 1 + 59
 
 
 def test_arguments_of_another_librarys_class_do_not_count() -> None:
