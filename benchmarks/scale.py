@@ -35,10 +35,12 @@ from scale_report import render
 
 from fft.bus.tcpserver import host_store
 from fft.bus.tcpstore import PAUSE_S
-from fft.messages.protocol import BusMessage, Decision, Event, decode, encode
+from fft.engine.calls import Call
+from fft.messages.protocol import BusMessage, Decision, Event, Peer, decode, encode
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
+from fft.protocol.table import Table
 from fft.prove.scale.costs import DESIGNS, Costs, Design, Handling, handling_from, prices_from
 from fft.prove.scale.job import LargeJob, Node, Phase, event_kind
 from fft.trace.writer import TraceWriter
@@ -306,28 +308,49 @@ def check(out: Path) -> None:
     write(out / "calibration.json", calibration)
 
 
-# --- the real core ----------------------------------------------------------------------------
+# --- the real engine --------------------------------------------------------------------------
+
+
+class MeteredNode(Node):
+    """A participant that measures what each event costs the real engine, trace and codec."""
+
+    job: Metered
+    _kind = ""
+    """Kind of the event that is being handled."""
+    _took = 0.0
+
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        super().outcome(before, after, event, out, now)
+        self.job.trace.outcome(before, after, event, out, now)
+        self._kind = event_kind(event)
+        small = not (isinstance(event, Decision) and event.record and event.record.members)
+        if isinstance(event, BusMessage) and small:
+            start = time.thread_time()
+            payload = encode(event)
+            self._took -= time.thread_time() - start  # only its receipt belongs to the event
+            decode(payload)
+
+    def _advance(self, go_on: Callable[..., Call | None], *given: object) -> None:
+        start = time.thread_time()
+        super()._advance(go_on, *given)
+        self._took += time.thread_time() - start
+        if self.call is None:
+            if self._kind:
+                self.job.spent.setdefault(self._kind, []).append(self._took)
+            self._kind, self._took = "", 0.0
 
 
 class Metered(LargeJob):
-    """A job that measures what each event costs the real core, trace and codec."""
+    """A job of metered participants."""
 
-    trace: TraceWriter
-    spent: dict[str, list[float]]
+    node = MeteredNode
+    table = Table
 
-    def handle(self, node: Node, event: Event) -> tuple[Local, Outcome]:
-        before, start = node.local, time.thread_time()
-        after, out = node.participant.handle(before, event, self.clock.now)
-        self.trace.outcome(before, after, event, out, self.clock.now)
-        took = time.thread_time() - start
-        small = not (isinstance(event, Decision) and event.record and event.record.members)
-        if isinstance(event, BusMessage) and small:
-            payload = encode(event)
-            start = time.thread_time()
-            decode(payload)
-            took += time.thread_time() - start
-        self.spent.setdefault(event_kind(event), []).append(took)
-        return after, out
+    def __init__(self, design: Design, costs: Costs, groups: int, trace: TraceWriter) -> None:
+        self.trace = trace
+        self.spent: dict[str, list[float]] = {}
+        super().__init__(SPEC, design, costs, groups)
+        self.spent.clear()  # of the first epoch
 
 
 def measure_handling(design: Design, costs: Costs, sizes: list[int]) -> dict[str, list[float]]:
@@ -335,12 +358,12 @@ def measure_handling(design: Design, costs: Costs, sizes: list[int]) -> dict[str
     points: dict[str, list[tuple[int, float]]] = {}
     for groups in sizes:
         with tempfile.TemporaryDirectory() as directory:
-            job = Metered(SPEC, design, costs, groups)
-            job.spent, job.trace = {}, TraceWriter(Path(directory), job.nodes[0].peer)
+            trace = TraceWriter(Path(directory), Peer("0", 0, 1))
+            job = Metered(design, costs, groups, trace)
             participants = len(job.nodes)
             for phase in ("step", "step", "rollback", "step", "kill"):
                 getattr(job, phase)()
-            job.trace.close()
+            trace.close()
         for kind, taken in job.spent.items():
             points.setdefault(kind, []).append((participants, statistics.fmean(taken) * 1e6))
     lines = {kind: line(found) for kind, found in points.items()}
@@ -417,14 +440,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calibrate", action="store_true", help="measure the real store")
     parser.add_argument("--check", action="store_true", help="hold the prices against a real step")
-    parser.add_argument("--design", action="append", choices=sorted(DESIGNS), help="default: after")
+    parser.add_argument(
+        "--design", action="append", choices=sorted(DESIGNS), help="default: shipped"
+    )
     parser.add_argument("--groups", type=numbers, default=[2, 5, 10, 25, 100])
     parser.add_argument("--start", type=numbers, default=[2, 5, 10], help="sizes that start, too")
     parser.add_argument("--largest-kill", type=int, default=100, help="groups; none lost above")
     parser.add_argument("--largest-rollback", type=int, default=1000, help="groups; none above")
-    parser.add_argument("--meter", type=numbers, default=[4, 10, 20], help="sizes to time the core")
+    parser.add_argument(
+        "--meter", type=numbers, default=[4, 10, 20], help="sizes timed"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
-    parser.add_argument("--label", default="", help="the commit that the core is of")
+    parser.add_argument("--label", default="", help="the commit of the engine")
     parser.add_argument("--render", action="store_true", help="only table and plot")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "scale")
     given = parser.parse_args()
@@ -438,7 +465,7 @@ def main() -> None:
         if given.quick:
             given.groups, given.start, given.meter = [2, 4, 8], [2], [2, 4, 8]
         gc.disable()  # objects live as long as their job, so collecting cycles would be wasted time
-        for name in given.design or ["after"]:
+        for name in given.design or ["shipped"]:
             run(DESIGNS[name], given)
     if not given.calibrate and not given.check:
         render(given.out)

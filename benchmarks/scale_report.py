@@ -65,9 +65,7 @@ class Results:
     def computed(self, phase: PhaseName, groups: int) -> Row:
         """Compute a size that was not run."""
         n = groups * self.ranks
-        operations = counts(
-            DESIGNS[self.name], phase, groups, self.ranks, told=self.name != "before"
-        )
+        operations = counts(DESIGNS[self.name], phase, groups, self.ranks)
         row: Row = {"name": phase, "groups": groups, "participants": n, "computed": True}
         row["requests"] = sum(operations.values())
         row["heard"] = operations["hear"] + operations["pop"]
@@ -208,9 +206,7 @@ def limits(designs: list[Results], calibration: dict[str, Any]) -> list[str]:
     add = calibration["operation_us"]["add"] * 1e-6
     watch = calibration["looks_per_second"]
     alone = count(float(f"{1 / (watch * add):.2g}"))
-    lines.append(
-        f"| listeners' own looks at the ring fill the store | {' | '.join([alone] * 2)} | |"
-    )
+    lines.append(f"| listeners' own looks at the ring fill the store | {alone} | |")
     return [*lines, ""]
 
 
@@ -222,7 +218,7 @@ def fit(designs: list[Results]) -> list[str]:
     }
     runs = "; ".join(
         f"{d.name}: {', '.join(str(row['groups']) for row in d.of('step'))} groups"
-        + (f" (core of {d.label})" if d.label else "")
+        + (f" (engine of {d.label})" if d.label else "")
         for d in designs
     )
     return [
@@ -265,7 +261,7 @@ def prices(calibration: dict[str, Any], designs: list[Results]) -> list[str]:
 
 # --- plot ---------------------------------------------------------------------------------------
 
-_COLOURS = {"before": "#b3261e", "after": "#1d5fa8", "next": "#2e7d32"}
+_COLOURS = {"shipped": "#1d5fa8", "next": "#2e7d32"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _PANEL, _GAP = 980, 420, 70, 50, 360, 150
 _X, _Y = (1.0, 4.0), (-4.0, 6.0)
 """Decades of groups and of seconds."""
@@ -359,7 +355,7 @@ def plot(designs: list[Results]) -> str:
 def render(out: Path) -> None:
     """Write ``scale.svg``, and the tables into the page beside the folder, if both exist."""
     calibration = json.loads((out / "calibration.json").read_text())
-    found = [out / f"{name}.json" for name in ("before", "after", "next")]
+    found = [out / f"{name}.json" for name in DESIGNS]
     designs = [Results(json.loads(path.read_text())) for path in found if path.exists()]
     lines = limits(designs, calibration)
     for phase in PHASES:

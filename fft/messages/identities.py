@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -78,6 +78,10 @@ class GroupEntry:
 
     def peers(self) -> tuple[Peer, ...]:
         """The group's participants in rank order."""
+        return self._peers
+
+    @cached_property
+    def _peers(self) -> tuple[Peer, ...]:
         return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
 
     def entry(self, rank: int) -> RankEntry:

@@ -120,7 +120,7 @@ class Table:
 
 
 class LookupTable(Table):
-    """The same table without the library's overhead, for the checker and the audit."""
+    """The same table without the library's overhead, for checker, audit and scale model."""
 
     def take(self, turn: Turn, event: str) -> Turn:
         """As ``Table.take``."""

@@ -1,7 +1,7 @@
-"""Costs of operations, and the designs that carry votes and member lists. Pure data.
+"""Costs of operations, and the designs that carry broadcasts and member lists. Pure data.
 
 All times are in seconds. The figures come from `benchmarks/scale.py --calibrate`, which measures
-them on the real store and the real core; none of them is estimated.
+them on the real store and the real engine; none of them is estimated.
 """
 
 from __future__ import annotations
@@ -12,37 +12,31 @@ from typing import Literal
 
 ENTRY_BYTES = 24
 """Size of a departed member in a list of changes: its name, rank and incarnation."""
+FEW_VOTERS = 8
+"""A ballot of up to so many voters is read by each of them; see `fft.bus.tcpstore`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The design of the layer beneath the core that carries the core's requests.
+    """The design of the layer beneath the engine, which carries the engine's calls.
 
-    The core's own pattern (the recipients of an acknowledgement, the proposer of an epoch) is that
-    of the imported core.
+    The calls themselves (the recipients of an acknowledgement, the proposer of an epoch, the way of
+    a vote) are those of the shipped engine.
     """
 
     name: str
-    votes: Literal["rank", "group"]
-    """The voters at the job's store: every rank, or the last rank of a group on behalf of all its
-    ranks, which vote in their group's own store."""
-    ballot: Literal["whole", "counted"]
-    """Either every voter reads the ballot back and sees whether it is full; or a counter determines
-    the last voter, and only that one reads."""
-    members: Literal["inline", "digest", "delta"]
-    """An epoch record holds its member list (inline); or a digest, with the list in a register of
-    its own that is read only by processes that lack it; or the digest and the changes of the list
-    (delta)."""
-    hearing: Literal["rank", "group"] = "rank"
+    members: Literal["digest", "delta"]
+    """An epoch record holds the digest of its member list, which is read from a register of its own
+    by processes that lack it (digest); or the changes of the list, too (delta)."""
+    hearing: Literal["rank", "group"]
     """The listeners to broadcasts at the job's store: every rank, or one rank of each group, which
     passes them on in its group's own store."""
 
 
-BEFORE = Design("before", votes="rank", ballot="whole", members="inline")
-AFTER = Design("after", votes="group", ballot="counted", members="digest")
-NEXT = Design("next", votes="group", ballot="counted", members="delta", hearing="group")
+SHIPPED = Design("shipped", members="digest", hearing="rank")
+NEXT = Design("next", members="delta", hearing="group")
 """Not built: the improvement that would help most next."""
-DESIGNS = {design.name: design for design in (BEFORE, AFTER, NEXT)}
+DESIGNS = {design.name: design for design in (SHIPPED, NEXT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,8 @@ class Prices:
     operation: Mapping[str, float]
     """Seconds per operation, without its bytes: append, add, compare_set, delete, set, push, pop.
 
-    ``hear``: a listener reads one broadcast; ``wait_pop``: one reads its inbox after waiting.
+    ``hear`` is the price of one broadcast that a listener reads, ``wait_pop`` that of one message
+    that it waits for in its inbox.
     """
     byte_in: float
     byte_out: float
@@ -66,7 +61,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Costs of one event for a participant: the core, the trace, reading the message.
+    """Costs of one event for a participant: the engine, the trace, reading the message.
 
     ``kinds`` maps an event to (seconds, seconds per participant of the job), a line fitted to
     measurements in jobs of several sizes.

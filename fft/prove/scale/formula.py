@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from fft.prove.scale.costs import Design
+from fft.prove.scale.costs import FEW_VOTERS, Design
 
 PhaseName = Literal["step", "rollback", "kill"]
 
 
-def counts(
-    design: Design, phase: PhaseName, groups: int, ranks: int, told: bool = True
-) -> Counter[str]:
+def counts(design: Design, phase: PhaseName, groups: int, ranks: int) -> Counter[str]:
     """Return the requests at the job's store by kind.
 
     Args:
@@ -25,44 +23,29 @@ def counts(
             separately.
         groups: Number of whole groups once the phase is over; a kill began with one more.
         ranks: Number of ranks of a group.
-        told: Acknowledgements and barriers are sent to one coordinator, which alone proposes the
-            epoch; otherwise all participants broadcast them, and all propose.
     """
     n = groups * ranks
     ears = groups if design.hearing == "group" else n
-    found: Counter[str] = Counter()
+    found = Counter(read=1, delete=2)  # the ballot of an earlier txn is removed
     if phase == "step":
-        found += _votes(design, groups, n) + _broadcasts(1, ears) + _decided(design)
-        found["compare_set"] += 1  # the commit
+        # the last voter reads the votes, or each voter of a few does
+        found += Counter(append=groups, add=groups, read=groups if n <= FEW_VOTERS else 1)
+        found += _broadcasts(1, ears) + Counter(compare_set=1)  # the commit
     else:
         deaths = ranks if phase == "kill" else 0
         # The aborts come from the rank that raised, or from all that receive a death; then the
-        # epoch.
-        found["compare_set"] += (n if deaths else 1) + (1 if told else n)
-        found += _broadcasts(deaths + (3 if told else 2 * n + 2), ears) + _decided(design)
-        if told:
-            found += Counter(push=2 * (n - 1), pop=2 * (n - 1))
+        # epoch. Abort, epoch and begin are broadcast.
+        found += _broadcasts(deaths + 3, ears) + Counter(compare_set=(n if deaths else 1) + 1)
+        # acknowledgements and barrier, from all but the coordinator
+        found += Counter(push=2 * (n - 1), pop=2 * (n - 1))
         # the new list is written, and that of the epoch before is removed
-        if design.members != "inline":
-            proposals = 1 if told else n
-            found += Counter(write_list=proposals, read=proposals, delete=proposals)
+        found += Counter(write_list=1, check=1, read=1, delete=1)
+        found += Counter(set=1, check=1)  # the epoch record, for observers
         if deaths and design.members == "digest":
-            found["read_list"] += n - 1
+            found += Counter(read_list=n - 1)
     return Counter({kind: number for kind, number in sorted(found.items()) if number})
-
-
-def _votes(design: Design, groups: int, n: int) -> Counter[str]:
-    voters = groups if design.votes == "group" else n
-    if design.ballot == "whole":
-        return Counter(append=voters, read=voters)
-    return Counter(append=voters, add=voters, read=1)
 
 
 def _broadcasts(number: int, listeners: int) -> Counter[str]:
     """Count broadcasts: number, slot, removal of the oldest slot, read of the number, and reads."""
     return Counter(add=2 * number, compare_set=number, delete=number, hear=number * listeners)
-
-
-def _decided(design: Design) -> Counter[str]:
-    """Count the removal of the ballot of an earlier txn."""
-    return Counter(read=1, delete=2) if design.ballot == "counted" else Counter(delete=1)

@@ -1,43 +1,41 @@
-"""A job of any size in virtual time: participants that run the shipped core, and one store.
+"""A job of any size in virtual time: participants that run the shipped engine, and one store.
 
-Each participant handles one event at a time, as `fft.engine.loop` does. An event costs its measured
-time; then the effects are carried out one after another, and each shared one takes the store's
-time. Main threads take no time except for the step function. No timer ever fires: the necessary
-windows are measured instead. The job passes through phases, each from the start of a txn for every
+Each participant drives an `EngineCore` as `fft.engine.loop` does. An event costs its measured time;
+each call on a bus takes the store's time, by the requests that `fft.bus.tcpstore` makes for it.
+Main threads take no time except for the step function. No timer ever fires: the necessary windows
+are measured instead. The job passes through phases, each from the start of a txn for every
 participant until nothing is left to do. Pure: no real clock, no threads, no history.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import statistics
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, assert_never
 
-from fft.engine.core import SLOTS
-from fft.messages.effects import (
-    Apply,
-    Broadcast,
-    CastVote,
-    ClearTimers,
-    Decide,
-    DropBallot,
-    Effect,
-    Finish,
-    Heal,
-    ReadHead,
-    Restore,
-    SetTimer,
-    StartTxn,
-    Tell,
+from fft.bus.base import HEAD
+from fft.engine.calls import (
+    GROUP,
+    Call,
+    Cast,
+    CompareSet,
+    Delete,
+    Publish,
+    Read,
+    Send,
+    Write,
 )
+from fft.engine.core import Command, Wiring
+from fft.messages.commands import Answer
+from fft.messages.effects import Apply, ClearTimers, Finish, Heal, Restore, SetTimer, StartTxn
+from fft.messages.progress import HeldReport
 from fft.messages.protocol import (
     Applied,
-    Ballot,
     BusMessage,
     Death,
     Decision,
@@ -56,24 +54,34 @@ from fft.messages.protocol import (
     Token,
     Vote,
     encode,
-    encode_record,
-    encode_vote,
+)
+from fft.messages.wire import (
+    Members,
+    Packed,
+    Register,
+    Wire,
+    encode_packed,
+    encode_register,
+    encode_votes,
+    inbox_name,
+    list_name,
 )
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, Local
-from fft.protocol.table import Table
+from fft.protocol.table import LookupTable, Table
 from fft.prove.clock import Clock
-from fft.prove.scale.costs import ENTRY_BYTES, Costs, Design, Prices
+from fft.prove.scale.costs import ENTRY_BYTES, FEW_VOTERS, Costs, Design, Prices
+from fft.prove.virtual_engine import VirtualEngine
 
-Operation = Generator[float, None, Event | None]
+Operation = Generator[float, None, object]
+"""The requests for one call: yields the seconds until each answer, and returns the call's."""
+Message = BusMessage | Packed
 
 _FRAME = 16
 """Bytes that the bus adds to a vote in a ballot: two lengths and the txn's tag."""
-_DIGEST = 50
-"""Additional bytes of a record that names its member list by digest."""
-_ANOTHER = 16
-"""Bytes that each further vote adds to a group's message, which contains equal manifests once."""
+_LISTS = "members/"
+"""Prefix of the registers of member lists."""
 _WAKE = 1 / 3
 """The share of waking the listener in the store's cost of one message to a waiting listener. The
 rest is the answer to its read and its next wait."""
@@ -130,29 +138,33 @@ class Mail:
         self.server: Server | None = None
         """Server of the messages; None means the job's."""
         self.mates: tuple[Mail, ...] = ()
-        self.unread: deque[tuple[BusMessage, int]] = deque()
+        self.unread: deque[tuple[Message, int]] = deque()
         self.waiting = True
 
 
 @dataclass(slots=True)
 class Slot:
-    """The contents of a ballot at one server: votes of the newest txn, and older ones."""
+    """The contents of a ballot at one server: votes of the newest txn, and the bytes of all."""
 
-    token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
+    tag: str = ""
     votes: list[Vote] = field(default_factory=list)
     bytes: int = 0
-    counted: int = 0
 
-    def add(self, token: Token, vote: Vote, size: int) -> None:
-        """Add a vote of ``size`` bytes; the slot may also hold votes of older txns."""
-        if token != self.token:
-            self.token, self.votes, self.counted = token, [], 0
-        self.votes.append(vote)
-        self.bytes += size
+    def add(self, cast: Cast) -> bool:
+        """Add votes; return whether the ballot is full."""
+        if cast.tag != self.tag:
+            self.tag, self.votes = cast.tag, []
+        self.votes += cast.votes
+        self.bytes += _FRAME + len(encode_votes(cast.votes))
+        return len(self.votes) >= cast.voters
 
 
 class Store:
-    """The job's store, and each group's own store, if votes go there first."""
+    """The job's store, and each group's own store, where its ranks vote first.
+
+    A call makes the requests that `fft.bus.tcpstore` makes. Requests that do not depend on each
+    other's answers are sent together.
+    """
 
     def __init__(self, clock: Clock, prices: Prices, design: Design, ranks: int) -> None:
         self._clock = clock
@@ -161,20 +173,22 @@ class Store:
         self._prices = prices
         self.job = Server(clock, prices)
         self.groups: dict[str, Server] = {}
-        self.head: Record | None = None
+        self.listeners: list[Node] = []
+        """All live participants; each listens to broadcasts and to an inbox of its own."""
+        self.inboxes: dict[str, Mail] = {}
+        self.registers: dict[str, Register] = {}
         self.most_behind = 0
         """Maximum number of messages that a listener had not read when one was published."""
         self.reads = 0
         """Number of messages read by listeners."""
         self.formed = 0.0
         """Time at which the newest epoch record was written."""
-        self._slots: dict[tuple[str, int], Slot] = {}
-        self._sizes: dict[tuple[int, str], int] = {}
-        self._lists: dict[int, tuple[int, int]] = {}
-        self._listed: Record | None = None
-        self._ballot: tuple[Token, Ballot] | None = None
-        self._cast: tuple[Token, list[Vote]] | None = None
-        """All votes of the newest txn, if the job's ballot holds one for each group."""
+        self._slots: dict[tuple[str, str], Slot] = {}
+        self._sizes: dict[object, int] = {}
+        self._members: Members = ()
+        """Members of the newest epoch."""
+        self._changes = 0
+        """Bytes of the changes to the member list that was written last."""
 
     def group_store(self, group: str) -> Server:
         """Return the group's own store."""
@@ -184,82 +198,163 @@ class Store:
 
     # --- sizes ---
 
-    def list_of(self, record: Record) -> tuple[int, int]:
-        """Return (name of the member list, its bytes); equal for all proposers of the record."""
-        known = self._lists.get(record.n)
-        if known is None:
-            whole, rest = encode_record(record), encode_record(replace(record, members=()))
-            size = len(whole) - len(rest)
-            if self._design.members != "inline":
-                size = len(zlib.compress(whole)) - len(zlib.compress(rest))
-            known = self._lists[record.n] = (hash(record.members), size)
-        return known
+    def _size(self, value: Register | Message | None, key: str = "") -> int:
+        """Return the bytes of a message or of a register's value; ``key`` names a member list.
 
-    def _size(self, record: Record | None) -> int:
-        if record is None:
-            return 0
-        key = (record.n, record.kind)
-        if key not in self._sizes:
-            size = len(encode_record(replace(record, members=())))
-            if record.kind == "epoch" and self._design.members == "inline":
-                size += self.list_of(record)[1]
-            elif self._design.members != "inline":
-                size += _DIGEST + self._changes(record)
-            self._sizes[key] = size
-        return self._sizes[key]
+        Equal records and equal lists are encoded once.
+        """
+        match value:
+            case None | int():
+                return 0
+            case Packed(members=digest, record=record):
+                size = self._once((record.n, record.kind), encode_packed, value)
+                return size + (self._changes if digest else 0)
+            case tuple():
+                return self._once(key.rpartition("/")[2], encode_register, value)
+        return len(encode(value))
 
-    def _changes(self, record: Record) -> int:
-        """Return the bytes of the changes in the member list since the epoch before."""
-        if self._design.members != "delta" or record.kind != "epoch" or self._listed is None:
-            return 0
-        before, now = set(self._listed.members), set(record.members)
-        each = self.list_of(record)[1] // max(1, len(now))
-        return len(before - now) * ENTRY_BYTES * self._ranks + len(now - before) * each
+    def _once(self, name: object, encoder: Callable[[Any], bytes], value: object) -> int:
+        if name not in self._sizes:
+            self._sizes[name] = len(encoder(value))
+        return self._sizes[name]
 
-    def begin_with(self, record: Record) -> None:
-        """Begin with this epoch record, whose list all participants hold."""
-        self.head = self._listed = record
+    def _note_changes(self, key: str, members: Members) -> None:
+        """Note the size of the changes from the last epoch's members to a list to be written."""
+        if self._design.members == "delta":
+            each = self._size(members, key) // max(1, len(members))
+            lost, new = set(self._members) - set(members), set(members) - set(self._members)
+            self._changes = len(lost) * ENTRY_BYTES * self._ranks + len(new) * each
 
-    def must_fetch(self, node: Node, record: Record) -> bool:
-        """Whether the node lacks the member list of an epoch record; from now on it holds it."""
-        if record.kind != "epoch":
-            return False
-        name = self.list_of(record)[0]
-        lacks, node.holds = node.holds != name, name
-        return lacks and self._design.members == "digest"
+    # --- calls ---
 
-    def fetch(self, record: Record) -> float:
-        """Read the member list; return the seconds until it arrives."""
-        return self.job.serve("read_list", size_out=self.list_of(record)[1], price="compare_set")
+    def operation(self, node: Node, call: Call) -> Operation:
+        """Begin a call of a participant."""
+        group = node.peer.group if call.at == GROUP else ""
+        server = self.group_store(group) if group else self.job
+        match call:
+            case Read(key=key):
+                return self._read_register(key)
+            case Write(key=key, value=value):
+                return self._write(key, value)
+            case CompareSet():
+                return self._compare_set(call)
+            case Cast():
+                return self._cast(server, group, call)
+            case Delete(key=key):
+                return self._delete(server, group, key)
+            case Publish(message=message) if not isinstance(message, HeldReport):
+                return self.broadcast(message)
+            case Send(inbox=inbox, message=message) if not isinstance(message, Answer):
+                return self._send(inbox, message)
+            case Publish() | Send():
+                raise TypeError(f"a job without operators and stages does not ask for {call}")
+        assert_never(call)
+
+    def _read_register(self, key: str) -> Operation:
+        value, is_list = self.registers.get(key), key.startswith(_LISTS)
+        if not (is_list and self._design.members == "delta"):  # then the record tells the changes
+            kind = "read_list" if is_list else "read"
+            yield self.job.serve(kind, size_out=self._size(value, key), price="compare_set")
+        return value
+
+    def _write(self, key: str, value: Register) -> Operation:
+        self.registers[key] = value
+        if isinstance(value, tuple):
+            self._note_changes(key, value)
+        kind = "write_list" if isinstance(value, tuple) else "set"
+        self.job.serve(kind, size_in=self._size(value, key), price="set")
+        yield self.job.serve("check", price="compare_set")
+        return None
+
+    def _compare_set(self, call: CompareSet) -> Operation:
+        desired, held = call.desired, self.registers.get(HEAD)
+        won = held == call.expected
+        if won:
+            held = self.registers[HEAD] = desired
+            if desired.members:
+                self.formed = self._clock.now
+                self._members = self._list_of(desired)
+        size_in = self._size(call.expected) + self._size(desired)
+        delay = self.job.serve("compare_set", size_in=size_in, size_out=self._size(held))
+        if not call.announce:
+            yield delay
+            return held
+        yield self.job.serve("add")
+        if won:
+            yield self._write_slot(desired)
+        else:
+            self.job.serve("check", price="compare_set")
+            yield self.job.serve("compare_set")
+        return held
+
+    def _list_of(self, packed: Packed) -> Members:
+        members = self.registers[list_name(packed)]
+        assert isinstance(members, tuple), "the list is written before it is proposed"
+        return members
+
+    def _cast(self, server: Server, group: str, cast: Cast) -> Operation:
+        slot = self._slots.setdefault((group, cast.slot), Slot())
+        before = slot.bytes
+        is_full = slot.add(cast)
+        server.serve("append", size_in=slot.bytes - before)
+        delay = server.serve("add")
+        few = cast.voters <= FEW_VOTERS
+        if few:
+            delay = server.serve("read", size_out=slot.bytes, price="compare_set")
+        votes = list(slot.votes)
+        yield delay
+        if is_full and not few:
+            yield server.serve("read", size_out=slot.bytes, price="compare_set")
+        return votes if is_full else None
+
+    def _delete(self, server: Server, group: str, key: str) -> Operation:
+        """Remove a ballot with its counter, a register, or an inbox, which are tried in turn.
+
+        Every slot counts as holding the ballot of an earlier txn, as in the long run.
+        """
+        slot = self._slots.pop((group, key), None)
+        size = slot.bytes if slot else 0
+        yield server.serve("read", size_out=size, price="compare_set")
+        if self.registers.pop(key, None) is not None:
+            yield server.serve("delete")
+            return None
+        first = server.serve("delete")
+        if key not in self.inboxes:
+            yield server.serve("delete")
+            return None
+        yield first
+        yield server.serve("delete")
+        yield server.serve("length", price="pop")
+        return None
 
     # --- messages ---
 
-    def broadcast(self, message: BusMessage, listeners: Iterable[Node]) -> Operation:
-        """Broadcast a message: number, slot, removal of the oldest slot, read of the number."""
+    def broadcast(self, message: Message) -> Operation:
+        """Broadcast a message: take a number, then write its slot."""
         yield self.job.serve("add")
-        size = self._message_size(message)
-        delay = self.job.serve("compare_set", size_in=size, size_out=size)
-        for node in listeners:
-            if node.broadcasts.server is None:
-                self._put(node.broadcasts, message, size)
-        yield delay
-        yield self.job.serve("delete")
-        yield self.job.serve("add")
+        yield self._write_slot(message)
         return None
 
-    def tell(self, message: BusMessage, node: Node | None) -> None:
-        """Push a message into one participant's inbox, without waiting for an answer."""
-        size = self._message_size(message)
+    def _write_slot(self, message: Message) -> float:
+        """Write a slot, remove the oldest one, and read the newest number, in one round trip."""
+        size = self._size(message)
+        self.job.serve("compare_set", size_in=size, size_out=size)
+        for node in self.listeners:
+            if node.broadcasts.server is None:
+                self._put(node.broadcasts, message, size)
+        self.job.serve("delete")
+        return self.job.serve("add")
+
+    def _send(self, inbox: str, message: Message) -> Operation:
+        """Push a message into one participant's inbox; a push has no answer."""
+        size = self._size(message)
         self.job.serve("push", size_in=size)
-        if node is not None and node.alive:
-            self._put(node.told, message, size)
+        if (mail := self.inboxes[inbox]).node.alive:
+            self._put(mail, message, size)
+        return None
+        yield
 
-    def _message_size(self, message: BusMessage) -> int:
-        if isinstance(message, Decision) and message.record is not None:
-            return 60 + self._size(message.record)
-        return len(encode(message))
-
-    def _put(self, mail: Mail, message: BusMessage, size: int) -> None:
+    def _put(self, mail: Mail, message: Message, size: int) -> None:
         mail.unread.append((message, size))
         self.most_behind = max(self.most_behind, len(mail.unread))
         if mail.waiting:
@@ -268,21 +363,14 @@ class Store:
             self._clock.after(delay, mail.node, self._read, mail, mail.waited, 1.0 - _WAKE)
 
     def _read(self, mail: Mail, price: str, part: float) -> None:
-        message, size = mail.unread[0]
+        size = mail.unread[0][1]
         self.reads += mail.server is None
         server = mail.server or self.job
         delay = server.serve(mail.kind, size_out=size, price=price, part=part)
-        self._clock.after(delay, mail.node, self._has_read, mail, message)
+        self._clock.after(delay, mail.node, self._deliver, mail)
 
-    def _has_read(self, mail: Mail, message: BusMessage) -> None:
-        record = message.record if isinstance(message, Decision) else None
-        if record is not None and self.must_fetch(mail.node, record):
-            self._clock.after(self.fetch(record), mail.node, self._deliver, mail, message)
-        else:
-            self._deliver(mail, message)
-
-    def _deliver(self, mail: Mail, message: BusMessage) -> None:
-        _, size = mail.unread.popleft()
+    def _deliver(self, mail: Mail) -> None:
+        message, size = mail.unread.popleft()
         if mail.mates:
             self.group_store(mail.node.peer.group).serve("compare_set", size_in=size)
         for mate in mail.mates:
@@ -293,108 +381,23 @@ class Store:
         else:
             mail.waiting = True
 
-    # --- the register ---
+    # --- the participants ---
 
-    def read_head(self, node: Node) -> Operation:
-        """Read the newest record, and its member list if the node lacks it."""
-        record = self.head
-        yield self.job.serve("read", size_out=self._size(record), price="compare_set")
-        if record is not None and self.must_fetch(node, record):
-            yield self.fetch(record)
-        return Decision(record)
+    def open(self, nodes: list[Node]) -> None:
+        """Let all participants listen, who leave the list when they are lost."""
+        self.listeners = nodes
+        self.inboxes = {inbox_name(n.peer): Mail(n, "pop", "wait_pop", "pop") for n in nodes}
+        if self._design.hearing == "group":
+            for i in range(0, len(nodes), self._ranks):
+                ear, *mates = (node.broadcasts for node in nodes[i : i + self._ranks])
+                ear.mates = tuple(mates)
+                for mail in mates:
+                    mail.server = self.group_store(ear.node.peer.group)
 
-    def decide(self, node: Node, effect: Decide) -> Operation:
-        """Propose the successor of a record."""
-        after, proposal = effect.after, effect.proposal
-        listed = proposal.kind == "epoch" and self._design.members != "inline"
-        if listed:  # The list is written before the proposal, one way: a set has no awaited answer.
-            node.holds, size = self.list_of(proposal)
-            self.job.serve("write_list", size_in=size, price="set")
-        size_in = self._size(after) + self._size(proposal)
-        if self._is_head(after):
-            self.head = proposal
-            if proposal.kind == "epoch":
-                self.formed = self._clock.now
-                self._listed = proposal
-        held = self.head
-        assert held is not None, "the register holds a record once one is proposed"
-        yield self.job.serve("compare_set", size_in=size_in, size_out=self._size(held))
-        # Remove the old list, or its own that lost; it is looked up among ballots first.
-        if listed:
-            yield self.job.serve("read", price="compare_set")
-            yield self.job.serve("delete")
-        if held is not proposal and self.must_fetch(node, held):
-            yield self.fetch(held)
-        return Decision(held, won=held is proposal)
-
-    def _is_head(self, record: Record | None) -> bool:
-        if record is None or self.head is None:
-            return record is self.head
-        return (record.n, record.by) == (self.head.n, self.head.by)
-
-    # --- ballots ---
-
-    def cast(self, effect: CastVote) -> Operation:
-        """Add a vote; the voter that completes the ballot receives all votes."""
-        vote, ranks = effect.vote, self._ranks
-        size, group = len(encode_vote(vote)), vote.peer.group
-        # In the first txn of an epoch every rank votes separately, as in the engine.
-        if self._design.votes == "rank" or ranks == 1 or effect.token.txn <= 1:
-            full = yield from self._add_vote(self.job, "", effect, size, effect.voters)
-            return self._whole(effect.token) if full else None
-        if self._cast is None or self._cast[0] != effect.token:
-            self._cast = (effect.token, [])
-        self._cast[1].append(vote)
-        server = self.group_store(group)
-        full = yield from self._add_vote(server, group, effect, size, ranks)
-        if vote.peer.rank == 0:
-            yield server.serve("read", price="compare_set")
-            yield server.serve("delete")
-            yield server.serve("delete")
-        if full:
-            size += _ANOTHER * (ranks - 1)
-            voters = effect.voters // ranks
-            full = yield from self._add_vote(self.job, "", effect, size, voters)
-        return self._whole(effect.token) if full else None
-
-    def _add_vote(
-        self, server: Server, place: str, effect: CastVote, size: int, voters: int
-    ) -> Generator[float, None, bool]:
-        slot = self._slot(place, effect.token)
-        slot.add(effect.token, effect.vote, _FRAME + size)
-        server.serve("append", size_in=_FRAME + size)  # one way: the answer is not awaited
-        if self._design.ballot == "counted":
-            slot.counted += 1
-            last = slot.counted == voters
-            yield server.serve("add")
-            if not last:
-                return False
-        full = len(slot.votes) >= voters
-        yield server.serve("read", size_out=slot.bytes, price="compare_set")
-        if place:
-            del self._slots[place, effect.token.epoch + effect.token.txn]
-        return full
-
-    def _whole(self, token: Token) -> Ballot:
-        if self._ballot is None or self._ballot[0] != token:
-            by_group = self._cast is not None and self._cast[0] == token
-            votes = self._cast[1] if by_group and self._cast else self._slot("", token).votes
-            self._ballot = (token, Ballot(token, tuple(votes)))
-        return self._ballot[1]
-
-    def _slot(self, place: str, token: Token) -> Slot:
-        number = token.epoch + token.txn
-        return self._slots.setdefault((place, number if place else number % SLOTS), Slot())
-
-    def drop(self, token: Token) -> Operation:
-        """Remove a decided ballot, the one opposite in the ring of slots."""
-        number = (token.epoch + token.txn + SLOTS // 2) % SLOTS
-        slot = self._slots.pop(("", number), None)
-        if self._design.ballot == "counted":  # its votes name the counters that belong to it
-            yield self.job.serve("read", size_out=slot.bytes if slot else 0, price="compare_set")
-            yield self.job.serve("delete")
-        yield self.job.serve("delete")
-        return None
+    def begin_with(self, packed: Packed, members: Members) -> None:
+        """Begin with this epoch record."""
+        self.registers |= {HEAD: packed, list_name(packed): members}
+        self._members = members
 
 
 # --- the job ---
@@ -453,108 +456,98 @@ def event_kind(event: Event) -> str:
     return event.type
 
 
-class Node:
+class Node(VirtualEngine):
     """One participant: engine and main thread."""
 
-    __slots__ = (
-        "_busy",
-        "_effects",
-        "_front",
-        "_inbox",
-        "_operation",
-        "alive",
-        "armed",
-        "began",
-        "broadcasts",
-        "holds",
-        "job",
-        "local",
-        "parked",
-        "participant",
-        "plan",
-        "stopped",
-        "told",
-    )
-
-    def __init__(self, job: LargeJob, participant: Participant) -> None:
+    def __init__(self, job: LargeJob, participant: Participant, local: Local) -> None:
+        super().__init__(job.clock, participant, local, Wiring(has_group_bus=True))
         self.job = job
-        self.participant = participant
-        self.local = participant.initial(GENESIS)
-        self.alive = True
-        self.stopped = False
-        self.parked: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.broadcasts = Mail(self, "hear", "hear", "hear")
-        self.told = Mail(self, "pop", "wait_pop", "pop")
-        self.holds: int | None = None
-        """Name of the member list that this process holds."""
         self.plan: Token | None = None
         """The txn that the main thread is in."""
         self.began = -1.0
-        self.armed: dict[str, float] = {}
-        self._inbox: deque[Event] = deque()
-        self._front: deque[Event] = deque()
-        self._busy = False
-        self._effects: list[Effect] = []
-        self._operation: Operation | None = None
+        self._armed: dict[str, float] = {}
+        self._free = 0.0
+        """Time at which the engine's thread has handled the events so far."""
 
-    @property
-    def peer(self) -> Peer:
-        """Identity of the participant."""
-        return self.participant.config.me
+    # --- the engine's thread ---
 
-    def post(self, event: Event) -> None:
-        """Queue an event."""
-        self._inbox.append(event)
-        if not self._busy:
-            self._take()
-
-    def _take(self) -> None:
-        if self._front:
-            event = self._front.popleft()
-        elif self._inbox:
-            event = self._inbox.popleft()
-        else:
-            self._busy = False
-            return
-        self._busy = True
-        self.job.clock.after(self.job.handling(event), self, self._handle, event)
-
-    def _handle(self, event: Event) -> None:
-        self.local, out = self.job.handle(self, event)
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        """Charge the time of an event, and measure its timers."""
         if out.verdict == "refused":
             raise Stalled(f"{self.peer} refused {event_kind(event)}: {out.reason}")
-        self._effects = out.effects[::-1]
-        self._go_on()
+        self._free = max(now, self._free) + self.job.handling(event)
+        for effect in out.effects:
+            if isinstance(effect, SetTimer):
+                self._cleared(effect.name)
+                self._armed[effect.name] = self._free
+            elif isinstance(effect, ClearTimers):
+                for name in effect.names:
+                    self._cleared(name)
 
-    def _go_on(self) -> None:
-        while self._effects:
-            effect = self._effects.pop()
-            self._operation = self.job.carry_out(self, effect)
-            if self._operation is not None:
-                self._ask()
-                return
-        self._take()
+    def _cleared(self, name: str) -> None:
+        since = self._armed.pop(name, None)
+        if since is not None:
+            self.job.note_window(name, self._free - since)
 
-    def _ask(self) -> None:
-        assert self._operation is not None
+    def _pause(self) -> float:
+        return max(0.0, self._free - self.clock.now)
+
+    def _begin(self, call: Call) -> None:
+        self.clock.after(self._pause(), self, self._perform, call)
+
+    def _perform(self, call: Call) -> None:
+        self._go_on(self.job.store.operation(self, call))
+
+    def _go_on(self, operation: Operation) -> None:
         try:
-            delay = next(self._operation)
+            delay = next(operation)
         except StopIteration as stop:
-            self._operation = None
-            if stop.value is not None:  # handled before anything else, once the effects are done
-                self._front.append(stop.value)
-            self._go_on()
+            self.answered(stop.value)
             return
-        self.job.clock.after(delay, self, self._ask)
+        self.clock.after(delay, self, self._go_on, operation)
+
+    def take_over(self, packed: Packed, members: Members) -> None:
+        """Let the engine see the record of the epoch that it is in, at no cost."""
+        self.core.post(packed)
+        call = self.core.step(0.0)
+        while call is not None:
+            call = self.core.step(0.0, members if isinstance(call, Read) else None)
+        self._free = 0.0
+
+    # --- the main thread ---
+
+    def put(self, command: Command) -> None:
+        """Carry out a command once the event that it belongs to is handled."""
+        self.clock.after(self._pause(), self, self._carry_out, command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Restore(token=token):
+                self.plan = None
+                self.post(Restored(token))
+            case Heal(record=record):
+                self.post(Healed(epoch=record.epoch))
+            case Apply():
+                self.job.note_obeyed()
+                self.post(Applied(self.local.token))
+            case StartTxn(token=token):
+                self.plan, self.began = token, self.clock.now
+            case Finish(reason=reason, error=error):
+                raise Stalled(f"{self.peer} is out: {error or 'in good order'}: {reason}")
 
     def prepare(self, token: Token) -> None:
         """Finish the step function, unless an abort has ended it."""
         if self.plan == token:
-            self.post(self.job.prepared(token))
+            self.post(Prepared(token, True, _MANIFEST))
 
 
 class LargeJob:
     """Groups of equal size, one store, and the phases that the job passes through."""
+
+    node: type[Node] = Node
+    table: type[Table] = LookupTable
+    """A benchmark measures the time of events with the table that a training job uses."""
 
     def __init__(
         self,
@@ -575,20 +568,23 @@ class LargeJob:
         self._obeyed: list[float] = []
         self._windows: dict[str, float] = {}
         self._mark: tuple[Counter[str], int, float, int, int] = (Counter(), 0, 0.0, 0, 0)
-        self._same: dict[tuple[type, Token], Event] = {}
         self._handling: dict[str, float] = {}
-        table = Table(spec)
-        self.nodes = [
-            Node(self, Participant(table, self._config(g, r, groups)))
+        table = self.table(spec)
+        participants = [
+            Participant(table, self._config(g, r, groups))
             for g in range(groups)
             for r in range(ranks)
         ]
-        self._of = {node.peer: node for node in self.nodes}
-        if design.hearing == "group":
-            for group in range(0, len(self.nodes), ranks):
-                self._pass_on(self.nodes[group : group + ranks])
-        if formed:
-            self._form()
+        record = self._first_record([p.config for p in participants])
+        first = self._formed(participants, record) if formed else None
+        self.nodes = [
+            # in an epoch just formed, participants differ only in their names
+            self.node(self, p, copy.copy(first) if first else p.initial(GENESIS))
+            for p in participants
+        ]
+        self.store.open(self.nodes)
+        if first is not None:
+            self._take_over(record)
 
     def _config(self, group: int, rank: int, groups: int) -> Config:
         return Config(
@@ -598,46 +594,39 @@ class LargeJob:
             transport=f"http://host-{group:05d}:{31000 + rank}",
             pid=41000 + rank,
             host=f"host-{group:05d}",
-            timeouts=self.spec.timeouts,
+            timeouts=dict.fromkeys(self.spec.timeouts, math.inf),  # no timer fires
             min_reductions=self.spec.policies.min_reductions,
             expected_groups=groups,
         )
 
-    def _pass_on(self, group: list[Node]) -> None:
-        ear, *mates = (node.broadcasts for node in group)
-        ear.mates = tuple(mates)
-        for mail in mates:
-            mail.server = self.store.group_store(group[0].peer.group)
-
     # --- the first epoch ---
 
-    def _form(self) -> None:
-        record = self._first_record()
-        self.store.begin_with(record)
-        first = self._formed(record)
-        for node in self.nodes:  # In an epoch just formed, participants differ only in their names.
-            node.local = copy.copy(first)
-            node.holds = self.store.list_of(record)[0]
-            node.plan = first.token
-
-    def _formed(self, record: Record) -> Local:
+    def _formed(self, participants: Sequence[Participant], record: Record) -> Local:
         """Return the first participant's state once all are in the first epoch's barrier."""
-        node = self.nodes[0]
-        local = node.local
-        if len(self.nodes) <= _ACQUAINTED:
-            local.hellos = {n.peer[:2]: self._hello(n) for n in self.nodes}
-        local, _ = node.participant.handle(local, Decision(record), 0.0)
-        local.ready = {n.peer: record.epoch for n in self.nodes}
-        local, _ = node.participant.handle(local, Healed(epoch=record.epoch), 0.0)
+        first = participants[0]
+        local = first.initial(GENESIS)
+        configs = [p.config for p in participants]
+        if len(configs) <= _ACQUAINTED:
+            local.hellos = {c.me[:2]: self._hello(c) for c in configs}
+        local, _ = first.handle(local, Decision(record), 0.0)
+        local.ready = {c.me: record.epoch for c in configs}
+        local, _ = first.handle(local, Healed(epoch=record.epoch), 0.0)
         local.ready = {}
         if local.role != "training":
-            raise Stalled(f"the first epoch does not form: {node.peer} is in {local.state}")
+            raise Stalled(f"the first epoch does not form: {first.config.me} is in {local.state}")
         return local
 
-    def _first_record(self) -> Record:
-        entries: dict[str, list[Config]] = {}
+    def _take_over(self, record: Record) -> None:
+        """Let all participants begin in the first txn of the epoch."""
+        packed = Wire().pack(record)
+        self.store.begin_with(packed, record.members)
         for node in self.nodes:
-            c = node.participant.config
+            node.take_over(packed, record.members)
+            node.plan = node.local.token
+
+    def _first_record(self, configs: Sequence[Config]) -> Record:
+        entries: dict[str, list[Config]] = {}
+        for c in configs:
             entries.setdefault(c.me.group, []).append(c)
         members = tuple(
             GroupEntry(
@@ -649,11 +638,9 @@ class LargeJob:
             )
             for group, ranks in entries.items()
         )
-        by = self.nodes[0].peer
-        return Record(1, "epoch", 1, 0, 0, GENESIS, 0, 0, by, members=members)
+        return Record(1, "epoch", 1, 0, 0, GENESIS, 0, 0, configs[0].me, members=members)
 
-    def _hello(self, node: Node) -> Hello:
-        c = node.participant.config
+    def _hello(self, c: Config) -> Hello:
         return Hello(c.me, c.world, c.store, c.transport, c.pid, c.host, 0, GENESIS, 0, 0, 0, False)
 
     # --- what nodes ask for ---
@@ -665,67 +652,13 @@ class LargeJob:
             self._handling[kind] = self.costs.handling.of(kind, len(self.nodes))
         return self._handling[kind]
 
-    def handle(self, node: Node, event: Event) -> tuple[Local, Outcome]:
-        """Let the core handle the event."""
-        return node.participant.handle(node.local, event, self.clock.now)
+    def note_window(self, timer: str, seconds: float) -> None:
+        """Note for how long a timer was armed."""
+        self._windows[timer] = max(self._windows.get(timer, 0.0), seconds)
 
-    def prepared(self, token: Token) -> Event:
-        """Return the main thread's report that the step function succeeded."""
-        return self._shared(Prepared, token, lambda: Prepared(token, True, _MANIFEST))
-
-    def _shared(self, kind: type, token: Token, make: Callable[[], Event]) -> Event:
-        if (kind, token) not in self._same:
-            self._same[kind, token] = make()
-        return self._same[kind, token]
-
-    def carry_out(self, node: Node, effect: Effect) -> Operation | None:
-        """Begin an operation on the bus, if the effect is one; otherwise carry the effect out."""
-        match effect:
-            case SetTimer(name=name):
-                self._cleared(node, name)
-                node.armed[name] = self.clock.now
-            case ClearTimers(names=names):
-                for name in names:
-                    self._cleared(node, name)
-            case Broadcast(message=message):
-                return self.store.broadcast(message, self.nodes)
-            case Tell(to=to, message=message):
-                self.store.tell(message, self._of.get(to))
-            case ReadHead():
-                return self.store.read_head(node)
-            case Decide():
-                return self.store.decide(node, effect)
-            case CastVote():
-                return self.store.cast(effect)
-            case DropBallot(token=token):
-                return self.store.drop(token)
-            case Restore() | Heal() | Apply() | StartTxn() | Finish():
-                self._command(node, effect)
-            case _:  # process groups are left to the main thread
-                return None
-        return None
-
-    def _cleared(self, node: Node, name: str) -> None:
-        since = node.armed.pop(name, None)
-        if since is not None:
-            self._windows[name] = max(self._windows.get(name, 0.0), self.clock.now - since)
-
-    def _command(self, node: Node, command: Restore | Heal | Apply | StartTxn | Finish) -> None:
-        match command:
-            case Restore(token=token):
-                node.plan = None
-                node.post(self._shared(Restored, token, lambda: Restored(token)))
-            case Heal(record=record):
-                token = Token(record.epoch, 0)
-                node.post(self._shared(Healed, token, lambda: Healed(epoch=record.epoch)))
-            case Apply():
-                token = node.local.token
-                self._obeyed.append(self.clock.now)
-                node.post(self._shared(Applied, token, lambda: Applied(token)))
-            case StartTxn(token=token):
-                node.plan, node.began = token, self.clock.now
-            case Finish(reason=reason, error=error):
-                raise Stalled(f"{node.peer} is out: {error or 'in good order'}: {reason}")
+    def note_obeyed(self) -> None:
+        """Note that a participant has obeyed a decision."""
+        self._obeyed.append(self.clock.now)
 
     # --- phases ---
 
@@ -766,7 +699,7 @@ class LargeJob:
         lost = [node for node in self.nodes if node.peer.group == group]
         for node in lost:
             node.alive = False
-        self.nodes = [node for node in self.nodes if node.alive]
+        self.nodes[:] = [node for node in self.nodes if node.alive]
         self._handling.clear()
         self._say([self._death(node) for node in lost])
 
@@ -779,7 +712,7 @@ class LargeJob:
 
         def client() -> Operation:
             for message in messages:
-                yield from self.store.broadcast(message, self.nodes)
+                yield from self.store.broadcast(message)
             return None
 
         self._run_client(client())
@@ -790,7 +723,7 @@ class LargeJob:
             self.clock.after(delay, None, self._run_client, operation)
 
     def _open(self) -> None:
-        job, self._same = self.store.job, {}
+        job = self.store.job
         self._obeyed, self._windows, self.store.most_behind = [], {}, 0
         groups = sum(s.operations.total() for s in self.store.groups.values())
         self._mark = (Counter(job.operations), job.bytes, job.busy, self.store.reads, groups)

@@ -33,10 +33,9 @@ from fft.engine.calls import (
     Write,
     beside,
 )
-from fft.engine.core import Command, EngineCore, Heard, Posted, ScopeReader, Wiring
+from fft.engine.core import Command, Heard, Posted, ScopeReader, Wiring
 from fft.errors import BusError, ProtocolError
 from fft.messages.commands import Answer
-from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.progress import HeldReport
 from fft.messages.protocol import (
@@ -78,6 +77,7 @@ from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.faults import Weather
 from fft.prove.simulator.latency import Latency
+from fft.prove.virtual_engine import VirtualEngine
 from fft.trace.inputs import CONSUMED, ENTRY, LOOP, MADE_ANEW, TRANSACTIONS
 from fft.trace.writer import TraceWriter, header, trace_path
 
@@ -882,13 +882,11 @@ _SILENT = logging.Logger("fft.prove.simulator", logging.CRITICAL + 1)
 """Log of simulated engines, whose faults are not worth a line."""
 
 
-class Process:
+class Process(VirtualEngine):
     """One process of the job: an engine in virtual time, and the main thread.
 
-    It drives the shipped ``EngineCore`` as ``fft.engine.loop`` does in production: each event and
-    each operation on a bus takes its time. It is the host, the slot and the trace of its engine. It
-    can be stopped, slowed or killed between any two of its actions, and so between any two
-    operations of one event.
+    Each event and each operation on a bus takes its time, longer if the process is slow. A process
+    that is doomed is killed at the begin of an operation.
     """
 
     def __init__(
@@ -900,36 +898,21 @@ class Process:
         group: Group,
         instance: int,
     ) -> None:
+        config = participant.config
+        others = tuple(ScopeReader(bound.scope) for bound in config.flow)
+        wiring = Wiring("sim://", config.world > 1, others, _SILENT)
+        super().__init__(world.clock, participant, local, wiring)
         self.world = world
-        self.participant = participant
         self.group = group
         self.instance = instance
         """The start of the group that this process belongs to."""
-        config = participant.config
-        self.peer: Peer = config.me
         self.link = Link()
-        self.alive = True
         self.code: int | None = None
         """Exit code, once it has ended."""
-        self.stopped = False
-        self.parked: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.slow = 1.0
         self.doom: int | None = None
         """Number of operations on a bus after which it is killed."""
-        self.call: Call | None = None
-        """The open operation on a bus."""
-        others = tuple(ScopeReader(bound.scope) for bound in config.flow)
-        wiring = Wiring("sim://", config.world > 1, others, _SILENT)
-        self.core = EngineCore(participant, local, self, self, self, wiring)
         self.main = MainThread(self, bits)
-        self._busy = False
-        self._alarm: float | None = None
-        """Time of the earliest planned look at the timers."""
-
-    @property
-    def local(self) -> Local:
-        """State of the participant."""
-        return self.core.local
 
     def start(self) -> None:
         """Ask to join, after connecting to the bus."""
@@ -937,66 +920,32 @@ class Process:
 
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
         """Plan an action of this process; a slow process acts later."""
-        self.world.clock.after(delay * self.slow, self, action, *args)
+        self.clock.after(delay * self.slow, self, action, *args)
 
     def resume(self) -> None:
         """Resume, as by SIGCONT: actions that came up meanwhile run now, in order."""
         self.stopped = False
         parked, self.parked = self.parked, []
         for action, args in parked:
-            self.world.clock.after(0.0, self, action, *args)
+            self.clock.after(0.0, self, action, *args)
 
-    # --- the engine's thread ---
-
-    def post(self, event: Posted) -> None:
-        """Queue an event."""
-        self.core.post(event)
-        self._wake()
-
-    def answered(self, answer: object) -> None:
-        """Pass the answer of the open operation to the engine."""
-        self._advance(self.core.step, answer)
-
-    def failed(self, error: Exception) -> None:
-        """Pass the failure of the open operation to the engine."""
-        self._advance(self.core.fail, error)
-
-    def _wake(self) -> None:
-        if not self._busy:
-            self._busy = True
-            self.later(self.world.latency.handling, self._advance, self.core.step)
+    def _pause(self) -> float:
+        return self.world.latency.handling * self.slow
 
     def _advance(self, go_on: Callable[..., Call | None], *given: object) -> None:
-        now = self.world.clock.now
         try:
-            self.call = go_on(now, *given)
+            super()._advance(go_on, *given)
         except Exception as error:
             self.world.crashed(self, error)
             raise
-        if self.call is None:
-            self._rest(now)
-            return
+
+    def _begin(self, call: Call) -> None:
         if self.doom is not None:
             self.doom -= 1
             if self.doom <= 0:
                 self.world.strike_down(self)
                 return
-        self.world.bus.begin(self, self.call)
-
-    def _rest(self, now: float) -> None:
-        """Wait for an event or a timer, unless the engine has work."""
-        self._busy = False
-        wait = self.core.patience(now)
-        if wait == 0.0:
-            self._wake()
-        elif wait is not None and (self._alarm is None or now + wait < self._alarm):
-            self._alarm = now + wait
-            self.world.clock.after(wait, self, self._ring, self._alarm)
-
-    def _ring(self, alarm: float) -> None:
-        if self._alarm == alarm:
-            self._alarm = None
-        self._wake()
+        self.world.bus.begin(self, call)
 
     # --- what its engine asks of it ---
 
@@ -1005,34 +954,16 @@ class Process:
         self.world.handled(self, before, event, out)
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Record a note of the engine: that another scope holds a txn back."""
+        """Count a note of the engine: that another scope holds a txn back."""
         self.world.count_held()
 
     def put(self, command: Command) -> None:
         """Hand a command to the main thread."""
         self.main.command(command)
 
-    def nudge(self) -> None:
-        """Do nothing: a joiner's main thread is modelled without waits for its own state."""
-
-    def cancel_futures(self, cause: str) -> None:
-        """Do nothing: an aborted group has the same effect on the main thread."""
-
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups, which unblocks the main thread."""
         self.main.abort()
-
-    def members_lost(self) -> None:
-        """Do nothing: no abort is postponed here."""
-
-    def decided(self, record: Record) -> None:
-        """Do nothing: the main thread reads the decision in its command."""
-
-    def command(self, command: OperatorCommand) -> None:
-        """Do nothing: no operator sends commands."""
-
-    def interrupt(self, cause: str) -> None:
-        """Do nothing: a step function ends by itself, or by the abort of its groups."""
 
 
 # --- its main thread ---
