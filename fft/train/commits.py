@@ -79,7 +79,7 @@ class CommitExecutor:
         """Make the update. Return whether it succeeded; else the state is lost, and the engine is
         informed."""
         self._hung_at = None
-        self._job.thread.obeys(command)
+        self._job.thread.accept(command)
         try:
             if self._injector is not None:
                 self._injector.at("apply")
@@ -134,7 +134,7 @@ class CommitExecutor:
 
     def leave_to_loop(self, command: Apply) -> None:
         """Leave the update of a commit to the user's loop, until `finish` is called."""
-        self._job.thread.obeys(command)
+        self._job.thread.accept(command)
         self._state.checkpoints.before_change()
         self.by_loop.begin()
 

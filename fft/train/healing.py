@@ -204,7 +204,7 @@ class Healer:
                 source = command.record.members[command.fetch_from].group
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
-            self._job.say(HealFailed(epoch, text_of(error), torn=touched))
+            self._job.thread.report(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # A state that does not fit here, or a process that cannot reach a living peer, would
             # only stop the others again.
@@ -273,7 +273,7 @@ class Healer:
 
     def _healed(self, record: Record, size: int, source: str) -> None:
         self._state.stands_at(record)
-        self._job.say(Healed(record.epoch, size, source, self._state.digest_for_audit()))
+        self._job.thread.report(Healed(record.epoch, size, source, self._state.digest_for_audit()))
 
     def _learns(self, command: Heal) -> bool:
         """Whether to fetch while the others compute; otherwise they wait for the fetch.
@@ -301,7 +301,7 @@ class Healer:
             self.exchange.interrupt,
             engine.nudge,
         )
-        self._job.say(Connected(command.record.epoch))
+        self._job.thread.report(Connected(command.record.epoch))
 
     def learn(self) -> bool:
         """Load the state that arrived during the step. False after a rollback or a failure."""
@@ -317,7 +317,7 @@ class Healer:
             self._state.load(payload, record, keep_gradients=True)
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
-            self._job.say(_heal_failed(record, error, torn=touched))
+            self._job.thread.report(_heal_failed(record, error, torn=touched))
             self._job.note_error(error)
             if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
                 raise

@@ -7,29 +7,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Set
 from typing import Any
 
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
+from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
 from fft.messages.progress import FetchReport, TraceReport, fitting
-from fft.messages.protocol import (
-    Connected,
-    Event,
-    Healed,
-    HealFailed,
-    Peer,
-    Prepared,
-    Restored,
-    Suspect,
-    encode,
-)
-from fft.protocol.main_thread import NO_FACTS, shipped_thread
-from fft.protocol.roles import Role
+from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
-from fft.protocol.vocabulary import COMMANDS
 from fft.trace.checkpoint_notes import report_of
 from fft.trace.format import FETCHING, NO_REFORM
 from fft.trace.writer import TraceWriter
@@ -38,59 +25,8 @@ from fft.util.error_places import place_of
 
 logger = logging.getLogger(__name__)
 
-Word = Prepared | Restored | Connected | Healed | HealFailed
-"""Results of commands that the main thread reports. Any thread may report those of updates."""
-
-
 _REMEMBERED = 100
 """Maximum number of places whose traceback is logged; later ones are logged without it."""
-
-
-class MainThread:
-    """The state of one main thread.
-
-    The main thread itself makes the transitions; only the error of an update may come from another
-    thread.
-    """
-
-    def __init__(self) -> None:
-        self._table = shipped_thread()
-        self._state = self._table.spec.initial
-        self._lock = threading.Lock()
-
-    @property
-    def role(self) -> Role:
-        """The role of the state. Thread-safe."""
-        return self._table.role(self._state)
-
-    def awaits(self, event: str) -> bool:
-        """Whether the state has a row for the event."""
-        return self._table.has(self._state, event)
-
-    def obeys(self, command: Command, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Make the transition for the command, and return its effects in order.
-
-        Raises:
-            ProtocolError: The command is not allowed in this state.
-        """
-        return self.moves_on(COMMANDS[type(command)], facts)
-
-    def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Make the transition for any event, by its name; return the effects."""
-        with self._lock:
-            return self._move(event, facts)
-
-    def leaves(self, role: Role, event: str) -> bool:
-        """Make the transition if the state has this role; return whether it has."""
-        with self._lock:
-            if self.role != role:
-                return False
-            self._move(event, NO_FACTS)
-            return True
-
-    def _move(self, event: str, facts: Set[str]) -> tuple[str, ...]:
-        self._state, effects = self._table.react(self._state, event, facts)
-        return effects
 
 
 class Participation:
@@ -102,7 +38,7 @@ class Participation:
         self.trace = trace
         self.engine: Engine | None = None
         """None until the process has joined."""
-        self.thread = MainThread()
+        self.thread = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
         """Whether the trace tells the launcher that lost ranks of this group can be replaced."""
         self.group_bus: ErrorBus | None = None
@@ -126,14 +62,9 @@ class Participation:
         if self.engine is not None:
             self.engine.post(event)
 
-    def say(self, word: Word, facts: Set[str] = NO_FACTS) -> None:
-        """Report the result of a command to the engine. Main thread only.
-
-        Raises:
-            ProtocolError: No command with such a result is in progress.
-        """
-        self.thread.moves_on(word.type, facts)
-        self.post(word)
+    def _take(self, command: Command) -> None:
+        if self.engine is not None:
+            self.engine.take(command)
 
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Trace an observation, with the state of the participant once it has joined."""

@@ -10,7 +10,6 @@ from typing import Any
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
-from fft.protocol.main_thread import NO_FACTS
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
 from fft.train.data.drawn import Drawn
 from fft.train.healing import Healer
@@ -119,7 +118,7 @@ class Voter:
         if yes:
             self._state.checkpoints.before_vote(plan, last, skip)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
-        self._job.say(vote, NO_FACTS if yes else {"says_no"})
+        self._job.thread.report(vote)
         self.inject("after_vote")
 
     def _note_loop(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:

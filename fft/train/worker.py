@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from fft.engine.loop import Command, Engine
 from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
-from fft.messages.causes import NO_CAUSE, CauseCode
+from fft.messages.causes import NO_CAUSE
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import Fault, HealFailed, Restored
+from fft.messages.protocol import Fault
+from fft.protocol.main_thread import NO_FACTS
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.healing import Healer
@@ -75,20 +76,16 @@ class Worker:
         """Number of txns that this process has begun."""
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
-        self._torn: str | None = None
-        """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self.rolled_back = NO_CAUSE
         """Cause of the last rollback, until the loop has handled it."""
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
-            "refuse_epoch": self._refuse_epoch,
             "begin_body": self._enter,
-            "refuse_txn": self._refuse_txn,
             "apply": self._apply_too_late,
             "leave": self._stop,
         }
-        """Effects of the main thread's table, on a command taken between two txns."""
+        """Effects of the main thread's table on a command that is taken between two txns."""
 
     @property
     def is_first(self) -> bool:
@@ -102,40 +99,27 @@ class Worker:
 
         Raises TimeoutError: its turn did not come within ``limit``; it may be asked for again.
         """
-        engine = self._job.engine or self._join()
+        engine, thread = self._job.engine or self._join(), self._job.thread
         self._commits.finish()
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()
         # noticed late: by a second optimizer, after the first one was counted
         by_loop = self._commits.by_loop
-        self._torn = by_loop.take_torn() or self._torn
+        thread.lost = by_loop.take_torn() or thread.lost
         if by_loop.look(self._manager._torchft.step - 1):
             self._job.note("no_optimizer_step", {"step": by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
-            facts = {"torn"} if self._torn is not None else set()
-            facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
-            effects = self._job.thread.obeys(command, facts)
-            engine.take(command)
-            for effect in effects:
-                self._work[effect](command)
-            if isinstance(command, StartTxn) and self._job.thread.role == "computing":
+            facts = self._healer.facts(command) if isinstance(command, Heal) else NO_FACTS
+            thread.obey(command, self._work, facts)
+            if isinstance(command, StartTxn) and thread.role == "computing":
                 self._begun += 1
                 return command
             if isinstance(command, Finish):
                 return None
         self._stop(self._finish)
         return None
-
-    def _refuse_txn(self, command: StartTxn) -> None:
-        assert self._torn is not None
-        self._job.post(Fault(command.token, self._torn, CauseCode.STATE_LOST, "apply"))
-
-    def _refuse_epoch(self, command: Heal) -> None:
-        assert self._torn is not None
-        epoch, code = command.record.epoch, CauseCode.STATE_LOST
-        self._job.post(HealFailed(epoch, self._torn, torn=True, code=code))
 
     def _connect(self, command: Heal) -> None:
         if command.fetch_from is not None:
@@ -152,7 +136,7 @@ class Worker:
 
     def body_unwound(self) -> None:
         """The body is over without a vote, if it has not voted: the rollback comes."""
-        self._job.thread.leaves("computing", "unwound")
+        self._job.thread.unwound()
 
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
@@ -256,19 +240,15 @@ class Worker:
             self._state.paradigm.put_back()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
-            self._torn, self._state.lost = text_of(error), error
+            self._job.thread.lost, self._state.lost = text_of(error), error
         local = self._job.local
         assert local is not None
         if local.stuck:
             self._voter.pause()
         if (why := self._commits.by_loop.why_torn(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
-            self._torn, self._state.lost = why, TornState(why)
-        torn, self._torn = self._torn, None
-        if torn is None:
-            self._job.say(Restored(command.token))
-        else:
-            self._job.say(Restored(command.token, True, torn, CauseCode.STATE_LOST))
+            self._job.thread.lost, self._state.lost = why, TornState(why)
+        self._job.thread.restored(command)
 
     # --- the end of a txn ---
 
@@ -303,9 +283,7 @@ class Worker:
             self._commits.decided(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:
-            engine.take(command)
-            self._job.thread.obeys(command)
-            self._stop(command)
+            self._job.thread.obey(command, self._work)
         return None
 
     # --- errors ---

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from stage import job
 
+from fft.engine.executor import StepExecutor
 from fft.errors import ProtocolError
 from fft.messages.effects import Apply
 from fft.protocol.vocabulary import MAIN_THREAD
-from fft.train.participation import MainThread
 
 
 def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None:
@@ -31,13 +31,14 @@ def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None
 
 def test_every_effect_of_the_table_is_carried_out(tmp_path: Path) -> None:
     with job(tmp_path, 1) as made:
-        assert made.member("0").manager._parts.worker._work.keys() == MAIN_THREAD.effects
+        work = made.member("0").manager._parts.worker._work
+        assert work.keys() | {"refuse_epoch", "refuse_txn"} == MAIN_THREAD.effects
 
 
 def test_end_of_an_update_is_posted_once() -> None:
-    thread, told = MainThread(), []
+    thread, told = StepExecutor(print, print, threading.Lock()), list[str]()
     for event in ("heal", "healed", "start_txn", "prepared", "apply"):
-        thread.moves_on(event)
+        thread.move(event)
     both = threading.Barrier(2)
 
     def tell(event: str) -> None:

@@ -233,7 +233,7 @@ def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_every_kind_of_fault_of_the_mix_happens() -> None:
     wanted = {*DEFAULT.rates, *DEFAULT.chances}
-    assert wanted == {*RATES, *CHANCES}
+    assert wanted == {*RATES, *CHANCES} - {"noticed_late"}  # see test_thread_rows.py
     batch = Batch()
     for first in range(0, 600, 50):
         batch.merge(run_batch(first, 50, HSDP))

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from fft.engine import executor
 from fft.errors import ConfigError
 from fft.protocol.load import load_spec, load_thread, parse_thread
 from fft.protocol.main_thread import ThreadTable
 from fft.prove.bounds import Bounds
 from fft.prove.checker import search
 from fft.prove.planting import small
-from fft.prove.simulator import job
-from fft.prove.simulator.faults import CALM
+from fft.prove.simulator.faults import CALM, Weather
 from fft.prove.simulator.run import run_seed
 
 HSDP = load_spec("hsdp")
@@ -29,14 +29,12 @@ BOUNDS = {
     ("BODY.learning", "heal_failed", 0): small(crash=1, restart=1, heal=1),
 }
 """Bounds in which the loss of a row shows, if not in ``START``."""
-UNSEEN = {
-    ("IDLE.ready", "start_txn", 0),
-    ("IDLE.learning", "start_txn", 0),
-    ("RESTORING.mid_fetch", "heal_failed", 0),
-}
-"""Rows whose loss is not caught: one for a state that the main thread itself finds to be lost
-(``tests/e2e/test_updates.py``), and one for a rollback that ends a fetch after its first write,
-whose absence only reduces what can go wrong."""
+LATE = ("IDLE.ready", "start_txn", 0)
+"""The row for a loss of the state that the main thread itself notices; simulated, not searched."""
+UNSEEN = {LATE, ("IDLE.learning", "start_txn", 0), ("RESTORING.mid_fetch", "heal_failed", 0)}
+"""Rows whose loss the search does not catch: those for such a loss, which a process that is
+learning cannot have, and one for a rollback that ends a fetch after its first write, whose absence
+only reduces what can go wrong."""
 
 
 def owners(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -89,13 +87,25 @@ def test_the_checks_refuse_some_and_the_search_is_for_the_others() -> None:
     assert searched >= BOUNDS.keys() and len(searched) > 10
 
 
-def test_the_simulator_takes_what_has_no_row_for_a_violation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_simulator_reports_an_event_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_seed(7, HSDP, CALM).violations == ()
     table = without(("CONNECTING.current", "healed", 0))
     assert table is not None
-    monkeypatch.setattr(job, "shipped_thread", lambda: table)
+    monkeypatch.setattr(executor, "shipped_thread", lambda: table)
     (violation,) = run_seed(7, HSDP, CALM).violations
     assert violation.name == "protocol_error"
     assert "CONNECTING.current, which has no row for 'healed'" in violation.text
+
+
+def test_simulator_catches_a_lost_state_that_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weather = Weather({}, {"noticed_late": 0.3})
+    results = [run_seed(seed, HSDP, weather) for seed in range(8)]
+    assert not any(result.violations for result in results)
+    assert sum(result.faults.get("noticed_late", 0) for result in results) > 3
+    table = without(LATE)
+    assert table is not None
+    monkeypatch.setattr(executor, "shipped_thread", lambda: table)
+    found = {v.name for seed in range(8) for v in run_seed(seed, HSDP, weather).violations}
+    assert "replicas_equal" in found

@@ -38,6 +38,7 @@ CHANCES: Mapping[str, str] = {
     "after_vote": "a fault is reported after the vote",
     "quit": "the user's code gives up and shuts the manager down",
     "apply_failed": "the optimizer step raises after COMMIT",
+    "noticed_late": "a rank finds, after it has reported its optimizer step, that it was not whole",
     "heal_failed": "rebuilding the groups or the transfer fails",
     "heal_torn": "the transfer fails half way: the state is torn, and the process gives up",
     "repeated": "a message is delivered twice",

@@ -34,6 +34,7 @@ from fft.engine.calls import (
     beside,
 )
 from fft.engine.core import Command, Heard, Posted, ScopeReader, Wiring
+from fft.engine.executor import StepExecutor, Work
 from fft.errors import BusError, ProtocolError
 from fft.messages.commands import Answer
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -54,7 +55,6 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Record,
-    Restored,
     Start,
     Stop,
     Suspect,
@@ -66,13 +66,12 @@ from fft.messages.protocol import (
 from fft.messages.wire import Packed, Register, inbox_name, list_name
 from fft.protocol.apart import is_brought, own_lease
 from fft.protocol.invariants import History, Move
-from fft.protocol.main_thread import NO_FACTS, shipped_thread
+from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.roles import AT_WORK, Role
+from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, Local, committed
 from fft.protocol.table import Table
-from fft.protocol.vocabulary import COMMANDS
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.faults import Weather
@@ -963,7 +962,7 @@ class Process(VirtualEngine):
 
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups, which unblocks the main thread."""
-        self.main.abort()
+        self.main.groups.abort()
 
 
 # --- its main thread ---
@@ -985,33 +984,41 @@ class _Came:
     torn: bool = False
 
 
-class MainThread:
-    """The main thread of a process; ``bits`` models the real contents of its memory.
+class Executor(StepExecutor):
+    """The shipped executor of a main thread. An event without a row is a violation."""
 
-    It does in virtual time what ``fft.train.worker`` does with a command, by the same table
-    (``fsm_specs/main_thread.yaml``).
+    def __init__(self, process: Process, take: Callable[[Command], None]) -> None:
+        super().__init__(process.post, take)
+        self._process = process
+
+    def move(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """Make the transition for an event; return its effects."""
+        try:
+            return super().move(event, facts)
+        except ProtocolError as error:
+            self._process.world.violated("protocol_error", f"{self._process.peer}: {error}")
+
+
+class MainThread:
+    """The main thread of a process: the shipped executor, with a model of torch's part.
+
+    ``bits`` models the real contents of its memory.
     """
 
     def __init__(self, process: Process, bits: Bits) -> None:
         self.bits = bits
         self.serving: Record | None = None
         """The epoch whose members can fetch this process's state."""
+        self.groups = ProcessGroups(process)
         self._process = process
         self._world = process.world
         self._slot: Command | None = None
-        self._stands = Standing(process)
+        self._executor = Executor(process, self._take)
         self._waits = True
         """It waits for a command; otherwise it is working, or has ended."""
         self._quits = False
         """Its user's code gives up."""
         self._plan: StartTxn | None = None
-        self._meeting: Meeting | None = None
-        self._serial = 0
-        """Number of the newest wait; results of older waits are ignored."""
-        self._era = -1
-        """Record number of the epoch of the process groups; ``_members`` has their members."""
-        self._members: tuple[Peer, ...] = ()
-        self._aborted = True
         self._failing: str | None = None
         """The fault that will occur in this step function."""
         self._heal: Heal | None = None
@@ -1024,6 +1031,13 @@ class MainThread:
         """The result of that fetch."""
         self._computed: tuple[int | None, int] | None = None
         """In an asynchronous job: lease and base of the group's contribution, or None."""
+        self._work: Work = {
+            "restore": self._restore,
+            "connect": self._connect,
+            "begin_body": self._enter,
+            "apply": self._apply,
+            "leave": self._leave,
+        }
 
     # --- commands ---
 
@@ -1039,27 +1053,28 @@ class MainThread:
         command = self._slot
         if command is None or not self._waits:
             return
-        self._slot, self._waits = None, False
-        for effect in self._stands.hears(command):
-            self._carry_out(effect, command)
+        facts: Set[str] = NO_FACTS
+        if isinstance(command, Heal) and command.fetch_from is not None:
+            late = self._process.peer.group in command.record.learners
+            facts = {"learns"} if late else {"fetches"}
+        self._executor.obey(command, self._work, facts)
+        if self._executor.role == "idle":  # it has refused
+            self._wait()
 
-    def _carry_out(self, effect: str, command: Command) -> None:
-        match effect, command:
-            case "restore", Restore():
-                self._process.later(self._world.latency.restore(), self._restored, command)
-            case "connect", Heal():
-                self._begin_heal(command)
-            case "begin_body", StartTxn():
-                self._enter(command)
-            case "apply", Apply():
-                base = self._computed[1] if self._computed is not None else None
-                self._world.consumed(self._process, self._plan, base)
-                self._computed = None
-                self._process.later(self._world.latency.apply(), self._applied, command.skip)
-            case "leave", Finish(error=error):
-                self._exit(int(error is not None))
-            case _:
-                raise TypeError(f"the simulator cannot {effect} for {command}")
+    def _take(self, command: Command) -> None:
+        self._slot, self._waits = None, False
+
+    def _restore(self, command: Restore) -> None:
+        self._process.later(self._world.latency.restore(), self._restored, command)
+
+    def _apply(self, command: Apply) -> None:
+        base = self._computed[1] if self._computed is not None else None
+        self._world.consumed(self._process, self._plan, base)
+        self._computed = None
+        self._process.later(self._world.latency.apply(), self._applied, command.skip)
+
+    def _leave(self, command: Finish) -> None:
+        self._exit(int(command.error is not None))
 
     def _exit(self, code: int) -> None:
         self._process.later(self._world.latency.exit(), self._world.exited, self._process, code)
@@ -1070,7 +1085,7 @@ class MainThread:
 
     def _give_up(self) -> None:
         """End the step function without a vote."""
-        self._stands.moves_on("unwound")
+        self._executor.unwound()
         self._wait()
 
     def _token(self) -> Token:
@@ -1079,17 +1094,20 @@ class MainThread:
     def _restored(self, command: Restore) -> None:
         self._plan, self._learning = None, None
         self.bits = self.bits.restored()
-        self._stands.says(Restored(command.token))
+        self._executor.restored(command)
         self._wait()
 
     def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()
         if self._world.strikes("apply_failed"):
             self.bits, self._computed = self.bits.torn(who), None
-            self._stands.says(ApplyFailed(token, "the optimizer step raised"))
+            self._executor.report(ApplyFailed(token, "the optimizer step raised"))
         else:
             self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
-            self._stands.says(Applied(token, self.bits.told))
+            self._executor.report(Applied(token, self.bits.told))
+            if self._world.strikes("noticed_late"):
+                self.bits = self.bits.torn(who)
+                self._executor.lost = "the optimizer step was not whole"
             if self._world.spec.bound:
                 self._stand_apart()
         self._wait()
@@ -1115,40 +1133,20 @@ class MainThread:
 
     # --- the process groups ---
 
-    def abort(self) -> None:
-        """Abort the groups for the engine, which unblocks every thread in them on all ranks."""
-        if self._aborted:
-            return
-        self._aborted = True
-        self._world.lost(self._process.peer, self._era)
-        if self._meeting is not None:
-            self._process.later(self._world.latency.hop(), self.missed, self._serial, "aborted")
-
-    def _meet(self, key: tuple[int, ...], limit: float) -> None:
-        self._serial += 1
-        self._meeting = self._world.meeting(key, self._members)
-        self._meeting.join(self._process, self._serial, limit)
-
-    def met(self, serial: int) -> None:
+    def met(self) -> None:
         """Continue after all members came."""
-        if serial != self._serial or self._meeting is None:
-            return
-        self._meeting = None
         if self._heal is None:
             self._reduced()
-        elif self._aborted:
+        elif self.groups.aborted:
             self._heal_failed("aborted")
         else:
             self._rebuilt(self._heal)
 
-    def missed(self, serial: int, cause: str) -> None:
+    def missed(self, cause: str) -> None:
         """Continue after a member did not come or the groups were aborted."""
-        if serial != self._serial or self._meeting is None:
-            return
-        self._meeting = None
         if self._heal is not None:
             self._heal_failed(cause)
-        elif self._aborted:
+        elif self.groups.aborted:
             self._unwind()
         else:
             self._fail(f"a reduction failed: {cause}")
@@ -1182,35 +1180,35 @@ class MainThread:
         self._give_up()
 
     def _quit(self) -> None:
-        self._world.lost(self._process.peer, self._era)
-        self._aborted = self._quits = True
+        self.groups.drop()
+        self._quits = True
         self._process.post(Stop("the user's code gave up"))
         self._process.later(_SHUTDOWN, self._world.exited, self._process, 1)
 
     def _fault(self, cause: str) -> None:
         assert self._plan is not None
-        if not self._aborted:
+        if not self.groups.aborted:
             self._process.post(Fault(self._plan.token, cause))
 
     def _reduce(self) -> None:
         plan = self._plan
         assert plan is not None
-        if self._aborted:
+        if self.groups.aborted:
             self._unwind()
             return
         if self._failing == "user_skips_early":
             self._world.count(self._failing)
             self._vote(0, skip=True)
             return
-        if self._failing == "skipped" and self._world.skips_alone(plan.token, self._members):
+        if self._failing == "skipped" and self._world.skips_alone(plan.token, self.groups.members):
             self.bits = self.bits.spoil(self._process.peer)
             self._vote(self._world.rng.choice([0, self._world.reductions - 1]))
             return
-        self._meet((self._era, *plan.token), self._world.group_timeout)
+        self.groups.meet(plan.token, self._world.group_timeout)
 
     def _reduced(self) -> None:
         assert self._plan is not None
-        if self._aborted:
+        if self.groups.aborted:
             self._unwind()
         elif self._failing in ("one_sided", "late_exception"):
             self._world.count(self._failing)
@@ -1258,7 +1256,7 @@ class MainThread:
         # By the step, so that a replay compares again.
         compares = self._world.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
-        self._stands.says(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
+        self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")
             self._process.post(Fault(self._plan.token, "injected: fault after the vote"))
@@ -1267,7 +1265,7 @@ class MainThread:
     def _learn(self) -> None:
         """Vote for a learner whose step function has ended, once its state has arrived."""
         learning, came = self._learning, self._came
-        is_over = self._waits and self._stands.role == "computing"
+        is_over = self._waits and self._executor.role == "computing"
         if not is_over or learning is None or came is None:
             return
         self._learning = None
@@ -1275,18 +1273,18 @@ class MainThread:
             self._failed_to_heal(learning, came.cause, came.torn)
             return
         self.bits = self.bits.learnt(came.bits)
-        self._stands.says(Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.told))
+        epoch, told = learning.record.epoch, self.bits.told
+        self._executor.report(Healed(epoch, STATE_BYTES, came.source, told))
         self._waits = False
         count, skip = self._held
         self._vote(count, skip=skip)
 
     # --- healing ---
 
-    def _begin_heal(self, command: Heal) -> None:
-        self._heal, self._era, self._aborted = command, command.record.n, False
-        self._members = tuple(p for g in command.record.members for p in g.peers())
-        limit = self._process.participant.config.timeouts.get("ready_window", 60.0)
-        self._meet((command.record.n,), limit)
+    def _connect(self, command: Heal) -> None:
+        self._heal = command
+        self.groups.build(command.record)
+        self.groups.meet((), self._process.participant.config.timeouts.get("ready_window", 60.0))
 
     def _rebuilt(self, command: Heal) -> None:
         world = self._world
@@ -1301,9 +1299,9 @@ class MainThread:
         limit = self._process.participant.config.timeouts.get("vote_window", 60.0)
         give_up = world.clock.now + limit
         self._process.later(world.latency.transfer(), self._fetch, command, give_up)
-        if self._process.peer.group in command.record.learners:
+        if self._executor.awaits("connected"):
             self._heal, self._learning, self._came = None, command, None
-            self._stands.says(Connected(command.record.epoch))
+            self._executor.report(Connected(command.record.epoch))
             self._wait()
 
     def _fetch(self, command: Heal, give_up: float) -> None:
@@ -1342,7 +1340,7 @@ class MainThread:
     def _healed(self, size: int, source: str) -> None:
         assert self._heal is not None
         epoch, self._heal = self._heal.record.epoch, None
-        self._stands.says(Healed(epoch, size, source, self.bits.told))
+        self._executor.report(Healed(epoch, size, source, self.bits.told))
         self._wait()
 
     def _heal_failed(self, cause: str, torn: bool = False) -> None:
@@ -1353,7 +1351,7 @@ class MainThread:
     def _failed_to_heal(self, command: Heal, cause: str, torn: bool) -> None:
         if torn:
             self.bits = self.bits.torn(self._process.peer)
-        self._stands.says(HealFailed(command.record.epoch, cause, torn))
+        self._executor.report(HealFailed(command.record.epoch, cause, torn))
         if torn and self._world.rng.random() < 0.7:  # the manager raises: the process ends
             self._waits = False
             self._exit(1)
@@ -1361,49 +1359,62 @@ class MainThread:
         self._wait()
 
 
-# --- the main thread's table ---
+# --- process groups ---
 
 
-Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
+class ProcessGroups:
+    """The process groups of one process, which are rebuilt in each epoch.
 
-
-class Standing:
-    """The state of a main thread, by its table. An event without a row is a violation."""
+    Attributes:
+        members: All members of the epoch.
+        aborted: Whether they were aborted since.
+    """
 
     def __init__(self, process: Process) -> None:
+        self.members: tuple[Peer, ...] = ()
+        self.aborted = True
         self._process = process
-        self._table = shipped_thread()
-        self._state = self._table.spec.initial
+        self._era = -1
+        """Number of the epoch's record."""
+        self._meeting: Meeting | None = None
+        self._serial = 0
+        """Number of the newest wait; results of older waits are ignored."""
 
-    @property
-    def role(self) -> Role:
-        """Role of the state."""
-        return self._table.role(self._state)
+    def build(self, record: Record) -> None:
+        """Begin to rebuild them for an epoch, whose members then meet."""
+        self.members, self.aborted, self._era = record.peers, False, record.n
 
-    def hears(self, command: Command) -> tuple[str, ...]:
-        """Take a command. Returns the effects to carry out."""
-        facts: Set[str] = NO_FACTS
-        if isinstance(command, Heal) and command.fetch_from is not None:
-            late = self._process.peer.group in command.record.learners
-            facts = {"learns"} if late else {"fetches"}
-        return self.moves_on(COMMANDS[type(command)], facts)
+    def meet(self, key: tuple[int, ...], limit: float) -> None:
+        """Enter the rendezvous (an empty key) or the reductions of a txn, for ``limit`` seconds."""
+        self._serial += 1
+        self._meeting = self._process.world.meeting((self._era, *key), self.members)
+        self._meeting.join(self._process, self._serial, limit)
 
-    def says(self, word: Word) -> None:
-        """Report the result of a command to the engine."""
-        no = isinstance(word, Prepared) and not word.yes
-        self.moves_on(word.type, {"says_no"} if no else NO_FACTS)
-        self._process.post(word)
+    def met(self, serial: int) -> None:
+        """Let the main thread continue after all members came."""
+        if serial == self._serial and self._meeting is not None:
+            self._meeting = None
+            self._process.main.met()
 
-    def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Apply an event. Returns the effects to carry out."""
-        try:
-            self._state, effects = self._table.react(self._state, event, facts)
-        except ProtocolError as error:
-            self._process.world.violated("protocol_error", f"{self._process.peer}: {error}")
-        return effects
+    def missed(self, serial: int, cause: str) -> None:
+        """Let the main thread continue after a member did not come, or after an abort."""
+        if serial == self._serial and self._meeting is not None:
+            self._meeting = None
+            self._process.main.missed(cause)
 
+    def abort(self) -> None:
+        """Abort them for the engine, which unblocks every thread in them on all ranks."""
+        if self.aborted:
+            return
+        self.drop()
+        if self._meeting is not None:
+            process = self._process
+            process.later(process.world.latency.hop(), self.missed, self._serial, "aborted")
 
-# --- process groups ---
+    def drop(self) -> None:
+        """Drop the connections; the other members notice it."""
+        self.aborted = True
+        self._process.world.lost(self._process.peer, self._era)
 
 
 class Meeting:
@@ -1423,7 +1434,7 @@ class Meeting:
         self._complete = False
 
     def join(self, process: Process, serial: int, limit: float) -> None:
-        """Let ``process`` wait for ``main.met`` or ``main.missed``, within ``limit`` seconds."""
+        """Let ``process`` wait for all others, within ``limit`` seconds."""
         world = self._world
         self._came[process.peer] = (process, serial)
         if self._missing is not None:
@@ -1431,9 +1442,9 @@ class Meeting:
         elif len(self._came) == len(self.peers):
             self._complete = True
             for member, waits in self._came.values():
-                member.later(world.latency.hop(), member.main.met, waits)
+                member.later(world.latency.hop(), member.main.groups.met, waits)
         else:
-            world.clock.after(limit, process, process.main.missed, serial, "timed out")
+            world.clock.after(limit, process, process.main.groups.missed, serial, "timed out")
 
     def lose(self, peer: Peer) -> None:
         """Handle that ``peer`` is gone, or has dropped its connections."""
@@ -1442,7 +1453,7 @@ class Meeting:
             for member, serial in self._came.values():
                 if self._world.rng.random() < 0.3:
                     cause = f"connection closed by {peer}"
-                    self._world.clock.after(0.0, member, member.main.missed, serial, cause)
+                    self._world.clock.after(0.0, member, member.main.groups.missed, serial, cause)
             return
         first, self._missing = self._missing is None, self._missing or peer
         if first:
@@ -1454,9 +1465,9 @@ class Meeting:
         """Fail a member at once, or by its own timeout only (``None``: that is planned already)."""
         world, cause = self._world, f"connection closed by {self._missing}"
         if world.rng.random() < 0.6:
-            world.clock.after(world.latency.notice(), member, member.main.missed, serial, cause)
-        elif limit is not None:
-            world.clock.after(limit, member, member.main.missed, serial, cause)
+            limit = world.latency.notice()
+        if limit is not None:
+            world.clock.after(limit, member, member.main.groups.missed, serial, cause)
 
 
 # --- replica groups ---

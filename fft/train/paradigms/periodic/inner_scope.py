@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fft.bus import open_job_bus
+from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError, FftError
 from fft.messages.causes import CauseCode
@@ -38,7 +39,6 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Record,
-    Restored,
     Start,
     Token,
 )
@@ -51,7 +51,7 @@ from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
 from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
-from fft.train.participation import MainThread, Participation, bus_url
+from fft.train.participation import Participation, bus_url
 from fft.train.rank import Rank
 from fft.train.reductions import ManifestBuilder
 from fft.train.reported import code_of, error_of, text_of
@@ -167,7 +167,7 @@ class InnerScope:
         return engine
 
     @property
-    def _thread(self) -> MainThread:
+    def _thread(self) -> StepExecutor:
         return self._joined.thread
 
     # --- any thread ---
@@ -200,7 +200,7 @@ class InnerScope:
         while (command := self._next()) is not None:
             if isinstance(command, StartTxn) and not self._groups.shard_is_void:
                 return True
-            self._obey(command)
+            self._thread.obey(command, self._work)
         return False
 
     def leave(self) -> None:
@@ -212,7 +212,7 @@ class InnerScope:
         command = self._engine.wait_command()
         if not isinstance(command, StartTxn):
             return False
-        self._thread.obeys(command)
+        self._thread.accept(command)
         self._engine.take(command)
         self._token = command.token
         return True
@@ -236,7 +236,7 @@ class InnerScope:
 
     def fail(self, cause: str, code: CauseCode, source: str) -> None:
         """The body is over without a vote: all ranks of the group roll the step back."""
-        self._thread.leaves("computing", "unwound")
+        self._thread.unwound()
         self._engine.post(Fault(self._token, cause, code, source))
 
     def vote(self, attempt: Attempt, skip: bool) -> None:
@@ -247,9 +247,9 @@ class InnerScope:
         for parameter in self._state.updates.parameters():
             if parameter.grad is not None:
                 manifest.add(local_of(parameter.grad), "gradient")
-        self._joined.say(Prepared(self._token, True, manifest.build(), skip=skip))
+        self._thread.report(Prepared(self._token, True, manifest.build(), skip=skip))
         while self._thread.role == "waiting" and (command := self._next()) is not None:
-            self._obey(command)
+            self._thread.obey(command, self._work)
 
     # --- words of this scope's engine ---
 
@@ -263,12 +263,6 @@ class InnerScope:
         with self._watchers.waiting():
             self._engine.wait_for(self._job_speaks)
             return None if self._job_speaks() else self._engine.wait_command()
-
-    def _obey(self, command: Command) -> None:
-        effects = self._thread.obeys(command)
-        self._engine.take(command)
-        for effect in effects:
-            self._work[effect](command)
 
     def _refuse_txn(self, command: StartTxn) -> None:
         """The shard group was aborted since it was built: build it anew, by a rollback."""
@@ -288,7 +282,7 @@ class InnerScope:
                 step.unwind()
         except TornState as error:
             self._begin_anew(text_of(error))
-        self._joined.say(Restored(command.token))
+        self._thread.restored(command)
 
     def _connect(self, command: Heal) -> None:
         epoch, synchronizer = command.record.epoch, self.synchronizer
@@ -301,11 +295,11 @@ class InnerScope:
             logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
             self._job.note_error(error)
             code = code_of(error, own=CauseCode.EPOCH_FAILED)
-            self._joined.say(HealFailed(epoch, text_of(error), code=code))
+            self._thread.report(HealFailed(epoch, text_of(error), code=code))
             return
         if unlike := {rank: note for rank, note in notes.items() if note != mine}:
             self._begin_anew(f"this rank stands at {mine}, others of its group at {unlike}")
-        self._joined.say(Healed(epoch))
+        self._thread.report(Healed(epoch))
 
     def _apply(self, command: Apply) -> None:
         """Make the update of a step that the group has committed, unless its state is void."""
