@@ -18,6 +18,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.clocks import Clocks, who_of
@@ -106,7 +107,7 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
             explained.add(end.record["n"])
         found.append((wall, _incident(lines, name, wall, end)))
     for end in ends:
-        if end.record["n"] not in explained:
+        if end.record["n"] not in explained and not _is_end_of_loop(lines, end):
             name = end.what if end.record["kind"] == "commit" else "not injected"
             found.append((end.wall, _incident(lines, name, end.wall, end)))
     return found
@@ -326,6 +327,24 @@ def _ends(lines: list[_Line]) -> list[_End]:
             following = known.get(n + 1, (0.0, None))[1]
             ends.append(_End(wall, record, following))
     return ends
+
+
+def _is_end_of_loop(lines: list[_Line], end: _End) -> bool:
+    """Return whether the rollback happened because a loop ended regularly on all ranks.
+
+    A loop of torchft has no last commit, so the ranks shut down one after the other. A rank whose
+    engine has begun another txn rolls it back when the first rank leaves.
+    """
+    if end.record["kind"] != "abort" or end.record.get("code") != CauseCode.LEFT:
+        return False
+    if any(x.event.get("type") == "applied" and x.wall > end.wall for x in lines):
+        return False
+    last = {x.who: x.record for x in lines if "roles" in x.record}
+    there = {x.who for x in lines if x.record.get("epoch", 0) >= end.record["epoch"]}
+    return all(
+        last[who]["roles"][1] == "terminal" and "finish" in last[who]["effects"]
+        for who in there & last.keys()
+    )
 
 
 def _injected(lines: list[_Line]) -> list[tuple[float, str, tuple[str, int, int]]]:

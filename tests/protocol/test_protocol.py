@@ -31,6 +31,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.invariants import Finding
+from fft.protocol.state import hello
 
 
 def clean(job: Job) -> list[Finding]:
@@ -178,6 +179,38 @@ def test_silence_after_a_yes_aborts_by_the_window() -> None:
     assert why(job, 1) == (CauseCode.NO_DECISION, [])
     job.step()
     assert job.steps() == {1} and clean(job) == []
+
+
+def until_committing() -> tuple[Job, Node, Node]:
+    """Return a job whose first node applies a commit."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute()
+    while a.state != "COMMIT":
+        job.deliver(next(node for node in (b, a) if node.inbox))
+    return job, a, b
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(CauseCode.LEFT, "left: over"), (CauseCode.DIED, "died: SIGKILL")]
+)
+def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, said: str) -> None:
+    job, a, b = until_committing()
+    died = Death(b.peer.group, b.peer.rank, 1001, "sim", "a monitor", "SIGKILL")
+    job.crash(b, tell=False)
+    a.inbox.appendleft(Leave(b.peer, "over") if code == CauseCode.LEFT else died)
+    job.settle()
+    abort = job.history[2]
+    assert (abort.kind, abort.by) == ("abort", a.peer)
+    assert said in abort.cause and why(job, 2) == (code, [str(b.peer)])
+
+
+def test_abort_names_member_that_asks_to_join_during_the_update() -> None:
+    job, a, b = until_committing()
+    a.inbox.appendleft(Join(hello(b.local, b.participant.config)))
+    job.settle()
+    assert why(job, 2) == (CauseCode.LEFT, [])
+    assert f"not in the epoch any more: {b.peer}" in job.history[2].cause
 
 
 def test_an_abort_that_does_not_come_back_is_proposed_again() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.errors import FftError
 from fft.messages.fault_plans import FaultPlan
-from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Token
+from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Stop, Token
 from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, audit_dir, read_lines
 from fft.trace.barriers import Barriers
@@ -589,6 +589,30 @@ def test_the_report_has_a_row_for_each_incident(traces: Path) -> None:
     assert sum(i.bytes_healed for i in found) == 100
     assert any("boom" in i.noticed for i in found)
     assert any("group 1" in i.noticed for i in found)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_report_counts_no_fault_at_the_end_of_a_torchft_loop(tmp_path: Path, goes_on: bool) -> None:
+    """Its ranks shut down one after the other, each after the last step or in the next txn."""
+    job = TracedJob(tmp_path)
+    job.until_running()
+    a, b = job.live()
+    job.compute()
+    while a.state != "COMMIT" or b.state != "NORMAL":
+        job.deliver(next(node for node in (b, a) if node.inbox))
+    job.post(b, Stop("shut down"))
+    while b.inbox:
+        job.deliver(b)
+    a.inbox.rotate()  # the message arrives before the update is finished
+    job.settle()
+    if goes_on:
+        job.step()
+    job.post(a, Stop("shut down"))
+    job.settle()
+    job.close()
+    assert [i.noticed for i in incidents(tmp_path)] == (
+        [f"{a.peer}: {b.peer} left: shut down"] if goes_on else []
+    )
 
 
 def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ from fft.protocol.effects.base import action
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.flow import may_leave
 from fft.protocol.forming import next_epoch
-from fft.protocol.state import Base, Config, Local, committed, joiners, member_peers, members
+from fft.protocol.state import (
+    Base,
+    Config,
+    Local,
+    committed,
+    is_member,
+    joiners,
+    member_peers,
+    members,
+)
 
 
 @action
@@ -94,7 +103,7 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
 def abort_record(s: Local, c: Config) -> Record:
     """Return an ABORT of the current txn."""
     assert s.head is not None
-    why = s.cause if s.cause.text else Cause(CauseCode.NO_DECISION, "no decision in time")
+    why = _cause_now(s)
     return _successor(
         s,
         c,
@@ -105,6 +114,16 @@ def abort_record(s: Local, c: Config) -> Record:
         accused=why.accused,
         skip=s.skip,
     )
+
+
+def _cause_now(s: Local) -> Cause:
+    """Return the known cause, or the one that the state of the members shows."""
+    if s.cause.text:
+        return s.cause
+    if gone := sorted(p for p in s.dead | s.suspected | s.joining if is_member(s, p)):
+        text = f"not in the epoch any more: {', '.join(map(str, gone))}"
+        return Cause(CauseCode.LEFT, text)
+    return Cause(CauseCode.NO_DECISION, "no decision in time")
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:

@@ -19,6 +19,7 @@ from fft.protocol.state import (
     committed,
     contributors,
     data_after,
+    is_member,
     member_peers,
     members,
 )
@@ -44,7 +45,10 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
 
 
 def _open(s: Local) -> None:
-    s.vote, s.proposed, s.skip, s.cause = None, False, False, NO_CAUSE
+    s.vote, s.proposed, s.skip = None, False, False
+    # A member that was lost during the last update is the cause of this txn's rollback.
+    if not any(is_member(s, p) and p in s.dead | s.suspected for p in s.cause.accused):
+        s.cause = NO_CAUSE
 
 
 @action
