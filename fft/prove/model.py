@@ -298,6 +298,7 @@ class Model:
         if left[0]:
             yield from self._faults_of_bus(state, shared, left)
             yield from self._restarts(state, left)
+            yield from self._asked_after_their_end(state, left)
 
     def _quiet(self, state: State, shared_id: int, left_id: int) -> tuple[int, Act] | None:
         """Return an act that may as well come before everything else that can happen, if there is
@@ -470,6 +471,19 @@ class Model:
             ends = all(self.node(state, who).local < 0 for who in range(self.places, self.size))
             if ends:
                 yield self._start(state, self.places, "is started twice", "twin")
+
+    def _asked_after_their_end(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
+        """Yield the requests to leave that a supervisor sends for groups that have ended.
+
+        They make a difference only where one group is too few.
+        """
+        if self.bounds.least < 2 or not left[1 + KINDS.index("drain")]:
+            return
+        for first in range(0, self.places, self.bounds.ranks):
+            if self.node(state, first).local < 0:
+                asked = self.events.id(Drain((GROUPS[first // self.bounds.ranks],), "x"))
+                act = Act("is asked to leave", "drain", state[first], sent=(asked,))
+                yield self._close(first, act, state)
 
     def _is_whole(self, state: State, first: int) -> bool:
         return all(self.node(state, first + r).local >= 0 for r in range(self.bounds.ranks))

@@ -58,6 +58,10 @@ def _always(s: Local, c: Config, event: Event) -> bool:
     return True
 
 
+def _too_few_live(s: Local, c: Config, event: Event) -> bool:
+    return len(set(member_peers(s)) - s.dead) < c.min_groups * c.world
+
+
 def _never(s: Local, c: Config, event: Event) -> bool:
     return False
 
@@ -807,7 +811,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who is asked to leave and has no epoch leaves at once, though others wait for it.",
         "drain",
         small(drain=1, fault=1),
-        participant=planted({"all_others_left": _always}),
+        participant=planted({"too_few_remain": _always}),
+    ),
+    Mutant(
+        "every_death_is_for_good",
+        "A group that is to leave does not wait for a dead group, which its supervisor restarts.",
+        "drain",
+        replace(small(drain=1, crash=1), least=2),
+        participant=planted({"too_few_remain": _too_few_live}),
     ),
     Mutant(
         "proposal_repeated_at_once",

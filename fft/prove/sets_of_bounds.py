@@ -78,7 +78,7 @@ DEFAULT = (
     ),
     Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
     Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
-    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Bounds("too few", commits=1, faults=3, least=2, budget=budget("crash", drain=2)),
     Bounds("too few, at start", groups=1, commits=0, faults=0, formed=False, least=2),
     Bounds("skips", commits=1, faults=3, budget=budget("lose", "crash", "lapse", skip=2)),
     Bounds("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),

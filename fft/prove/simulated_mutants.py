@@ -1,4 +1,4 @@
-"""Planted bugs that simulated jobs find, in asynchronous jobs and in leases on the data. Pure data.
+"""Planted bugs that simulated jobs find, mostly in asynchronous jobs and in leases. Pure data.
 
 Each breaks one rule of a guard or an effect. ``seed`` names a run that shows it, so that a test
 needs one seed for each.
@@ -15,7 +15,7 @@ from fft.protocol import apart
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant
-from fft.protocol.state import Config, Local
+from fft.protocol.state import Config, Local, leavers, members
 from fft.prove.planting import planted, proposing
 
 SEEDS = 200
@@ -132,6 +132,11 @@ def _leases_swapped(s: Local, record: Record) -> Record:
     return replace(record, leases=tuple(sorted(swapped)))
 
 
+def _others_left_by_commit(s: Local, c: Config, event: Event) -> bool:
+    others = {group.group for group in members(s)} - {c.me.group}
+    return c.min_groups > 1 and others <= set(leavers(s))
+
+
 SIMULATED: tuple[SimulatedMutant, ...] = (
     SimulatedMutant(
         "old_message_counts",
@@ -228,5 +233,13 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "samples_once",
         0,
         planted(actions=proposing("propose_commit", _leases_swapped)),
+    ),
+    SimulatedMutant(
+        "waits_for_the_dead",
+        "A rank that is to leave waits for groups that have died, though the whole job is to end.",
+        "hsdp",
+        "liveness",
+        66,
+        planted({"too_few_remain": _others_left_by_commit}),
     ),
 )

@@ -64,6 +64,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "fault after the vote": "fault_after_the_vote",
         "`optimizer.step()` fails after COMMIT": "optimizer_fails_after_commit",
         "rank or group killed": "group_killed_before_its_vote",
+        "the whole job is asked to leave after a needed group was killed": (
+            "drain_after_a_needed_group_died"
+        ),
         "one rank of a group killed": "rank_lost_and_replaced",
         "a second rank lost while a group re-forms": "rank_lost_while_another_is_replaced",
         "the replacement of a lost rank is lost between its first txn and its first commit": (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Drain, Event, Here, Join, Leave, Peer
-from fft.protocol.guards.base import guard, record_of
+from fft.protocol.guards.base import GUARDS, guard, record_of
 from fft.protocol.state import (
     Config,
     Local,
     is_member,
     is_older_self,
     leavers,
+    member_peers,
     members,
     missing_mates,
     waited_for,
@@ -171,11 +172,20 @@ def mate_left(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def all_others_left(s: Local, c: Config, event: Event) -> bool:
-    """All other groups left with the last commit, one group is too few, and no group asks to
-    join."""
-    others = {g.group for g in members(s)} - {c.me.group}
-    return c.min_groups > 1 and not s.joining and others <= set(leavers(s))
+def too_few_remain(s: Local, c: Config, event: Event) -> bool:
+    """Too few groups remain for another epoch, no remaining group is to stay, and none joins.
+
+    A group does not remain if it left with the last commit. A group that was asked to leave does
+    not remain either once one of its processes has ended, because that process is not replaced.
+    """
+    asked = {p.group for p in member_peers(s) if p in s.leaving}
+    ended = {p.group for p in member_peers(s) if p in s.dead}
+    remaining = {g.group for g in members(s)} - set(leavers(s)) - (asked & ended)
+    joins = s.joining - s.leaving - s.dead
+    return len(remaining) < c.min_groups and remaining <= asked and not joins
+
+
+GUARDS["all_others_left"] = too_few_remain  # the name in the tables of older traces
 
 
 @guard

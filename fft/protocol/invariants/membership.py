@@ -64,8 +64,8 @@ def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
 def drain(move: Move) -> Iterator[Claim]:
     """9: a group that leaves on purpose leaves after a commit, and no rollback follows from it.
 
-    It may also leave between two epochs, if all others left with the last commit or no epoch was
-    formed in time, or while its txn is held for a scope that has ended.
+    It may also leave between two epochs, if no epoch was formed in time or no other group is to
+    stay, or while its txn is held for a scope that has ended.
     """
     record = move.record
     if move.entered("terminal"):
@@ -104,9 +104,12 @@ def _nobody_to_go_on_with(move: Move) -> bool:
     s, head = move.after, move.after.head
     if head is None or head.kind == "epoch" or head.epoch != s.token.epoch:
         return False
-    others = {g.group for g in s.epoch.members} - {move.peer.group} if s.epoch else set()
-    gave_up = isinstance(move.event, Timer) and move.event.name == "quorum"
-    return gave_up or others <= set(leavers_of(head))
+    if isinstance(move.event, Timer) and move.event.name == "quorum":
+        return True
+    others = {p.group for p in member_peers(s)} - {move.peer.group} - set(leavers_of(head))
+    asked = {p.group for p in member_peers(s) if p in s.leaving}
+    lost = {p.group for p in member_peers(s) if p in s.dead} & others
+    return not others or (bool(lost) and others <= asked)
 
 
 def _has_no_data(s: Local) -> bool:

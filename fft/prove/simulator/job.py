@@ -11,6 +11,7 @@ there is one random generator, no real clock, and no order by hash or address.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Set
@@ -577,11 +578,23 @@ class World:
     def ask_all_to_leave(self) -> None:
         """Ask all groups to leave."""
         self.is_ending = True
+        self._lose_needed_groups()
         self.leavers, groups = self.live(), self.groups
         self.announce(Drain(groups=tuple(groups), by="supervisor"))
         if self.rng.random() < 0.5:  # it also passes a SIGTERM on
             for group in groups.values():
                 group.drain(by_signal=True)
+
+    def _lose_needed_groups(self) -> None:
+        """If one group is too few, kill groups until one is left, just before all are asked to
+        leave."""
+        if self.min_groups < 2 or self.spec.bound or self.beside:
+            return
+        for group in list(self.groups.values())[1:]:
+            if group.live and self.holds_state(without=group):
+                self.count("kill_group")
+                for process in group.live:
+                    self.strike_down(process)
 
     def see_all_leave(self) -> None:
         """Check that all processes end regularly; the request is repeated, as by ``fft drain``."""
@@ -601,6 +614,9 @@ class World:
         badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
         if bad := [f"{p.peer} ({p.code})" for p in badly]:
             self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
+        if late := [f"{p.peer}" for p in self.leavers if self._gave_up(p, math.inf)]:
+            text = "drained, but waited for groups that do not come back"
+            self.violated("liveness", f"{text}: {', '.join(late)}")
 
     def _where(self) -> str:
         head = self.bus.head
