@@ -313,6 +313,12 @@ def leavers(s: Local) -> tuple[str, ...]:
     return s.head.leavers if s.head and s.head.kind == "commit" else ()
 
 
+def staying(s: Local, me: Peer) -> set[str]:
+    """Return the other groups of the epoch that are alive, and neither leave nor are to leave."""
+    gone = {p.group for p in member_peers(s) if p in s.dead or p in s.leaving}
+    return {g.group for g in members(s)} - gone - set(leavers(s)) - {me.group}
+
+
 def is_waited_for(s: Local, peer: Peer) -> bool:
     """Return whether the next epoch waits for this member's acknowledgement."""
     gone = peer in s.dead or peer in s.suspected or peer in s.joining

@@ -67,6 +67,9 @@ class CheckpointHooks:
     def ended(self) -> None:
         """Called when this rank has nothing left to do, before it reports that to the others."""
 
+    def left(self) -> None:
+        """Called when this rank has left the job without an error. Idempotent."""
+
 
 class RankState:
     """The state of one rank. Before ``register`` it consists only of the user's load and save

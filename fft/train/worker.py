@@ -171,6 +171,7 @@ class Worker:
             raise error_of(command) from failed
         if lost is not None:
             raise NoState(f"{lost}; the rank left before it could fetch the state of a peer")
+        self._state.checkpoints.left()
         if local is not None and (local.epoch is None or self._job.peer in local.dead):
             began = "" if self._begun else " and made no step"
             logger.warning(

@@ -99,6 +99,11 @@ def consumed(root: Path, steps: int) -> dict[int, list[int]]:
 def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int = STEPS) -> None:
     """Check for equal bits, each slice once, and an audit without findings."""
     assert ends(root) == expected
+    judge_data(root, starts, steps)
+
+
+def judge_data(root: Path, starts: int, steps: int = STEPS) -> None:
+    """Check for each slice once, and an audit without findings."""
     assert len(folders(root)) >= starts
     for slices in consumed(root, steps).values():
         assert sorted(slices) == list(range(2 * steps))
@@ -168,25 +173,43 @@ def test_by_time_all_ranks_take_the_same_steps(tmp_path: Path) -> None:
         assert entry.manifest is not None and entry.manifest.groups == ("0", "1"), entry
 
 
+def kill_group(traces: Path, group: int) -> None:
+    """SIGKILL the ranks of one group."""
+    for path in traces.glob(f"g{group}r*.jsonl"):
+        header = json.loads(path.read_text().partition("\n")[0])
+        os.kill(header["config"]["pid"], signal.SIGKILL)
+
+
 @pytest.mark.long
-def test_a_job_that_is_stopped_by_its_operator_goes_on_where_it_was(
-    undisturbed: dict[str, list[object]], tmp_path: Path
+@pytest.mark.parametrize("lost", [None, 0])
+def test_job_stopped_by_its_operator_resumes_from_its_last_commit(
+    undisturbed: dict[str, list[object]], tmp_path: Path, lost: int | None
 ) -> None:
-    """SIGTERM drains it, with a checkpoint of the last commit."""
+    """SIGTERM drains the job, even if one of two needed groups has just been killed."""
     command = arguments(tmp_path, STEPS, tmp_path / "out", 0.3, every=1000)
     traces = tmp_path / "traces"
     with running(*command, folder=tmp_path) as process:
         wait_until(lambda: any('"consumed"' in p.read_text() for p in traces.glob("*.jsonl")), "it")
+        if lost is not None:
+            kill_group(traces, lost)
+        began = time.monotonic()
         process.signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 75, process.tail()
+        assert process.wait(LIMIT_S) == (75 if lost is None else 1), process.tail()
+        assert time.monotonic() - began < 30, "it waited for the killed group"
     for mark in (tmp_path / "out").glob("final-*"):
         mark.unlink()
     found = Checkpoints(open_store(str(tmp_path / "checkpoints"))).newest()[0]
     assert found is not None and 0 < found.step < STEPS
+    assert found.groups == (("0", "1") if lost is None else ("1",))
+    notes = read_lines(traces, lambda line: line.get("note") == "consumed")
+    assert found.step == 1 + max(line["data"]["step"] for line in notes)
     done = fft(*command, folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert began_at(traces / "start2") == found.step
-    judge(tmp_path, undisturbed, starts=2)
+    if lost is None:
+        judge(tmp_path, undisturbed, starts=2)
+    else:  # the random numbers of the killed group are lost, and the model has a dropout
+        judge_data(tmp_path, starts=2)
 
 
 def living(root: Path) -> Iterator[int]:

@@ -29,6 +29,7 @@ from fft.durable.stores import open_store
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, UnreadableMessage
+from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, Named, tell_left_out
@@ -279,6 +280,26 @@ class Checkpointer(CheckpointHooks):
         elif named is not None:
             self._await_delivery()
             self._begin(self._attempt(named, record, epoch), epoch)
+
+    def left(self) -> None:
+        """Take a checkpoint of the newest commit if this rank left after it and no group stays.
+
+        The commit with which the last groups leave has a checkpoint already. Without such a commit,
+        each group that leaves takes a checkpoint alone, since the others may have died.
+        """
+        self.take()
+        at, local = self._state.position, self._job.local
+        if self._has_ended or at is None or local is None or local.head is None:
+            return
+        left = self._job.peer.group in leavers(local) or bool(staying(local, self._job.peer))
+        if left or local.epoch is None or at.lineage != local.head.lineage:
+            return  # others continue, or this rank does not hold the newest state
+        self._has_ended = True
+        self.before_change()
+        record = replace(at, last=True)
+        if (named := self._due.left_alone(record)) is not None:
+            attempt = self._attempt(named, record, local.epoch)
+            self._begin(replace(attempt, groups=(self._job.peer.group,)), local.epoch)
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)

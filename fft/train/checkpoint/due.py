@@ -105,6 +105,13 @@ class Due(ABC):
         """
         return None
 
+    def left_alone(self, record: Record) -> Named | None:
+        """Return the checkpoint of a group that left after ``record``, and that no group outlives.
+
+        None if there is none to take: it is taken already, or ``record`` is not this rank's state.
+        """
+        return None
+
     def absent(self, named: Named, epoch: Record) -> frozenset[str]:
         """Return the groups for which this rank declines to deliver. Any thread."""
         return frozenset()
@@ -159,6 +166,16 @@ class DueByRecord(Due):
         """See `Due.is_awaited`: a rank delivers only when its script asks for the next txn."""
         local = self._job.local
         return local is not None and local.lineage == record.lineage
+
+    def left_alone(self, record: Record) -> Named | None:
+        """See `Due.left_alone`."""
+        group = self._job.peer.group
+        if self._last is not None:
+            commit, epoch = self._last
+            if commit.lineage == record.lineage and epoch.members[0].group == group:
+                return None  # this group writes it
+        name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}|{group}")
+        return Named(name, record.step, group)
 
     def _is_behind(self, record: Record) -> bool:
         """Whether the steps before ``record`` are in no checkpoint of this job."""
@@ -361,12 +378,14 @@ def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
 
 
 def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
-    """Return the groups of ``epoch`` that are not in the newest epoch or whose processes were
-    replaced. Runs on any thread."""
+    """Return the groups of ``epoch`` that are not in the newest epoch, or of which a process has
+    ended or was replaced. Runs on any thread."""
     local = job.local
     now = local.epoch if local is not None else None
-    if local is None or now is None or local.role == "terminal" or now.epoch <= epoch.epoch:
+    if local is None or now is None:
         return frozenset()
+    if local.role == "terminal" or now.epoch <= epoch.epoch:
+        return frozenset(entry.group for entry in epoch.members if local.dead & set(entry.peers()))
     stays = {entry.group for entry in now.members if set(entry.peers()) <= epoch.peer_set}
     return frozenset(entry.group for entry in epoch.members) - stays
 
