@@ -1,9 +1,10 @@
-"""The clock of a drain: shortly before the deadline, a participant that has not left with a commit
-logs the reason and leaves without one.
+"""Deadline timer of a drain: a participant that no commit lets out in time leaves without one.
+
+Shortly before the deadline, it logs the reason and leaves.
 
 One thread (`DrainClock`) receives notices through a queue that signal handlers may use.
-``waiting_for`` describes the state of a participant; it is pure. The host, the manager, answers
-questions, writes the trace and leaves. This module does not need torch.
+``waiting_for`` describes the state of a participant; it is pure. The host, the manager, reports its
+state, writes the trace and leaves. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _SHOWN = 8
 
 
 class Leaver(Protocol):
-    """The interface of the process to the clock; called on the clock's thread."""
+    """Callbacks of the timer into its process, on the timer's thread."""
 
     def why_still_here(self) -> str | None:
-        """Return what this participant waits for, or None if it has left."""
+        """Describe what this participant waits for, or return None if it has left."""
 
     def leave(self, cause: str, limit_s: float) -> bool:
         """Leave now with a message to the others, or at least stop, within ``limit_s`` seconds.
@@ -56,7 +57,7 @@ class _Left:
 
 
 class DrainClock:
-    """The clock of one manager; lives until ``close``."""
+    """The timer of one manager, until ``close``."""
 
     def __init__(self, leaver: Leaver, margin_s: float) -> None:
         self._leaver = leaver
@@ -114,7 +115,9 @@ class DrainClock:
         within = notice.within_s
         level = logging.INFO if within is None else logging.WARNING
         by = "" if within is None else f", and must be out within {within:.1f} s"
-        logger.log(level, "this participant leaves with the next commit: %s%s", notice.reason, by)
+        logger.log(
+            level, "this participant leaves the job with the next commit: %s%s", notice.reason, by
+        )
         self._leaver.note("notice", {"reason": notice.reason, "within": within})
         if within is not None:
             self._due = at + time_for_a_commit(within, self._margin_s)
@@ -132,7 +135,9 @@ class DrainClock:
         logger.warning("this participant leaves now, without waiting for a commit: %s", cause)
         self._leaver.note("drain_late", {"reason": notice.reason, "left": left, "why": why})
         if not self._leaver.leave(cause, left):
-            logger.error("this participant stops before its deadline, and could not tell anybody")
+            logger.error(
+                "this participant stops before its deadline, and could not notify the other ranks"
+            )
             self._leaver.note("drain_untold", {"reason": notice.reason})
 
     def _close_account(self, at: float, error: str | None) -> None:
@@ -159,7 +164,7 @@ def time_for_a_commit(within_s: float, margin_s: float) -> float:
     return within_s - min(margin_s, within_s / 2)
 
 
-# --- in words -----------------------------------------------------------------------------------
+# --- descriptions -------------------------------------------------------------------------------
 
 
 def waiting_for(s: Local, c: Config, now: float) -> str:
@@ -176,13 +181,15 @@ def _what(s: Local, c: Config) -> str:
             return "its txn is open, and its main thread has not voted"
         case "voting":
             others = _names(set(member_peers(s)) - {c.me})
-            return f"in doubt: it has voted YES, and a vote or the decision is missing, of {others}"
+            return (
+                f"in doubt: it has voted YES, and waits for the decision or for a vote of {others}"
+            )
         case "committing" | "last_commit":
             return "the commit is decided, and its main thread still runs the optimizer step"
         case "aborting":
             return "it has asked for a rollback, which is not decided"
         case "rolling_back":
-            return "its main thread has not come back from a rollback"
+            return "its main thread has not finished the rollback"
         case "healing" if s.head is not None and s.head.kind != "epoch":
             return f"there is no next epoch: {_no_epoch(s, c)}"
         case "healing" if not s.healed:
@@ -190,9 +197,9 @@ def _what(s: Local, c: Config) -> str:
         case "healing":
             return f"in the barrier of its epoch: {_no_begin(s, c)}"
         case "leaving":
-            return "it is out by a commit, and waits for those who stay"
+            return "it has left with a commit, and waits until the remaining ranks have moved on"
         case "apart":
-            return "it computes alone, and no other group has the state that it was given last"
+            return "it is in its local phase, and no other group has its latest state yet"
         case "joining":
             return f"it is in no epoch: {_no_start(s, c)}"
     return "it has not left"
@@ -204,25 +211,27 @@ def _no_start(s: Local, c: Config) -> str:
     ranks = [str(r) for r in range(c.world) if r != c.me.rank and (c.me.group, r) not in s.hellos]
     groups = {group for group, _ in s.hellos} | {c.me.group}
     if ranks:
-        return f"no word from rank {', '.join(ranks[:_SHOWN])} of this group"
+        return f"no message from rank {', '.join(ranks[:_SHOWN])} of this group"
     if s.epoch is None and len(groups) < max(c.min_groups, c.expected_groups):
-        return f"heard of groups {', '.join(sorted(groups)[:_SHOWN])} of {c.expected_groups}"
-    return "nobody has let it in"
+        return f"only groups {', '.join(sorted(groups)[:_SHOWN])} of {c.expected_groups} are known"
+    return "no epoch has admitted it"
 
 
 def _no_epoch(s: Local, c: Config) -> str:
     if (gathers := coordinator(s)) not in (None, c.me):
-        return f"{gathers} has the acknowledgements"
+        return f"{gathers} collects the acknowledgements and has the missing ones"
     silent = {peer for peer in waited_for(s) if s.stopped.get(peer, (0, 0)) < s.token} - {c.me}
     return f"no acknowledgement from {_names(silent)}" if silent else "too few groups, or no state"
 
 
 def _no_begin(s: Local, c: Config) -> str:
     if (gathers := coordinator(s)) not in (None, c.me):
-        return f"{gathers} knows who is missing"
+        return f"the coordinator {gathers} knows which ranks are missing"
     missing = {peer for peer in member_peers(s) if s.ready.get(peer) != s.token.epoch}
     return (
-        f"{_names(missing - {c.me})} not there" if missing - {c.me} else "the end of it is missing"
+        f"waiting for {_names(missing - {c.me})}"
+        if missing - {c.me}
+        else "the coordinator has not ended the barrier"
     )
 
 

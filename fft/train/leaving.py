@@ -1,6 +1,6 @@
-"""Requested departures of a participant: by a call, a signal or a notice, with a commit or without.
+"""Drains of one participant, requested by a call, a signal or a notice.
 
-The deadline is kept by `fft.train.drain_clock`. Runs on any thread and in signal handlers.
+`fft.train.drain_clock` enforces the deadline. Runs on any thread and in signal handlers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _LONGEST_CAUSE = 1500
 
 
 class Leaving:
-    """The departure of one participant. Lives until ``close``; owns the threads of clock and
-    notices."""
+    """Drains of one participant, until ``close``.
+
+    Owns the threads of the timer and of the notices.
+    """
 
     def __init__(self, job: Participation, watchers: Watchers, host: Host, margin_s: float) -> None:
-        """Start the clock. ``margin_s`` is the time before a deadline for leaving without a
-        commit."""
+        """Start the timer. ``margin_s`` before a deadline, it leaves without a commit."""
         self.is_asked = False
         self._job = job
         self._watchers = watchers
@@ -64,8 +65,10 @@ class Leaving:
     def on_notice(
         self, drain: Callable[[float | None, str], None], source: NoticeSource, interval_s: float
     ) -> None:
-        """Call ``drain`` with the notices of ``source``. ``drain`` is a method, and its object is
-        not kept alive."""
+        """Call ``drain`` with the notices of ``source``.
+
+        ``drain`` is a method, whose object is not kept alive.
+        """
         reader = weakref.WeakMethod(drain)
         self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
 
@@ -80,12 +83,12 @@ class Leaving:
 
         @guarded
         def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != owner:  # a forked worker, which cannot leave a job
+            if os.getpid() != owner:  # a forked worker is no participant and cannot drain
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 signal.raise_signal(number)
                 return
             if self._watchers.doomed:
-                signal.signal(number, signal.SIG_DFL)  # not a request to leave: this process hung
+                signal.signal(number, signal.SIG_DFL)  # no request to drain: this process hangs
                 signal.raise_signal(number)
             drain(within, signal.Signals(number).name)
             if callable(previous):
@@ -94,7 +97,7 @@ class Leaving:
         signal.signal(number, handle)
 
     def as_the_environment_says(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
-        """Listen to the signal and the notices that the environment names.
+        """Drain on the signal and the notices that the environment names.
 
         torchrun ends its processes by SIGTERM, so that is the signal there if none is named.
         """
@@ -124,7 +127,7 @@ class Leaving:
 
 
 class _Leaver:
-    """The actions of a drain's clock; does not keep the manager alive."""
+    """Callbacks of the drain's timer; they do not keep the manager alive."""
 
     def __init__(self, job: Participation, watchers: Watchers, host: Host) -> None:
         self._job = weakref.ref(job)
@@ -151,9 +154,10 @@ class _Leaver:
             return True
         engine.post(Stop(cause[:_LONGEST_CAUSE]))
         told = engine.ended.wait(limit_s / 2)
-        # the bus is silent; the supervisor reports the death of a process that ends with an error
+        # the bus does not respond; the supervisor reports the death of a process that ends with an
+        # error
         if not told:
-            doubt = f"stopped before a deadline without a word to the others: {cause}"
+            doubt = f"stopped before the deadline without notifying the other ranks: {cause}"
             engine.abandon(Finish(doubt, error="InDoubt"))
         # Only now: the others must receive the cause before their connections end.
         self._host.cancel_futures(cause)

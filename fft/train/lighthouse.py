@@ -2,7 +2,7 @@
 
 The head register decides the job's membership. If a lighthouse is given, it receives torchft's
 heartbeats. With ``membership="lighthouse"`` it is also asked in every txn, and no txn commits
-without a lighthouse quorum that names every group of the epoch. This module uses torchft and
+without a lighthouse quorum that lists every group of the epoch. This module uses torchft and
 threads of its own; it does not use the engine.
 
 Only the first rank of a group asks. COMMIT needs a YES from every rank, so one waiting rank delays
@@ -11,8 +11,8 @@ that server pairs calls by their order, so a rank that was rolled back before it
 one quorum behind the other ranks forever.
 
 An answer counts for a txn if every group of the epoch had asked *in this txn*, which each group
-states in the ``data`` of its call. So all groups that receive the same answer judge it alike and
-ask again together.
+states in the ``data`` of its call. So all groups that receive the same answer draw the same
+conclusion, and ask again together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Membership = Literal["register", "lighthouse"]
 
 _NOWHERE = "none"
-"""Stands for an address, which torchft's constructor requires."""
+"""Placeholder for an address, which torchft's constructor requires."""
 _CONNECT_S = 1.0
 """Limit in seconds for one attempt to reach a lighthouse; a thread inside torchft's code cannot be
 interrupted."""
@@ -51,15 +51,14 @@ _RETRY_S = 1.0
 _CALL_S = 1.0
 """Limit in seconds for one call. An unanswered call is repeated; `close` waits for it no longer."""
 _AGAIN_S = 0.01
-"""Seconds between an answer that does not settle a txn and the next call."""
+"""Seconds between an answer that does not decide a txn and the next call."""
 _REFUSED_S = 0.1
 """Seconds between a call that the lighthouse refused and the next one; torchft's heartbeat
 interval."""
 _IDLE_PART = 4
 """Number of calls per window of a group that needs no answer, which shows that it is alive."""
 _LONGEST_PAUSE = 64
-"""Longest wait, in windows, of a group that gets no answer from the lighthouse before it comes
-back."""
+"""Longest wait, in windows, before a group that gets no answer from the lighthouse rejoins."""
 
 
 def membership_of(given: str | None = None) -> Membership:
@@ -188,7 +187,7 @@ def _place(address: str) -> tuple[str, int]:
 
 
 class Named(NamedTuple):
-    """A group in an answer: which process asked, and in which txn."""
+    """A group in an answer: the incarnation that asked, and its txn."""
 
     inc: int
     token: Token
@@ -196,8 +195,10 @@ class Named(NamedTuple):
 
 @dataclass
 class Ask:
-    """The request of one txn to the lighthouse and the answers so far. Pure: the caller passes
-    times."""
+    """A quorum request of one txn, with the answers so far.
+
+    Pure: the caller passes times.
+    """
 
     token: Token
     members: Mapping[str, int]
@@ -205,14 +206,13 @@ class Ask:
     window_s: float
     begun: float
     had: bool = False
-    """A quorum of this txn names all members."""
+    """Whether a quorum of this txn lists all members."""
     failed: str | None = None
-    """Why there was no quorum in time."""
+    """Why there was no quorum in time; None so far."""
     _unnamed: dict[str, float] = field(default_factory=dict)
 
     def hear(self, answer: Mapping[str, Named], now: float) -> set[str]:
-        """Process an answer; return the groups that no answer has named for ``window_s``
-        seconds."""
+        """Process an answer; return the groups that no answer has listed for ``window_s``."""
         here = {g: answer[g].token for g, inc in self.members.items() if _is_in(answer, g, inc)}
         self.had = self.had or all(here.get(group) == self.token for group in self.members)
         missing = self.members.keys() - here.keys()
@@ -227,21 +227,20 @@ def _is_in(answer: Mapping[str, Named], group: str, inc: int) -> bool:
 
 
 class Doubter(Protocol):
-    """Receiver of what `Quorums` finds. It is called on that thread, returns soon and raises
-    nothing."""
+    """Callbacks of `Quorums`, on its thread. They return soon and raise nothing."""
 
     def unnamed(self, token: Token, groups: set[str]) -> None:
-        """The quorum of this txn does not name these groups of the epoch."""
+        """Handle groups of the epoch that the quorum of this txn does not list."""
 
     def failed(self, token: Token, why: str) -> None:
-        """There was no quorum for this txn in time."""
+        """Handle that there was no quorum for this txn in time."""
 
 
 class Quorums:
     """Requests quorums from the lighthouse, on a thread of its own, while the manager lives.
 
     It also asks outside of txns and of the epoch: the lighthouse waits for every group whose
-    heartbeats it gets, so a group that does not ask delays the others; and it must know a group
+    heartbeats it gets, so a group that does not ask delays the others. It must also list a group
     that joins.
     """
 
@@ -257,7 +256,7 @@ class Quorums:
 
         Args:
             timeout_s: Limit in seconds for a txn's quorum.
-            window_s: Seconds within which an answer must name each member.
+            window_s: Seconds within which an answer must list each member.
 
         Raises FftError if there is no lighthouse to ask.
         """
@@ -336,7 +335,7 @@ class Quorums:
     def pause(self) -> None:
         """Wait for an answer, longer after each failure in a row, while the other groups go on.
 
-        Without this, a healthy group that cannot reach the lighthouse would join and be left out
+        Without this, a healthy group that cannot reach the lighthouse would join and be excluded
         again forever, and would cost the others an attempt each time.
         """
         with self._changed:
@@ -405,11 +404,15 @@ class Quorums:
         return self._window_s / _IDLE_PART
 
     def _fail(self, ask: Ask | None, now: float) -> bool:
-        """Give the txn's quorum up if its time is over; return whether it was given up now."""
+        """Mark the request as failed if its time is over. Return whether this call did so."""
         if ask is None or ask.had or ask.failed is not None or now - ask.begun < self._timeout_s:
             return False
         heard = self._answered >= ask.begun
-        said = "some group is not named, or has not come to this txn" if heard else self._reason
+        said = (
+            "at least one group is not listed, or has not started this txn"
+            if heard
+            else self._reason
+        )
         ask.failed = f"no quorum of the lighthouse in {self._timeout_s:g} s: {said}"
         return True
 
@@ -437,7 +440,7 @@ class Quorums:
                 data={"fft": [self._me.group, self._me.inc, token.epoch, token.txn]},
             )
         except TimeoutError:
-            self._reason = "it waits for others; its dashboard says for whom"
+            self._reason = "it waits for other groups, which its dashboard lists"
             return 0.0
         except (RuntimeError, ValueError) as error:
             self._reason = f"{unreachable}: {str(error).split(', details')[0][:200]}"

@@ -1,4 +1,4 @@
-"""The lighthouse's quorum as a condition for a vote, where the lighthouse is in charge."""
+"""Vote precondition for ``membership="lighthouse"``: a quorum that lists all members."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class LighthouseDoubter:
-    """The consequences of a lighthouse's quorum, or of none; see `fft.train.lighthouse.Doubter`."""
+    """Turns unlisted groups into suspicions, and a missing quorum into a fault of the txn."""
 
     def __init__(self, job: Participation) -> None:
         self._job = weakref.ref(job)
@@ -31,14 +31,16 @@ class LighthouseDoubter:
         if job is None or local is None or local.token != token or local.epoch is None:
             return
         job.trace.note("lighthouse", {"unnamed": sorted(groups)}, local)
-        cause = "the lighthouse's quorum does not name it"
+        cause = "the lighthouse's quorum does not list it"
         ranks = [(e.group, r) for e in local.epoch.members if e.group in groups for r in e.ranks]
         try:
             for group, r in ranks:
                 word = Suspect(group, r.rank, r.pid, r.host, "lighthouse", cause)
                 job.bus.broadcast(encode(word))
         except BusError as error:  # the engine will notice, if it lasts
-            logger.warning("could not say whom the lighthouse does not name: %s", error)
+            logger.warning(
+                "could not broadcast the groups that the lighthouse does not list: %s", error
+            )
 
     def failed(self, token: Token, why: str) -> None:
         if (job := self._job()) is not None:
@@ -47,7 +49,7 @@ class LighthouseDoubter:
 
 
 class LighthouseVote(Quorums):
-    """Has no txn commit without a quorum of the lighthouse that names its members."""
+    """Vote precondition that fails unless a lighthouse quorum lists all members of the epoch."""
 
     def __init__(self, rank: Rank) -> None:
         limits, most = rank.limits, rank.settings.config.max_body_failures
@@ -76,13 +78,13 @@ class LighthouseVote(Quorums):
             self.end()
 
     def unmet(self, plan: StartTxn) -> NoLighthouseQuorum | None:
-        """Wait for the quorum. Return the error if it did not come."""
+        """Wait for the quorum. Return the error if it did not arrive."""
         why = self.wait(plan.token)
         return None if why is None else NoLighthouseQuorum(why)
 
 
 def preconditions_of(rank: Rank) -> list[LighthouseVote]:
-    """Return the lighthouse's condition, if it is in charge and this is the rank that asks it."""
+    """Return the precondition, if the lighthouse decides and this is the rank that asks it."""
     asks = rank.manager._torchft.group_rank == 0
     decides = rank.settings.config.membership == "lighthouse"
     return [LighthouseVote(rank)] if asks and decides else []

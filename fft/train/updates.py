@@ -92,24 +92,23 @@ class Updates:
         if self._left_at is not None and self._left_at != self._epochs:
             self._left_at = None
             raise FftError(
-                "a registered scheduler was stepped, or changed, between two txns: the transaction "
-                "steps it itself after each COMMIT, so that this rate is not the one meant; take "
-                "scheduler.step() out of the loop, or do not register the scheduler"
+                "a registered scheduler was stepped or changed between two txns: FFT steps it "
+                "after each COMMIT, so the learning rate would be wrong; remove scheduler.step() "
+                "from the loop, or do not register the scheduler"
             )
         self.in_body = True
 
     def loaded(self) -> None:
-        """Note that the state, including the schedulers, was loaded."""
+        """Record that the state, including the schedulers, was loaded."""
         self._left_at = None
 
     def scheduled_in_body(self) -> FftError | None:
-        """Return the error if the step function has stepped a scheduler, which the commit does
-        again."""
+        """Return the error for a step function that stepped a scheduler, or None."""
         if self._epochs == self._epochs_now():
             return None
         return FftError(
-            "scheduler.step() inside `with txn:`: the transaction steps the registered schedulers "
-            "itself, after COMMIT; take the call out of the body"
+            "scheduler.step() called inside `with txn:`: FFT steps the registered schedulers "
+            "after COMMIT; remove the call"
         )
 
     def _epochs_now(self) -> list[Any]:
@@ -117,12 +116,12 @@ class Updates:
 
     @property
     def have_gradients(self) -> bool:
-        """Whether there is a gradient to step with."""
+        """Whether any optimizer has a gradient."""
         return any(map(_has_gradients, self._optimizers))
 
     @property
     def were_unscaled(self) -> bool:
-        """Whether the step function has unscaled gradients, by the scale that it had."""
+        """Whether the step function has called ``scaler.unscale_()``."""
         return self._scaler is not None and any(
             self._scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
             for optimizer in self._optimizers
@@ -142,7 +141,7 @@ class Updates:
         return found
 
     def apply(self) -> None:
-        """Step everything, and drop the gradients. `done` is called afterwards."""
+        """Step optimizers, scaler and schedulers, and drop the gradients. `done` is called next."""
         self._is_mine = True
         try:
             for optimizer in self._optimizers:
@@ -188,15 +187,14 @@ class Updates:
     def _refuse_in_body(self, optimizer: Any, *_: Any) -> None:
         if self.in_body and not self._is_mine:
             raise FftError(
-                f"{type(optimizer).__name__}.step() inside `with txn:`: the transaction steps the "
-                "registered optimizers itself, after COMMIT; take the call out of the body (and "
-                "scaler.step() and scaler.update(), with register(..., scaler=scaler))"
+                f"{type(optimizer).__name__}.step() called inside `with txn:`: FFT steps the "
+                "registered optimizers after COMMIT; remove the call (and scaler.step() and "
+                "scaler.update(), with register(..., scaler=scaler))"
             )
 
 
 class LoopUpdates:
-    """Checks the updates that the user's loop makes after commits: whether they were made
-    completely.
+    """Checks that the user's loop steps its optimizers completely after each commit.
 
     From the first such commit on it counts the optimizer steps of this thread, of any optimizer.
     """
@@ -232,7 +230,7 @@ class LoopUpdates:
         return 0 < self._begun == self._finished
 
     def take_torn(self) -> str | None:
-        """Return, once, that a step was begun and not finished; otherwise None."""
+        """Return once that a step was begun and did not finish, or None."""
         if self._begun <= self._finished:
             return None
         self._thread, self._begun, self._finished = threading.get_ident(), 0, 0
@@ -246,9 +244,9 @@ class LoopUpdates:
     def look(self, step: int) -> bool:
         """Return whether no optimizer step followed the commit of ``step``. Once for each commit.
 
-        Called before the next txn. It may be correct if all groups do so: the scaler has found an
-        inf, or weights are averaged by hand. So the next vote includes it, and does not match the
-        votes of ranks that have stepped an optimizer.
+        Called before the next txn. To step none is correct if all groups do so: the scaler has
+        found an inf, or the loop averages weights itself. The next vote therefore includes it, and
+        does not match the votes of ranks that have stepped an optimizer.
         """
         if not self._is_open:
             return False
@@ -259,19 +257,18 @@ class LoopUpdates:
     def why_torn(self, cause: Cause) -> str | None:
         """Return why this rank's state is lost, or None if it is not.
 
-        It is lost if no optimizer step followed the last commit here, and the reductions of this
-        rank's vote do not match those of the others, which have made that step.
+        It is lost if this rank made no optimizer step after the last commit, and its vote does not
+        match those of ranks that did.
         """
         if self.missed is None or cause.code != CauseCode.MANIFESTS_DIFFER:
             return None
         return (
-            f"should_commit() said True in step {self.missed}, and no optimizer.step() followed "
-            "it on this rank, as on others: was an exception caught in between?"
+            f"should_commit() returned True in step {self.missed}, but this rank called no "
+            "optimizer.step(), unlike others: was an exception caught in between?"
         )
 
     def forget(self) -> None:
-        """Reset: the state equals that of the others, by a commit with matching votes or by a
-        fetch."""
+        """Reset after matching votes or a fetch: the state equals that of other ranks."""
         self.missed = None
 
     def close(self) -> None:
@@ -300,9 +297,9 @@ def _refuse_unfit(each: Any) -> None:
         return
     except TypeError as error:
         raise FftError(
-            f"{type(each).__name__}.step() needs an argument ({error}), which the transaction does "
-            "not have: do not register it; call it between two txns, after `if txn.committed:`, "
-            "and register its state as extra="
+            f"{type(each).__name__}.step() needs an argument ({error}), which FFT cannot pass: do "
+            "not register it; call it between two txns, after `if txn.committed:`, and register "
+            "its state as extra="
         ) from None
 
 
@@ -321,7 +318,7 @@ def length_of(scheduler: Any) -> int | None:
     """Return the number of steps after which ``scheduler`` reaches its end, or None if it has none
     or it is unknown.
 
-    A warm-up has no end: afterwards the rate stays where the user wants it.
+    A pure warm-up has no end: afterwards the rate stays where it is.
     """
     if isinstance(scheduler, torchs.SequentialLR):
         last = length_of(scheduler._schedulers[-1])

@@ -1,6 +1,6 @@
-"""A rank's vote: what it waits for first, whether it can say YES, and what goes with it.
+"""Voting of one rank: the preconditions, the choice of YES or NO, and the content of the vote.
 
-Main thread. Touches reductions and the scaler; the decision is `fft.train.worker`'s.
+Runs on the main thread. `fft.train.worker` waits for the decision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fft.train.reported import Reported, code_of, text_of
 
 
 class Voter:
-    """Votes for one rank, once a txn.
+    """Votes for one rank, once in each txn.
 
     Attributes:
         preconditions: The conditions outside the job that a YES waits for.
@@ -37,7 +37,7 @@ class Voter:
         """The data that the commit of the open txn consumes, in FFT's own loop."""
         self._learners = rank.settings.config.learners
         self._has_learned = False
-        """The body of this txn began before the state was there."""
+        """The step function of this txn began before the state was fetched."""
         self._data: str | None = None
         """Digest of the data that this txn has drawn."""
         self._shard = ""
@@ -46,38 +46,38 @@ class Voter:
         """Digest of the state that this txn began with, if it is to be compared."""
 
     def begin(self, step: int) -> None:
-        """A txn begins that attempts ``step``."""
+        """Start a txn that attempts ``step``."""
         self._data, self._shard = None, ""
         self._has_learned = self._healer.learning is not None
-        # of a learner the state is still on its way
+        # a joiner that is still fetching has no state to compare
         checks = None if self._has_learned else self._state.checks
         self._equality = None if checks is None else checks.digest(step)
 
     def note_data(self, drawn: Drawn) -> None:
-        """Have the vote carry the digest of the data that this txn has drawn."""
+        """Add the digest of the data that this txn has drawn to the vote."""
         self._data, self._shard = drawn.digest, drawn.shard
 
     def compare_now(self) -> None:
-        """The txn is the last of the job: compare the replicas, though it may not be due."""
+        """Compare the replicas in this txn, even if that is not due: it is the last of the job."""
         checks = None if self._has_learned else self._state.checks
         if checks is not None and self._equality is None:
             self._equality = checks.now()
 
     def begin_reducers(self) -> None:
-        """A body begins, whose gradients are reduced."""
+        """Start the reducers for a step function."""
         self._reductions.begin_reducers(exact=self._has_learned)
 
     def ask(self, plan: StartTxn) -> None:
-        """Ask for the preconditions of the txn that begins; the vote waits for them.
+        """Request the preconditions of the txn that begins; its vote waits for them.
 
         Raises:
-            NoLighthouseQuorum: one has failed in too many attempts in a row.
+            NoLighthouseQuorum: a precondition has failed in too many attempts in a row.
         """
         for each in self.preconditions:
             each.ask(plan)
 
     def end(self) -> None:
-        """End the wait for the preconditions: the txn is over. Any thread. Idempotent."""
+        """End the wait for the preconditions, because the txn is over. Thread-safe. Idempotent."""
         for each in self.preconditions:
             each.end()
 
@@ -88,12 +88,12 @@ class Voter:
                 each.pause()
 
     def vote(self, plan: StartTxn, skip: bool, last: bool, consumes: dict[str, Any] | None) -> None:
-        """Wait for what the vote depends on, and cast it.
+        """Wait for the preconditions of the vote, and cast it.
 
-        A rank whose state has failed casts none, because its engine has the failure already.
+        A rank whose fetch has failed casts no vote, because its engine has the failure already.
 
         Args:
-            consumes: The data that its commit consumes; None: the loop is torchft's.
+            consumes: The data that its commit consumes, or None in torchft's loop.
         """
         self._note_loop(plan, consumes)
         self._watchers.body_done()
@@ -107,7 +107,7 @@ class Voter:
             return
         edited = self._check_edits()
         error = self._manager._torchft.errored
-        # an inf on one rank, in its shard, is enough: the engine puts the ranks' words together
+        # an inf in one shard is enough: the engine combines the skip flags of all ranks
         skip = (error is None and self._state.updates.must_skip()) or skip
         cause, code = "", CauseCode.NONE
         if error is not None:
@@ -146,31 +146,32 @@ class Voter:
                 self._manager._torchft.errored = Reported(error)
 
     def _has_state(self) -> bool:
-        """Whether this rank can vote. A NO needs no state; a YES of a learner does."""
+        """Wait for a fetch; return whether this rank can vote. A NO vote needs no state."""
         if self._healer.learning is None or self._manager._torchft.errored is not None:
             return True
         with self._watchers.waiting():  # the fetch has limits of its own
             return self._healer.learn()
 
     def _check_edits(self) -> bool:
-        """Whether this body has changed reduced gradients. Not by weights that are not the job's.
+        """Return whether the step function changed reduced gradients, for example by clipping.
 
-        A learner that has done so says NO: after the rollback it waits for the state first.
+        If it did so before the state was fetched, report an error: the vote is NO, and the replay
+        waits for the state first.
         """
         edited = self._state.paradigm.has_edited()
         is_fine = self._learners == "always" or self._manager._torchft.errored is not None
         if edited and self._has_learned and not is_fine:
             self._manager.report_error(
                 RuntimeError(
-                    "the body changed reduced gradients while the state of this group was still on "
-                    "its way; it computes this step again with the state (learners='always' says "
-                    "that the change depends on gradients alone)"
+                    "the step function changed reduced gradients while this group was still "
+                    "fetching its state; it repeats the step with the state (learners='always' "
+                    "declares that the change depends on gradients alone)"
                 )
             )
         return edited and self._learners != "always"
 
     def inject(self, phase: str) -> None:
-        """Carry out a planned fault of ``phase`` as what it would be here: a reported error."""
+        """Inject the planned fault of ``phase``, if any, as a reported error."""
         if self._injector is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""What watches the main thread of a participant: interrupter, monitor, speed reports.
+"""Supervision of the main thread of a participant: interrupter, hang monitor, speed reports.
 
-Touches no engine. Made with the manager; most of it begins when the job is joined, and what does
-not exist (no monitor, a thread that is not the main one) is left out here, once.
+They start when the job is joined. Some may not exist: there may be no monitor, or another thread
+may train. `Watchers` checks this, so that its callers need not.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class Watchers:
-    """Of one main thread: the one that calls ``watch``."""
+    """Supervision of the thread that calls ``watch``."""
 
     def __init__(self) -> None:
         self.main: int | None = None
-        """Thread that trains; known once it has joined the job."""
+        """Identity of the thread that trains, or None until it has joined the job."""
         self.interrupter: Interrupter | None = None
         self.monitor: MonitorClient | None = None
         self.speed: ProgressReporter | None = None
         self._hold: Hold | None = None
 
     def watch(self, config: MonitorConfig | None, peer: Peer, url: str, hung: Hung) -> None:
-        """Begin, on the thread that trains. ``config`` None: no monitor."""
+        """Start supervision of the calling thread; if ``config`` is None, without a monitor."""
         if threading.current_thread() is threading.main_thread():
-            self.interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
+            # Python runs signal handlers on the main thread only, so no other can be interrupted
+            self.interrupter = Interrupter()
             if config is not None:
                 self.monitor = _start_monitor(config, peer, url, hung)
             self._hold = hold(os.environ.get("FFT_DEATH_MUTEX_FD"))
@@ -46,22 +47,22 @@ class Watchers:
     def report_speed(
         self, bus: ErrorBus, peer: Peer, interval_s: float, scope: str | None
     ) -> ProgressReporter:
-        """Say on ``bus`` how fast this rank is."""
+        """Publish progress reports of this rank on ``bus``."""
         self.speed = ProgressReporter(bus, peer, interval_s, scope=scope)
         return self.speed
 
     # --- the main thread ---
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around what waits for others: whatever is wrong then is not this rank's."""
+        """Context of waits for other ranks, which are no hang of this rank."""
         return nullcontext() if self.monitor is None else self.monitor.pulse.waiting
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Around the wait for a reduction, which is no time of this rank's own."""
+        """Context of waits for reductions, which do not count as this rank's compute time."""
         return nullcontext() if self.speed is None else self.speed.waiting
 
     def txn_begun(self, step: int) -> None:
-        """A txn begins that attempts ``step``."""
+        """Record the start of a txn that attempts ``step``."""
         if self.speed is not None:
             self.speed.begin()
         if self.monitor is not None:
@@ -69,28 +70,28 @@ class Watchers:
             self.monitor.compilations.attach()
 
     def body_done(self) -> None:
-        """The body has ended; what follows is the vote."""
+        """Record the end of the step function, before the vote."""
         if self.speed is not None:
             self.speed.end()
 
     def committed(self, step: int, ranks: int) -> None:
-        """The txn was committed, by so many ranks in all."""
+        """Record that the txn was committed, by ``ranks`` ranks in all."""
         if self.speed is not None:
             self.speed.committed(step, ranks)
 
     def txn_ended(self, committed: bool) -> None:
-        """Nothing of the txn is left to do on this thread."""
+        """Record that the main thread has finished the txn."""
         if self.monitor is not None:
             self.monitor.pulse.end(committed=committed)
 
     def ping(self) -> None:
-        """Work was done."""
+        """Report progress to the hang monitor."""
         if self.monitor is not None:
             self.monitor.pulse.ping()
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """A section that is neither interrupted nor soon taken for a hang."""
+        """Context of a section that is not interrupted, and whose hang limit is longer."""
         pulse = nullcontext() if self.monitor is None else self.monitor.pulse.atomic
         own = nullcontext() if self.interrupter is None else self.interrupter.atomic()
         with own, pulse:
@@ -98,25 +99,25 @@ class Watchers:
 
     @property
     def doomed(self) -> bool:
-        """Whether the monitor ends this process, which has hung."""
+        """Whether the monitor is about to end this process, which hangs."""
         return self.monitor is not None and self.monitor.pulse.doomed
 
     # --- any thread ---
 
     def interrupt(self, cause: str) -> None:
-        """Unwind the body that is open, if one is."""
+        """Interrupt the running step function, if there is one."""
         if self.interrupter is not None:
             self.interrupter.request(cause)
 
     # --- the end ---
 
     def end_reports(self) -> None:
-        """Report nothing any more. Idempotent; within 1 s."""
+        """Stop the progress reports within 1 s. Idempotent."""
         if self.speed is not None:
             self.speed.close()
 
     def close(self) -> None:
-        """End all; after whatever may still hang. Idempotent."""
+        """Stop interrupter and monitor, after everything that may still hang. Idempotent."""
         if self.interrupter is not None:
             self.interrupter.close()
         if self.monitor is not None:
@@ -126,7 +127,7 @@ class Watchers:
 
 
 Hung = Callable[[str], None]
-"""Gets the monitor's reason, on a thread of the monitor's client."""
+"""Callback for a hang, with the monitor's reason, on a thread of the monitor's client."""
 
 
 def _start_monitor(config: MonitorConfig, peer: Peer, url: str, hung: Hung) -> MonitorClient | None:
@@ -136,10 +137,12 @@ def _start_monitor(config: MonitorConfig, peer: Peer, url: str, hung: Hung) -> M
             hung,
             group=peer.group,
             rank=peer.rank,
-            # under a supervisor it is the supervisor that tells of deaths
+            # under a supervisor, the supervisor reports deaths
             bus_url=None if "FFT_GROUP" in os.environ else url,
             supervisor=supervisor_socket(os.environ.get("FFT_SUPERVISOR_FD")),
         )
     except OSError as error:
-        logger.warning("nobody watches this process: its monitor cannot be started: %s", error)
+        logger.warning(
+            "no hang detection: the monitor of this process cannot be started: %s", error
+        )
         return None

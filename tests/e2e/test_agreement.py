@@ -485,7 +485,7 @@ def test_a_scheduler_stepped_in_the_body_is_refused(tmp_path: Path) -> None:
         _loss(member, txn.batch).backward()
         schedules[member.group].step()
 
-    assert "take the call out of the body" in _fails(tmp_path, body, prepare)
+    assert "remove the call" in _fails(tmp_path, body, prepare)
 
 
 def test_a_scheduler_stepped_between_two_txns_is_refused(tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ def test_a_scheduler_stepped_between_two_txns_is_refused(tmp_path: Path) -> None
                 _loss(member, txn.batch).backward()
             schedule.step()
 
-    with job(tmp_path, 1) as made, pytest.raises(FftError, match=r"take scheduler\.step"):
+    with job(tmp_path, 1) as made, pytest.raises(FftError, match=r"remove scheduler\.step"):
         made.run(work)
 
 

@@ -41,7 +41,7 @@ def test_start_quorum_says_that_a_rank_of_its_group_is_missing(two: Job) -> None
 
 def test_start_quorum_says_that_a_group_is_missing_and_begins_when_it_has_come(two: Job) -> None:
     early = two.member("0", min_replica_size=2)
-    with pytest.raises(TimeoutError, match=r"heard of groups 0 of 2"):
+    with pytest.raises(TimeoutError, match=r"only groups 0 of 2 are known"):
         early.manager.start_quorum(timeout=SHORT)
     late = two.member("1", min_replica_size=2)
     for member in (early, late):
