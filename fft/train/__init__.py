@@ -1,1 +1,1 @@
-"""What a training script uses, and the only room that loads torch: the manager and its parts."""
+"""The interface for training scripts. Only this package of FFT imports torch."""

@@ -1,11 +1,10 @@
-"""Waits for the work that a step leaves on accelerators; their random states and their loss.
+"""Support for accelerators: waits for queued work, RNG states, and detection of lost devices.
 
 A kernel or a copy that an aborted attempt has queued writes when its turn comes, whatever the
-process does meanwhile. So before a vote, and before state is restored, all streams with queued work
-are waited for, each by an event of its own: that wait has a limit, which a wait for the whole
-device has not. PyTorch's streams are found in its pools. A stream made by other code
-(``ExternalStream``) is seen only while it is the current one; otherwise the step function has to
-wait for it.
+process does meanwhile. So before a vote, and before state is restored, FFT waits for each stream
+with queued work, by one event for each: such a wait has a limit, which a wait for the whole device
+has not. PyTorch's streams are found in its pools. A stream made by other code (``ExternalStream``)
+is seen only while it is the current one; otherwise the step function has to wait for it.
 
 This module touches only devices that this process uses already, and never begins to use one.
 """
@@ -76,7 +75,7 @@ def wait(limit: timedelta) -> int:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{len(events)} of the device's streams are still busy after "
-                    f"{limit.total_seconds():g} s: does a kernel or a copy of the step not end?"
+                    f"{limit.total_seconds():g} s; a kernel or a copy of the step may hang"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)

@@ -1,4 +1,7 @@
-"""Counts the failures of the body on this rank, to tell a mistake in it from bad luck. Pure."""
+"""Counts the failures of the step function on this rank. Pure.
+
+Repeated failures distinguish a deterministic bug from transient faults.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +12,43 @@ from fft.train.reported import text_of
 from fft.util.error_places import fingerprint, may_pass
 
 SAME = 2
-"""An error that comes back at one step, the same in every word and call, will come back again."""
+"""Failures in a row with one error (message and stack) at one step after which to give up."""
 ANY = 5
-"""Whatever they are."""
+"""Failures in a row with any errors at one step after which to give up."""
 
 
 class BodyFailures:
     """The failures in a row at one step. Main thread only."""
 
     def __init__(self, limit: int | None) -> None:
-        """``limit``: after so many, of whatever sort, it is hopeless; None: `SAME`, or `ANY`."""
+        """``limit``: failures in a row after which to give up; None for both defaults."""
         self._same = SAME if limit is None else limit
         self._any = ANY if limit is None else limit
         self.committed()
 
     def committed(self) -> None:
-        """A step is done: what comes is a new trouble."""
+        """Reset the counts after a commit."""
         self._step = -1
         self._all = self._alike = 0
         self._last: Hashable = None
 
     def failed(self, step: int, members: Hashable, error: Exception, where: str = "") -> str | None:
-        """Count one, in an epoch of ``members``. Why to try no more; None: try again.
+        """Count a failure.
 
-        ``where``: the step in words; empty: its number says it.
+        Args:
+            step: The step that failed.
+            members: Members of the epoch.
+            error: The error of the step function.
+            where: Description of the step; empty for its number.
+
+        Returns:
+            Why to give up, or None to try again.
         """
         where = where or f"step {step}"
         if step != self._step:
             self.committed()
             self._step = step
-        # with other members it may be their going that failed it
+        # after a change of members, the change may have caused the error
         this = None if may_pass(error) else (members, fingerprint(error))
         self._alike = self._alike + 1 if this is not None and this == self._last else 1
         self._all, self._last = self._all + 1, this

@@ -102,10 +102,10 @@ class Bucket:
     """Factor for each gradient when it is copied into the buffer, so that a sum over the groups is
     their average. DDP does the same; it saves one pass over the buffer for the division."""
     missing: set[Slot] = field(default_factory=set)
-    """Slots whose gradient has not come in this backward, or is not taken as it comes."""
+    """Slots whose gradient has not arrived in this backward, or is copied at its end only."""
     touched: bool = False
     again: bool = False
-    """A gradient came after the bucket was issued, so the bucket must be reduced once more."""
+    """A gradient arrived after the bucket was issued, so the bucket must be reduced again."""
     work: Work | Future[Any] | None = None
     version: int = -1
     """Version counter of the buffer when it was reduced; in-place edits of the gradients raise
@@ -174,10 +174,10 @@ class Bucket:
             self.work.wait()
 
     def scatter(self, tail: torch.Tensor) -> None:
-        """Give each parameter its reduced gradient; a parameter that no group used keeps none.
+        """Assign each parameter its reduced gradient; one without a gradient on any group has none.
 
         Args:
-            tail: A number per slot, which is not 0 if some group had a gradient of it.
+            tail: One number per slot, nonzero if at least one group had a gradient for it.
         """
         unused = [i for i, slot in enumerate(self.slots) if slot.parameter.grad is None]
         somewhere = tail.tolist() if unused else []

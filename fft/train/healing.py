@@ -1,4 +1,4 @@
-"""The main thread's entry into an epoch: process groups, and a peer's state where it is needed.
+"""Entry of the main thread into an epoch: process groups, and a peer's state if needed.
 
 Touches process groups, the checkpoint transport and the state; reports the result to the engine.
 """
@@ -69,7 +69,7 @@ class FetchProgress:
 
 
 class Unexportable(StateError):
-    """This rank cannot export its state, and would stop every joiner again."""
+    """This rank cannot export its state, so every joiner would fail again."""
 
 
 _COMES_AGAIN = (GradientLayoutMismatch, GroupNotReformable, Unexportable, UnloadableState)
@@ -89,7 +89,7 @@ class StateExchange:
         """Prepare the exchange.
 
         Args:
-            transfer: FFT's own checkpoint transport, or None if the user has given another one.
+            transfer: FFT's own checkpoint transport, or None if the user has passed another one.
             tell: See `FetchProgress`.
         """
         self._manager, self._state, self.transfer, self._tell = manager, state, transfer, tell
@@ -117,8 +117,7 @@ class StateExchange:
         self._served = record
 
     def end_service(self, plan: StartTxn) -> None:
-        """Stop serving when a txn begins, unless learners still fetch during the epoch's first
-        txn."""
+        """Stop serving when a txn begins, unless joiners still fetch in the epoch's first txn."""
         if self._served is not None and (plan.token.txn > 1 or not self._served.learners):
             self.withdraw()
 
@@ -154,13 +153,13 @@ class StateExchange:
         return payload, _tensor_bytes(payload)
 
     def interrupt(self) -> None:
-        """Make a fetch fail at once. Any thread."""
+        """Make a fetch fail at once. Thread-safe."""
         if self.transfer is not None:
             self.transfer.interrupt()
 
 
 class Healer:
-    """Carries out ``Heal``: at once, or for a learner while its first step runs."""
+    """Executes ``Heal``: at once, or for a joiner in the background of its first step."""
 
     def __init__(self, rank: Rank, transfer: StateTransfer | None) -> None:
         self._manager, self._job = rank.manager, rank.job
@@ -187,7 +186,8 @@ class Healer:
         here."""
         epoch = command.record.epoch
         touched = False
-        self.exchange.withdraw()  # before the groups meet: from then on peers may ask
+        # before the groups connect: from then on peers may request the new state
+        self.exchange.withdraw()
         try:
             self._groups.configure(command, models, self._to_compare(command))
             self._warn_of_unlike(command)
@@ -206,8 +206,8 @@ class Healer:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._job.thread.report(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            # A state that does not fit here, or a process that cannot reach a living peer, would
-            # only stop the others again.
+            # If the state does not fit here, or no living peer is reachable, another attempt would
+            # only abort the others again.
             if touched or isinstance(error, _COMES_AGAIN) or self._is_cut_off(error):
                 raise
             return
@@ -216,8 +216,8 @@ class Healer:
     def _is_cut_off(self, error: Exception) -> bool:
         """Whether this process could not reach one living peer in two epochs in a row.
 
-        A third attempt would stop the other groups again. The successor of this process waits
-        outside the epoch (`fft.train.parts`). A peer that has died is not in the second epoch.
+        A third attempt would abort the others again. The replacement of this process waits outside
+        the epoch (`fft.train.parts`). A dead peer is not in the second epoch.
         """
         before, self._unreached = self._unreached, ""
         if isinstance(error, Unreachable):
@@ -237,7 +237,7 @@ class Healer:
         try:
             return self._state.paradigm.digests_to_compare()
         except TypeError:
-            return None  # an export raises it, too, and ends this rank where it must
+            return None  # an export raises it too, and ends this rank if it must
 
     def _warn_of_unlike(self, command: Heal) -> None:
         """Warn of ``extra`` and buffers that differ between groups that hold the job's state."""
@@ -246,9 +246,9 @@ class Healer:
         self._compared.append(command.record.step)
         for name, group in sorted(unlike.items()):
             logger.warning(
-                "%s of group %s and of group %s differ at step %d, and a group that joins copies "
-                "them from another one: change them only by values that are equal on all groups, "
-                "such as the result of manager.allreduce(), or do not register them",
+                "%s of group %s and of group %s differ at step %d, and a joining group copies "
+                "them from either: change them only by values that are equal on all groups, such "
+                "as the result of manager.allreduce(), or do not register them",
                 name,
                 self._job.peer.group,
                 group,
@@ -257,7 +257,7 @@ class Healer:
             self._job.note("unlike_state", {"name": name, "group": group})
 
     def _send(self, command: Heal) -> None:
-        """Serve the state. Raises Unexportable if that fails by the same error as the last time."""
+        """Serve the state. Raises Unexportable if the same error fails it twice in a row."""
         try:
             self.exchange.send(command)
         except Exception as error:
@@ -276,7 +276,7 @@ class Healer:
         self._job.thread.report(Healed(record.epoch, size, source, self._state.digest_for_audit()))
 
     def _learns(self, command: Heal) -> bool:
-        """Whether to fetch while the others compute; otherwise they wait for the fetch.
+        """Whether to fetch while the other groups compute; otherwise they wait for the fetch.
 
         The step function may change what a user's function exports or loads, and a data stream
         cannot be read before the position of the others is known.

@@ -1,4 +1,4 @@
-"""The injector: carries out faults inside one participant, at exact places of its steps.
+"""Fault injector: triggers faults inside one participant, at exact points of its steps.
 
 It raises, hangs, stops or kills its own process, sends itself a SIGTERM, and cuts its own
 connections through the given ``Hands``; it touches nothing else. A planned fault happens once per
@@ -70,7 +70,7 @@ class Hands(Protocol):
 
 
 class Injector:
-    """Carries out the faults of a plan, or of commands, inside one participant.
+    """Triggers the faults of a plan, or of commands, inside one participant.
 
     Call it from the training thread only, except `add`. All conditions are equal on all ranks of a
     group, so a planned fault for the whole group is armed on all of them in the same txn.
@@ -126,8 +126,7 @@ class Injector:
         env: Mapping[str, str] = os.environ,
         hands: Hands | None = None,
     ) -> Injector | None:
-        """Make the injector of the participant that the environment names, or None if it may have
-        none.
+        """Create the injector that the environment configures, or return None if it enables none.
 
         Reads FFT_FAULTS, FFT_INJECT (1: accept commands, as with a plan), REPLICA_GROUP_ID, RANK,
         WORLD_SIZE and NUM_REPLICA_GROUPS. Raises ConfigError.
@@ -144,7 +143,7 @@ class Injector:
         return made
 
     def add(self, fault: Fault) -> None:
-        """Carry this fault out too, from the next place on that the training thread reaches.
+        """Queue a commanded fault. It fires at the next matching point of the training thread.
 
         The fault must concern this participant and have a name of its own. Runs on any thread.
         """
@@ -159,7 +158,7 @@ class Injector:
         self._admit()
 
     def at(self, phase: str) -> None:
-        """Carry out the faults that are due at ``phase``, which the txn has reached.
+        """Fire the faults that are due at ``phase``, which the txn has reached.
 
         Raises InjectedFault (an exception), does not return (a kill), or returns when it is done.
         """
@@ -200,10 +199,10 @@ class Injector:
         """Hook a middle submodule of a torch ``model`` (FSDP2 too) for forward and backward.
 
         A compiled model has no hooks inside: Dynamo traces the hooks of the submodule and finds
-        that they do nothing while it compiles, so the graphs are those of a run without faults.
-        There the gradients show the progress: the gradient of any parameter shows that forward is
-        over, one of the submodule shows that backward has reached it. Does nothing unless such a
-        fault is planned for this participant, or may still be commanded. `detach` reverses it.
+        that they do nothing while it compiles, so the graphs are those of a run without faults. In
+        a compiled model the gradients show the progress: the first gradient of any parameter shows
+        that forward is over, one of the submodule shows that backward has reached it. Does nothing
+        if no planned or commanded fault can use the hooks. `detach` reverses it.
         """
         phases = {getattr(fault, "phase", None) for fault in self._mine}
         if not self.open and phases.isdisjoint(MODEL_PHASES):
@@ -250,7 +249,7 @@ class Injector:
             tensor.register_hook(lambda _grad: self.at("backward"))
 
     def _catch_up(self, *phases: str) -> None:
-        """Carry out an armed fault whose place backward has not passed through."""
+        """Fire an armed fault whose own hook was skipped, because the model is compiled."""
         for fault in list(self._armed):
             place = getattr(fault, "phase", None)
             if place in phases and _is_place(fault, place) and self._take(fault):
@@ -302,7 +301,7 @@ class Injector:
         return f"faults/{fault.name}/{fault.group}/{self._rank if rank is None else rank}"
 
     def _take(self, fault: Fault) -> bool:
-        """Whether this rank fires the fault now; either way it is not armed any more."""
+        """Disarm the fault, and return whether this rank fires it now."""
         self._armed.remove(fault)
         self._mine.remove(fault)
         if fault.name in self._commanded:
@@ -335,7 +334,7 @@ def _concerns(fault: Fault, rank: int) -> bool:
 
 
 def _is_place(fault: Fault, phase: str) -> bool:
-    """Whether `Injector.at` carries the fault out when it reaches ``phase``."""
+    """Whether the fault fires in ``phase``."""
     match fault:
         case DrainFault():
             return phase == "vote"
@@ -377,9 +376,9 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
 
 
-# Wakes a stopped process. It gets the stopped one as a pidfd, so that a number that was used again
-# is never hit, and goes on waking until that one closes the pipe: who was woken just before it
-# stopped would sleep for ever.
+# Wakes a stopped process. It refers to the stopped process by a pidfd, so it never hits a reused
+# process number. It repeats SIGCONT until that process closes the pipe, because a SIGCONT just
+# before the SIGSTOP would be lost.
 _WAKER = """
 import os, select, signal, sys
 pidfd, pipe, seconds = int(sys.argv[1]), 0, float(sys.argv[2])
@@ -391,22 +390,25 @@ while not waiter.poll(seconds * 1000):
     signal.pidfd_send_signal(pidfd, signal.SIGCONT)
     seconds = 0.5
 """
-_READY_S = 60.0  # for the waker to start, on a machine that is busy
+_READY_S = 60.0  # for the helper process to start, on a busy machine
 
 
 def hang(seconds: float, holding_gil: bool = False) -> None:
-    """Wait on this thread for ``seconds``; ``holding_gil``: with the interpreter's lock held."""
+    """Wait on this thread for ``seconds``, with the GIL held if ``holding_gil``."""
     if not holding_gil:
         threading.Event().wait(seconds)
         return
-    libc = ctypes.PyDLL(None)  # its functions are called without letting go of the lock
+    libc = ctypes.PyDLL(None)  # its functions keep the GIL
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:  # a signal ends one wait early
         libc.poll(None, 0, int(left * 1000) + 1)
 
 
 def stop_oneself(seconds: float) -> None:
-    """SIGSTOP this process; a small one sends SIGCONT after ``seconds``. Returns when it has."""
+    """Stop this process by SIGSTOP for ``seconds``.
+
+    A helper process sends SIGCONT, after which this function returns.
+    """
     pidfd = os.pidfd_open(os.getpid())
     try:
         waker = subprocess.Popen(
@@ -419,7 +421,7 @@ def stop_oneself(seconds: float) -> None:
         assert waker.stdout is not None
         with waker.stdin, waker.stdout:
             if waker.stdout.read(1) != b"!":
-                raise OSError("the process that was to wake this one did not start")
+                raise OSError("the helper process that wakes this one did not start")
             os.kill(os.getpid(), signal.SIGSTOP)
         waker.wait(_READY_S)
     finally:

@@ -21,9 +21,9 @@ exception would leave something half done (`fft.train.unsafe_places`) the handle
 There are two kinds of such places:
 
 - *short*: the handler sends itself the signal again, so it runs at the next possible bytecode and
-  raises at the first safe one. If a signal of the sender finds the main thread at the same bytecode
-  as the signal before, the main thread is in a call that waits, and the exception leaves that call.
-  (A call that ends in the few microseconds before that signal looks the same.)
+  raises at the first safe one. If two signals of the sender in a row find the main thread at the
+  same bytecode, the main thread is in a blocking call, and the handler raises out of that call. (A
+  call that ends in the few microseconds before that signal looks the same.)
 - *long*, an import or a compilation: the next signal of the sender checks again.
 """
 
@@ -46,7 +46,7 @@ from fft.train.unsafe_places import Safety, guarded, look, owner
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02
-"""Time in which an exception is raised or found lost, before the signal is repeated."""
+"""Seconds to wait for the exception to be raised or lost, before the signal is repeated."""
 
 _FIRST_S = 0.002
 """The same after the first signal, which may have found the main thread in a call that waits. Each
@@ -99,7 +99,7 @@ class Interrupter:
         self._body: FrameType | None = None
         """Frame of the function that opened the body."""
         self._looks = 0
-        """Checks that the handler may still make by itself before the next signal of the sender."""
+        """Number of checks that the handler may still trigger before the sender's next signal."""
         self._sent = False
         """The sender has sent a signal since the handler last ran."""
         self._seen: tuple[int, int] | None = None
@@ -117,7 +117,7 @@ class Interrupter:
     # --- any thread ---
 
     def request(self, cause: str) -> bool:
-        """Interrupt the open body and return at once; whether a body was open."""
+        """Interrupt the open body and return at once. Return whether a body was open."""
         with self._changed:
             if not self._open or self._cause is not None:
                 return self._open
@@ -134,7 +134,7 @@ class Interrupter:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another handler replaced this one, so that nothing is interrupted any more."""
+        """Whether another handler replaced this one, so that interruption no longer works."""
         return not self._closed and signal.getsignal(self._number) != self._handle
 
     @guarded
@@ -147,7 +147,10 @@ class Interrupter:
 
     @guarded
     def leave(self) -> bool:
-        """Close the body after it ended in any way; whether its interruption was requested."""
+        """Close the body, which returned or raised.
+
+        Return whether its interruption was requested.
+        """
         with self._changed:
             self._open = False
             asked, self._cause, self._raised = self._cause is not None, None, None
@@ -206,7 +209,8 @@ class Interrupter:
         if safety is Safety.SOON and self._may_look_again(sent):
             again = map(_thread.interrupt_main, (self._number,))
             self._in_flight = True
-            # No call from here on: the interpreter looks for signals after each, thus inside this.
+            # No call from here on: the interpreter checks for signals after each call, so the
+            # handler would run again inside this one.
             [_] = again
 
     def _waits(self, frame: FrameType, sent: bool) -> bool:
@@ -259,7 +263,8 @@ class Interrupter:
                 self._changed.wait_for(lambda: self._closed or self._due())
                 if self._closed:
                     return
-                # Under the lock: the body cannot end between the question and the signal.
+                # Hold the lock, so that the step function cannot end between the check and the
+                # signal.
                 self._in_flight = self._sent = True
                 signal.pthread_kill(self._main, self._number)
                 self._changed.wait_for(lambda: self._closed or not self._due(), patience)

@@ -1,4 +1,4 @@
-"""This rank's part of a tensor, the plain tensors that hold its bits, and how often it was edited.
+"""A rank's local shard of a tensor: its data as plain tensors, and its version.
 
 Reads and copies the tensors that it is given.
 """
@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor``, sharing memory, without autograd history."""
+    """Return the local shard of ``tensor``, sharing memory, without autograd history."""
     return part_of(tensor).detach()
 
 
 def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What has ``part`` on this rank, and is spread as ``tensor`` is."""
+    """Return a tensor with local shard ``part`` and the placement of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -29,12 +29,12 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def is_composite(part: torch.Tensor) -> bool:
-    """Whether ``part`` is of a tensor subclass that keeps its bits in other tensors."""
+    """Whether ``part`` is of a tensor subclass that keeps its data in other tensors."""
     return is_traceable_wrapper_subclass(part) and not isinstance(part, DTensor)
 
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold the bits of this rank's part of ``tensor``, sharing memory."""
+    """Yield the plain tensors that hold the local shard of ``tensor``, sharing memory."""
     part: Any = part_of(tensor)
     if is_composite(part):
         for name in part.__tensor_flatten__()[0]:
@@ -44,7 +44,7 @@ def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A copy of the bits of this rank's part of ``tensor``, for `put_bits`."""
+    """Copy the data of the local shard of ``tensor``, for `put_bits`."""
     return [leaf.clone() for leaf in leaves_of(tensor)]
 
 
@@ -55,7 +55,7 @@ def put_bits(tensor: torch.Tensor, bits: Sequence[torch.Tensor]) -> None:
 
 
 def edit_count(tensor: torch.Tensor) -> int:
-    """torch's count of edits in place of this rank's part, whichever view they go through."""
+    """Return torch's count of in-place edits of the local shard, through any view."""
     part = part_of(tensor)
     if is_composite(part):
         return part._version + sum(leaf._version for leaf in leaves_of(part))
@@ -63,12 +63,12 @@ def edit_count(tensor: torch.Tensor) -> int:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors of one shape and type hold the same bits."""
+    """Whether two plain tensors of one shape and type are bitwise identical."""
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor`` itself, with the class that it has."""
+    """Return the local shard of ``tensor`` itself, in its own class."""
     # to_local() and detach() of a DTensor go through its dispatcher, 50 times slower
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return part.wait() if isinstance(part, AsyncCollectiveTensor) else part

@@ -1,7 +1,7 @@
 """Operations on NCCL: make a communicator for one epoch, connect it, abort it.
 
 They set environment variables that torch reads (`outlive_aborts`, `TorchNccl.make`). This module
-needs torch only, so it can be tested where nothing else is installed (``python -m
+needs only torch, so it can be tested without FFT's other dependencies (``python -m
 benchmarks.gpu``).
 """
 
@@ -128,7 +128,7 @@ def meet(
 def outlive_aborts() -> None:
     """Let this process survive an abort of any NCCL group that it makes from now on.
 
-    Other settings (``torchrun`` makes one of them) are changed, and the log records it.
+    Conflicting values (``torchrun`` sets one) are overwritten, and the log records it.
     """
     with _settings_lock:
         for name, why in _SETTINGS.items():
@@ -141,8 +141,9 @@ def outlive_aborts() -> None:
         debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
         if debug == "DETAIL" or _is_on(os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "")):
             logger.error(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL or TORCH_NCCL_DESYNC_DEBUG=1 is set: with it torch "
-                "ends a process whose group is aborted, so that a rollback loses it; unset it"
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL or TORCH_NCCL_DESYNC_DEBUG=1 is set: with it "
+                "torch kills a process whose group is aborted, so a rollback would lose it; "
+                "unset it"
             )
 
 
@@ -171,7 +172,7 @@ def abort_within(abort: Callable[[], None], limit_s: float, what: str) -> bool:
                 failures.append(failure)
             if is_left:
                 took = time.monotonic() - began
-                logger.warning("the abort of %s is over after %.1f s: %s", what, took, failure)
+                logger.warning("the abort of %s has ended after %.1f s: %s", what, took, failure)
 
     thread = threading.Thread(target=run, name="fft-nccl-abort", daemon=True)
     thread.start()
@@ -179,7 +180,11 @@ def abort_within(abort: Callable[[], None], limit_s: float, what: str) -> bool:
     with lock:
         is_left = not over
     if is_left:
-        logger.error("the abort of %s is not over after %g s, and goes on", what, limit_s)
+        logger.error(
+            "the abort of %s has not ended within %g s, and continues in the background",
+            what,
+            limit_s,
+        )
     if failures and not is_left:
         raise failures[0]
     return not is_left

@@ -1,6 +1,7 @@
-"""What operators may have a participant do: carry out a fault, run a check. The engine's thread.
+"""Commands of operators to a participant: inject a fault, run a diagnostic check.
 
-Makes the injector too, since faults of a plan and of a command are one thing.
+Runs on the engine's thread. Also creates the injector, which handles planned and commanded faults
+in the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _END_S = 2.0
 
 
 class CheckRunner:
-    """Carries out one check at a time and passes each result to ``note``, on its own thread."""
+    """Runs one check at a time and passes each result to ``note``, on its own thread."""
 
     def __init__(
         self, place: Place, bus: ErrorBus, note: Callable[[str, dict[str, Any]], None]
@@ -65,7 +66,7 @@ class CheckRunner:
         self._closed = False
 
     def take(self, check: Check) -> CheckTask | None:
-        """Begin this rank's task of ``check``, if there is one, and return it at once.
+        """Start this rank's task of ``check``, if there is one, and return it at once.
 
         Call it from one thread only.
         """
@@ -98,7 +99,7 @@ class CheckRunner:
             told = self._results(check, task, line)
             self._note("check", {"id": check.id, "round": check.round, "found": told})
         finally:
-            self._busy = False  # before the answer, after which the next request may come
+            self._busy = False  # reset before the answer, after which the next request may arrive
         self._answer(check, "done", told)
 
     def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class CheckRunner:
     def _bounded(self, check: Callable[[], Outcome], deadline: float) -> Outcome:
         """Return the result of ``check``, or a failure if it does not end in time.
 
-        A device that hangs is an example.
+        A check may not end because a device hangs, for example.
         """
         began = time.monotonic()
         if self._worker is not None and self._worker.is_alive():
@@ -166,7 +167,7 @@ class CheckRunner:
 
 
 class OperatorCommands:
-    """Obeys for one participant."""
+    """Executes operator commands for one participant."""
 
     def __init__(self, job: Participation, injector: Injector | None) -> None:
         self._job = job
@@ -175,7 +176,7 @@ class OperatorCommands:
         self._checks = CheckRunner(place, job.bus, job.trace.note)
 
     def obey(self, command: Command) -> None:
-        """An operator's word to the job. Traced if it concerns this participant."""
+        """Execute a command of an operator. Trace it if it concerns this participant."""
         peer = self._job.peer
         if isinstance(command, Check):
             if (task := self._checks.take(command)) is not None:
@@ -192,9 +193,12 @@ class OperatorCommands:
         self._job.note("command", {**command_to_json(command), "refused": refusal})
 
     def _admit(self, fault: InjectableFault) -> str | None:
-        """Have the fault carried out; or why not."""
+        """Arm the fault, or return why it is refused."""
         if self._injector is None or not self._injector.open:
-            return "it was not started to allow it (fft run --injectable, or FFT_INJECT=1)"
+            return (
+                "fault injection is disabled in this process; start it by fft run --injectable, "
+                "or with FFT_INJECT=1"
+            )
         self._injector.add(fault)
         return None
 
@@ -217,7 +221,7 @@ def _concerns(fault: InjectableFault, peer: Peer) -> bool:
 
 
 def make_injector(job: Participation, groups: EpochGroups) -> Injector | None:
-    """What carries out planned and commanded faults here; None: the environment allows none."""
+    """Return the fault injector of this process, or None if the environment enables none."""
 
     def trace(fault: InjectedFault) -> None:
         told = {"name": fault.name, "kind": fault.kind, "phase": fault.phase, "step": fault.step}
@@ -231,7 +235,7 @@ def make_injector(job: Participation, groups: EpochGroups) -> Injector | None:
 
 
 class _Hands:
-    """What the injector cannot do by itself; keeps neither job nor groups alive."""
+    """Connection faults for the injector. Keeps neither job nor groups alive."""
 
     def __init__(self, job: Participation, groups: EpochGroups) -> None:
         self._job, self._groups = weakref.ref(job), weakref.ref(groups)

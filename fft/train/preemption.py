@@ -36,8 +36,8 @@ _SAME_S = 0.1
 """Deadlines that differ by less are considered equal, since a time of day is converted to seconds
 at each poll."""
 _FORM = (
-    'write nothing, or JSON such as {"within": 30} or {"deadline": "2030-01-31T12:00:00Z"} '
-    '(or Unix seconds), with a "reason" if you like'
+    'leave it empty, or write JSON such as {"within": 30} or {"deadline": "2030-01-31T12:00:00Z"} '
+    '(or Unix seconds), optionally with a "reason"'
 )
 
 
@@ -53,7 +53,9 @@ class Notice:
 
     def __post_init__(self) -> None:
         if self.within_s is not None and not 0 <= self.within_s < math.inf:
-            raise ConfigError(f"within {self.within_s} s: give seconds, 0 or more, or None")
+            raise ConfigError(
+                f"within {self.within_s} s: expected a finite number of seconds, 0 or more, or None"
+            )
 
 
 class NoticeSource(Protocol):
@@ -97,7 +99,7 @@ class Poller:
     ) -> None:
         """Start the thread, which calls ``on_news`` with each new notice."""
         if not interval_s > 0:
-            raise ConfigError(f"interval_s={interval_s:g}: give a positive number of seconds")
+            raise ConfigError(f"interval_s={interval_s:g}: expected a positive number of seconds")
         self._source = source
         self._on_news = on_news
         self._interval_s = interval_s
@@ -122,7 +124,7 @@ class Poller:
     def _tell(self, error: str) -> None:
         if error not in self._errors and len(self._errors) < 100:
             self._errors.add(error)
-            logger.warning("%s cannot be read, and is tried again: %s", self._source, error)
+            logger.warning("polling %s failed, and is repeated: %s", self._source, error)
 
     def close(self) -> None:
         """End the thread after the poll in progress. Idempotent."""
@@ -157,7 +159,7 @@ class FileNotice:
                 age = max(0.0, time.time() - self._path.stat().st_mtime)
         except FileNotFoundError:
             return None
-        reason = f"{self._path} is there"
+        reason = f"{self._path} exists"
         if not text:
             return Notice(reason)
         try:
@@ -165,7 +167,12 @@ class FileNotice:
         except (ValueError, TypeError) as error:
             if text != self._warned:  # it may be half written; then it is read again
                 self._warned = text
-                logger.warning("%s: %s. No deadline is taken from it; %s", self, error, _FORM)
+                logger.warning(
+                    "%s: invalid content (%s), so the notice has no deadline; %s",
+                    self,
+                    error,
+                    _FORM,
+                )
             return Notice(reason)
 
 
@@ -212,8 +219,8 @@ Read = Callable[[int, bytes], Notice | None]
 class HttpNotice:
     """A notice given by a server's answer to a GET request, converted by ``read``.
 
-    The request never goes through a proxy. ``aws``, ``google`` and ``azure`` are those of the
-    clouds.
+    The request never goes through a proxy. The class methods ``aws``, ``google`` and ``azure``
+    create the sources of these clouds.
     """
 
     def __init__(
@@ -240,7 +247,10 @@ class HttpNotice:
         return f"the notice server {self._url}"
 
     def poll(self) -> Notice | None:
-        """Send the request. Raises OSError without an answer, and whatever ``read`` raises."""
+        """Send the request.
+
+        Raises OSError without a reply, and passes on exceptions of ``read``.
+        """
         status, body = _http("GET", self._url, self._headers(), self._timeout_s)
         return self._read(status, body)
 
@@ -322,7 +332,7 @@ def read_google(status: int, body: bytes) -> Notice | None:
 
 
 _AZURE_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Events after which no process lives. ``Freeze`` is a pause of seconds."""
+"""Events that end all processes of the machine. ``Freeze`` is a pause of seconds."""
 
 
 def read_azure(status: int, body: bytes, vm: str) -> Notice | None:
@@ -369,5 +379,5 @@ def source_of(setting: str, group: str, rank: int) -> NoticeSource:
     if setting == "google":
         return HttpNotice.google()
     raise ConfigError(
-        f"FFT_NOTICE={setting!r}: write file:PATH, aws, google, or azure:NAME-OF-THE-VM"
+        f"FFT_NOTICE={setting!r}: expected file:PATH, aws, google, or azure:NAME-OF-THE-VM"
     )

@@ -25,7 +25,7 @@ from fft.util.log_sampler import LogSampler
 VARIABLE = "FFT_PROGRESS_INTERVAL"
 DEFAULT_INTERVAL_S = 1.0
 WORDS_A_SECOND = 100
-"""Maximum for a whole job; in a large job each rank reports less often."""
+"""Maximum number of reports of a whole job; in a large job each rank reports less often."""
 _KEEP = 1024
 """Maximum number of timed steps between two reports."""
 
@@ -45,7 +45,7 @@ def interval_from(given: float | None = None, env: Mapping[str, str] = os.enviro
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         where = VARIABLE if given is None else "progress_interval="
-        raise FftError(f"{where} is {text!r}; give seconds, or 0 for no words of progress")
+        raise FftError(f"{where} is {text!r}; expected seconds, or 0 to disable progress reports")
     return seconds
 
 
@@ -171,7 +171,7 @@ class ProgressReporter:
                 self._bus.broadcast(encode_report(word), "progress")
             except BusError as error:  # the engine detects a failed bus itself
                 if (count := self._failed.add("word")) is not None:
-                    logger.info("a word of progress was not said (%d by now): %s", count, error)
+                    logger.info("a progress report could not be sent (%d so far): %s", count, error)
 
     def _next(self) -> float:
         """Return when the next speed report is due."""

@@ -1,4 +1,4 @@
-"""The components that the parts of one rank's manager share."""
+"""The components of one rank that the parts of its manager share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rank:
         groups: The process groups.
         state: The registered state, its position, and the data source.
         reductions: The reductions of the open txn.
-        injector: Carries out planned faults; None: there are none.
+        injector: Triggers planned and commanded faults, or None.
     """
 
     manager: Manager

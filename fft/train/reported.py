@@ -1,6 +1,6 @@
-"""Errors as they are reported: in one line, with their stack trace on demand, and by name.
+"""Conversion of errors for reports: a line of text, a stack trace, a code, a class by name.
 
-Pure but for torchft's class of a reported error.
+Pure, except for the subclass of torchft's error record.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LONGEST = 500
 
 
 class Reported(ExceptionWithTraceback):  # type: ignore[misc]
-    """torchft's record of an error, with the stack trace put into words when it is asked for.
+    """torchft's error record, which formats its stack trace only on access.
 
-    To do that at once reads source files, in the middle of a rollback.
+    Formatting it earlier would read source files in the middle of a rollback.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -33,12 +33,12 @@ class Reported(ExceptionWithTraceback):  # type: ignore[misc]
 
     @property
     def stack_trace(self) -> str:
-        """As torchft's attribute of this name."""
+        """Override of torchft's attribute."""
         return "".join(traceback.format_exception(self.original_exception))
 
 
 class QuietLogger:
-    """torchft's logger of a manager, less the stack traces of what an abort has caused."""
+    """torchft's logger of a manager, without stack traces of errors that an abort caused."""
 
     def __init__(self, manager: Manager, inner: Any) -> None:
         self._manager = weakref.ref(manager)
@@ -58,9 +58,9 @@ class QuietLogger:
 
 
 def text_of(error: BaseException) -> str:
-    """One line that says what happened; without gloo's source path and its general advice."""
+    """Return the error as one line, without gloo's source path and its general advice."""
     plain = re.sub(r"^\[/\S+?:\d+\] ", "", first_line(error)).split(". This is typically")[0]
-    # the name of a file may come with half a character, which no message carries
+    # a file name may contain lone surrogates, which a message cannot encode
     return f"{type(error).__name__}: {plain}"[:_LONGEST].encode("utf-8", "replace").decode()
 
 
@@ -77,7 +77,7 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
 
 
 def error_of(command: Finish) -> FftError:
-    """The error by which the main thread shall stop."""
+    """Return the exception that the main thread raises for ``command``."""
     kind = getattr(fft.errors, command.error or "", FftError)
     assert issubclass(kind, FftError)
     return kind(command.reason)

@@ -16,12 +16,12 @@ class RankScope:
     """The scope of the whole job: all ranks of all replica groups decide together.
 
     Attributes:
-        spec: The machine of this scope.
-        bus: The bus of this scope; another object owns the job's.
+        spec: The state machine of this scope.
+        bus: The bus of this scope; the job's bus is closed elsewhere.
         name: The name of this scope in checkpoints.
         by_rank: The scopes of all ranks of a group, if they differ; else empty.
-        reported_as: The name of this scope in speed reports; None: they name no scope.
-        flow: The scopes that this one is bound to.
+        reported_as: The name of this scope in speed reports; None if they name no scope.
+        flow: The upstream and downstream scopes.
         others: The same with their buses, for the engine.
     """
 

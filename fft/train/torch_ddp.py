@@ -3,8 +3,8 @@
 The reducer of DDP cannot be rolled back. An aborted reduction may write to its buckets later. An
 interrupted backward leaves it unusable ("Expected to have finished reduction in the prior
 iteration"). And it rebuilds its buckets in the order in which gradients came, which a joining group
-does not know. So `fft.train.reducer` replaces it, with the same construction, and of DDP only
-forward remains. Touches the wrapper, and no process group.
+does not know. So `fft.train.reducer` replaces it by a reducer of the same design; only DDP's
+forward stays in use. This module changes the wrapper, and uses no process group.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def refuse_unfit(model: nn.Module) -> None:
 def _refuse_unfit(wrapper: Any) -> None:
     if isinstance(wrapper, PureDistributedDataParallel):
         raise FftError(
-            "torchft's PureDistributedDataParallel begins to average gradients and never waits "
-            "for them, so the body would see them half averaged: call "
-            "manager.sync_gradients(model.module), and use that module in the body"
+            "torchft's PureDistributedDataParallel starts to average gradients and never waits "
+            "for them, so the step function could read partly averaged gradients: call "
+            "manager.sync_gradients(model.module), and use that module in the step function"
         )
     if (size := wrapper.process_group.size()) > 1:
         raise FftError(
@@ -85,8 +85,8 @@ def _refuse_unfit(wrapper: Any) -> None:
         )
     if wrapper.static_graph:
         raise FftError(
-            "DistributedDataParallel(static_graph=True) reduces in an order of its own: leave "
-            "static_graph out; FFT averages in the place of the wrapper and has no use for it"
+            "DistributedDataParallel(static_graph=True) is not supported: remove static_graph; "
+            "FFT averages in the place of the wrapper and does not need it"
         )
     own = [hook for hook, _ in wrapper._comm_hooks if hook is not TorchftDdp._comm_hook]
     if own:
@@ -116,7 +116,7 @@ def _sync_switch(reducer: Quiet) -> property:
 def _no_sync(reducer: Quiet) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def no_sync() -> Iterator[None]:
-        """As DistributedDataParallel's ``no_sync``."""
+        """See DistributedDataParallel's ``no_sync``."""
         before = reducer.quiet(True)
         try:
             yield

@@ -6,9 +6,9 @@
 - ``SOON``: an exception is unsafe between these two bytecodes and safe a little later. Such places
   are short: code that takes a lock, enters or leaves a context, or updates a queue. The exception
   may still leave a *call that waits* here, because such a call can fail by itself.
-- ``LATER``: an exception is unsafe even in a call that waits. Imports and compilations would leave
-  modules and caches half made, which no later attempt repairs; a starting thread would lose its
-  owner.
+- ``LATER``: an exception is unsafe even in a call that waits. Interrupted imports and compilations
+  leave partly initialized modules and caches, which no later attempt repairs; an interrupted start
+  leaves a thread without an owner.
 
 The table below classifies code by file and function name. `look` goes through the stack from the
 newest frame back to the frame of the step function. In addition, `_leads_into_try` holds for all

@@ -94,11 +94,11 @@ def test_faults_are_commanded_in_the_middle_of_training(training: Training) -> N
 def test_a_job_that_was_not_started_for_it_refuses(training: Training) -> None:
     said = training.inject("kill", group="0")
     assert not said.ok
-    assert "group 0 rank 0 refused: it was not started to allow it" in said.text
+    assert "group 0 rank 0 refused: fault injection is disabled in this process" in said.text
     training.end()
     training.job.audit()
     (note,) = notes(training.job.traces, "command")
-    assert note["group"] == "0" and "not started to allow it" in note["data"]["refused"]
+    assert note["group"] == "0" and "fault injection is disabled" in note["data"]["refused"]
     assert notes(training.job.traces, "inject") == []
 
 

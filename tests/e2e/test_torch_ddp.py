@@ -262,7 +262,7 @@ def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
         pg = ProcessGroupDummy(0, 1)
         return DistributedDataParallel(model, process_group=pg, static_graph=True)
 
-    assert "leave static_graph out" in refused(tmp_path, static)
+    assert "remove static_graph" in refused(tmp_path, static)
 
 
 def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_old_arguments_beside_a_config_are_refused() -> None:
     [
         ({"check_replicas": 3}, fft.FftError, "power of 2"),
         ({"membership": "both"}, fft.FftError, "expected 'register' or 'lighthouse'"),
-        ({"progress_interval": -1}, fft.FftError, "give seconds"),
+        ({"progress_interval": -1}, fft.FftError, "expected seconds"),
         ({"digest": "always"}, ValidationError, "'never' or 'commit'"),
         ({"digset": "commit"}, ValidationError, "digset"),
     ],

@@ -281,7 +281,7 @@ def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
         for each in done:
             with pytest.raises(GroupAborted, match="rolled back"):
                 each.result(LIMIT.total_seconds())
-    assert "the abort of a group that is connecting is not over after 0.05 s" in caplog.text
+    assert "the abort of a group that is connecting has not ended within 0.05 s" in caplog.text
     left = [group._worker for group in pair.groups]
     pair.library.sticks = set()
     hold, second = threading.Event(), pair.library.connect
@@ -495,7 +495,7 @@ def test_an_abort_that_hangs_is_left_and_said(caplog: pytest.LogCaptureFixture) 
         ended.set()
 
     assert not nccl_library.abort_within(abort, 0.01, "a group")
-    assert "the abort of a group is not over after 0.01 s" in caplog.text
+    assert "the abort of a group has not ended within 0.01 s" in caplog.text
     go.set()
     assert ended.wait(LIMIT.total_seconds())
 

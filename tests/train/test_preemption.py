@@ -52,7 +52,7 @@ def test_a_deadline_moves_forward_and_never_back() -> None:
 
 @pytest.mark.parametrize("within", [-1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(within: float) -> None:
-    with pytest.raises(ConfigError, match="give seconds, 0 or more"):
+    with pytest.raises(ConfigError, match="expected a finite number of seconds, 0 or more"):
         Notice("soon", within)
 
 
@@ -85,7 +85,7 @@ def test_no_file_is_no_notice(tmp_path: Path) -> None:
 def test_an_empty_file_is_a_notice(tmp_path: Path) -> None:
     path = tmp_path / "gone"
     path.touch()
-    assert polled(path) == Notice(f"{path} is there")
+    assert polled(path) == Notice(f"{path} exists")
 
 
 def test_a_file_says_when_and_why(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_anything_else_is_a_notice_and_a_warning(
     path = tmp_path / "gone"
     path.write_text(text)
     source = FileNotice(path)
-    assert [source.poll(), source.poll()] == [Notice(f"{path} is there")] * 2
+    assert [source.poll(), source.poll()] == [Notice(f"{path} exists")] * 2
     assert len(caplog.records) == 1
     assert str(path) in caplog.text and '{"within": 30}' in caplog.text
 
@@ -333,5 +333,5 @@ def test_setting_names_a_notice_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["file:", "azure", "aws:x", "/tmp/x", "gcp", ""])
 def test_a_setting_that_names_nothing_is_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match="write file:PATH, aws, google, or azure:"):
+    with pytest.raises(ConfigError, match="expected file:PATH, aws, google, or azure:"):
         source_of(setting, "0", 0)

@@ -88,8 +88,8 @@ class Lockstep(Paradigm[TransactionLoop]):
     def refuse_sharded(self, kind: Sharded) -> None:
         if kind == "rank" and self.takers == 1 < self._rank.world:
             raise FftError(
-                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
-                "with this spec; pass sharded='group'"
+                "transactions(loader, sharded='rank'): with this spec all ranks of a group take "
+                "the same batch; pass sharded='group'"
             )
 
     def steps(
@@ -113,12 +113,12 @@ class Lockstep(Paradigm[TransactionLoop]):
         step.load(completed(found, buffers, step))
 
     def without_own(self, writer: str) -> str:
-        return f"the buffers of group {writer} are taken, and random numbers begin anew"
+        return f"the buffers are those of group {writer}, and the RNG states are reset"
 
 
 def no_shares(kind: Sharded) -> FftError:
-    """Return the error for a paradigm that takes no loaders over a share of the data."""
+    """Return the error for a paradigm that does not support sharded loaders."""
     return FftError(
-        f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, or from "
-        "stage to stage; pass a loader over the whole data, and leave sharded= out"
+        f"transactions(loader, sharded={kind!r}): this spec distributes the data by leases, or "
+        "from stage to stage; pass a loader over the whole data, and remove sharded="
     )

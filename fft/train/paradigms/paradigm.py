@@ -1,12 +1,12 @@
-"""The seam between FFT's machinery for training and the paradigms that it carries out.
+"""Interface between FFT's training code and the training paradigms.
 
 A paradigm determines how the replica groups of a job train together: what a COMMIT changes, which
 loop the script runs, which data a rank takes, when a checkpoint is due, what a vote waits for, and
 how a rank leaves. `Paradigm` is the only interface through which shared code reaches these choices;
 shared code never asks which paradigm it is.
 
-This file is below all others of the seam. `Lockstep` has the behaviour of HSDP and DDP, and the
-other paradigms derive from it. `fft.train.paradigms.selection` makes the paradigm of a spec.
+This module imports no paradigm. `Lockstep` has the behaviour of HSDP and DDP, and the other
+paradigms derive from it. `fft.train.paradigms.selection` makes the paradigm of a spec.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Committed(Protocol):
 
 
 class SharedState(Protocol):
-    """The state that all replica groups have in common."""
+    """The state that all replica groups share."""
 
     def export(self, across_body: bool = False) -> dict[str, object]:
         """Return live tensors and plain data; ``across_body``: no step function changes them."""
@@ -61,7 +61,7 @@ class VotePrecondition(Protocol):
         """Start, once the job is joined."""
 
     def ask(self, plan: StartTxn) -> None:
-        """Ask for the condition in the txn that begins.
+        """Request the condition for the txn that begins.
 
         Raises:
             NoLighthouseQuorum: the condition has failed in too many attempts in a row.
@@ -71,7 +71,7 @@ class VotePrecondition(Protocol):
         """Wait until the condition holds. Return the reason for a NO if it does not."""
 
     def end(self) -> None:
-        """End the wait: the txn is over. Any thread. Idempotent."""
+        """End the wait, because the txn is over. Thread-safe. Idempotent."""
 
     def pause(self) -> None:
         """Wait before the next attempt, after a rollback of a job that makes no progress."""
@@ -81,7 +81,7 @@ class VotePrecondition(Protocol):
 
 
 class Paradigm(ABC, Generic[LoopT]):
-    """How one rank carries out a paradigm; one instance per manager.
+    """The paradigm of one rank; one instance per manager.
 
     Methods run on the main thread unless they say otherwise. Those that are not abstract are hooks,
     which do nothing unless a paradigm needs them.
@@ -110,7 +110,7 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @abstractmethod
     def vote_preconditions(self) -> Sequence[VotePrecondition]:
-        """Return new conditions for the votes of this rank, for the machinery to own."""
+        """Create the vote preconditions of this rank, which the caller owns."""
 
     def interrupted(self, cause: str) -> None:
         """React to a command for the main thread, or to the failure of the job's engine.
@@ -128,13 +128,13 @@ class Paradigm(ABC, Generic[LoopT]):
     @property
     @abstractmethod
     def shared(self) -> SharedState | None:
-        """The state that all groups have in common; None: none is registered."""
+        """The state that all groups share, or None if none is registered."""
 
     def registered(self) -> None:
-        """Forget what belonged to models that were registered before."""
+        """Reset what belongs to models that were registered before."""
 
     def describe(self, models: str) -> str:
-        """Return in words what this rank reduces; ``models`` describes its reducers."""
+        """Describe what this rank reduces; ``models`` describes its reducers."""
         return models
 
     def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -146,11 +146,11 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @abstractmethod
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
-        """Have ``schedule`` rolled back, and its gradients averaged, with each txn.
+        """Roll ``schedule`` back, and average its gradients, with each txn.
 
         Args:
             schedule: of ``torch.distributed.pipelining``.
-            averaged: has the gradients of a module averaged.
+            averaged: averages the gradients of a module, and returns its reducer.
 
         Raises:
             FftError: the ranks of a group hold no stages, or the schedule does not fit.
@@ -186,7 +186,7 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @abstractmethod
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
-        """Take over the shared state of another group.
+        """Load the shared state of another group.
 
         Args:
             state: what `SharedState.export` of that group has returned.
@@ -198,14 +198,14 @@ class Paradigm(ABC, Generic[LoopT]):
     @property
     @abstractmethod
     def takers(self) -> int:
-        """Number of ranks of a group that take an item of the data each; 1: all take the same."""
+        """Number of items in a slice: one for each rank of a group, or 1 for all its ranks."""
 
     def refuse_unregistered(self) -> None:
         """Raise FftError if the process has made objects that it should have registered."""
 
     @abstractmethod
     def refuse_sharded(self, kind: Sharded) -> None:
-        """Raise FftError if loaders cannot be over a share of the data."""
+        """Raise FftError if this paradigm does not support sharded loaders."""
 
     def refuse_loop(self, loader: Any) -> None:
         """Raise FftError if a loop over ``loader`` cannot begin as the script has set it up."""
@@ -231,7 +231,7 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @abstractmethod
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
-        """Return when checkpoints are due to this rank.
+        """Return the checkpoint schedule of this rank.
 
         Args:
             plan: the user's.
@@ -242,42 +242,43 @@ class Paradigm(ABC, Generic[LoopT]):
         """
 
     def export_own(self, gives: range) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank besides buffers and random states.
+        """Return the state of this rank for a checkpoint, besides buffers and RNG states.
 
         Args:
-            gives: slices of the data whose results the next stage may still lack.
+            gives: slices whose outputs the next stage may still need.
         """
         return {}
 
     @abstractmethod
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
-        """Return the shared state for a checkpoint, and the parameters that it still lacks.
+        """Return the shared state for a checkpoint, and the parameters that a thread adds to it.
 
-        A thread copies those parameters and the optimizer state while the next step function runs.
+        The thread copies these and the optimizer state while the next step function runs.
         """
 
     @abstractmethod
     def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
-        """Take over the state of a checkpoint.
+        """Load the state of a checkpoint.
 
         Args:
             found: what `export_shared` has returned, complete.
-            own: what `export_own` has returned, with this rank's buffers; None: the checkpoint has
-                nothing of this rank.
+            own: what `export_own` has returned, with this rank's buffers, or None if the checkpoint
+                has no state of this rank.
             buffers: those of this rank, else of the group that wrote ``found``.
 
         Raises:
             UnfitCheckpoint: a job of another paradigm wrote it.
-            StateMismatch: names what differs.
+            StateMismatch: the state differs from the registered one; the message names the
+                difference.
         """
 
     def load_entries(self, own: Mapping[str, Any] | None) -> Sequence[tuple[int, int]]:
-        """Offer the next stage what ``own`` has for it. Return slice and version of each entry."""
+        """Load the outputs for the next stage from ``own``. Return slice and version of each."""
         return ()
 
     @abstractmethod
     def without_own(self, writer: str) -> str:
-        """Return in words what a rank begins with that a checkpoint has nothing of.
+        """Describe the initial state of a rank of which the checkpoint has no state.
 
         Args:
             writer: the group that wrote the shared state.
@@ -289,7 +290,7 @@ class Paradigm(ABC, Generic[LoopT]):
         """Serve the ranks that still need this one, after it has left the job; then end.
 
         Args:
-            is_failing: the script ends with an error: nothing is waited for.
+            is_failing: the script ends with an error, so no wait takes place.
         """
 
     def close(self) -> None:

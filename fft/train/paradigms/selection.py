@@ -1,6 +1,6 @@
 """The paradigm that a spec names.
 
-Besides the spec and its checks this is the only place that tells paradigms apart.
+Besides the spec and its checks, only this module distinguishes paradigms.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def scope_of(
         manager: torchft's side of it.
         job_bus: The bus of the job, which the caller owns.
         operation_s: Seconds for an operation on a bus.
-        undo: Gets what closes the buses, for when a later step fails.
+        undo: Receives callbacks that close the buses, in case a later step fails.
 
     Raises:
-        FftError: The replica group has not as many ranks as the spec has stages.
+        FftError: The replica group has fewer or more ranks than the spec has stages.
         BusError: A bus cannot be reached.
     """
     if settings.spec.stages:
@@ -48,7 +48,7 @@ def paradigm_of(rank: Rank) -> Paradigm[TransactionLoop]:
     """Return the paradigm that the spec of ``rank`` names.
 
     Raises:
-        FftError: The ranks of the group have no process group that they could meet in.
+        FftError: The ranks of the group share no process group.
     """
     spec = rank.settings.spec
     if isinstance(rank.scope, StageScope):

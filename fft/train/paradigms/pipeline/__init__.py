@@ -1,1 +1,1 @@
-"""Pipelines whose stages share a step: each rank of a group holds stages of the model."""
+"""Synchronous pipelines: the stages of a group commit each step together."""

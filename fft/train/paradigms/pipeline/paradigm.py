@@ -18,7 +18,8 @@ class Pipelined(Lockstep):
         """Accept ranks without a process group, since stages may communicate in another way."""
 
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
-        from fft.train.paradigms.pipeline.schedule import registered  # it takes half a second
+        # importing torch's pipelining takes half a second
+        from fft.train.paradigms.pipeline.schedule import registered
 
         state = self._rank.state
         group = self._rank.groups.stage_group()

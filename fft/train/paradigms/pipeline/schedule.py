@@ -6,7 +6,7 @@ stale loss, for example, would be propagated back again. So all of it is cleared
 exchange of shapes between stages are reset to their values at the beginning of the step, which were
 equal on all ranks of the group.
 
-Gradients come in pieces, one per microbatch, and some of them not through autograd's hooks. They
+Each microbatch produces a part of the gradients, and some of them bypass autograd's hooks. They
 are averaged across the groups when a stage has all of them and has divided them by the number of
 microbatches (``perform_reduce_grad``), in the order of the schedule, which is the same in all
 groups.
@@ -74,8 +74,8 @@ def refuse_forgotten(group: object | None) -> None:
         if over and "_initialize_pp_stages" not in vars(found):
             raise FftError(
                 f"a {type(found).__name__} over manager.stage_group() is not registered, so a "
-                "rollback would leave it in the middle of a step, and nobody would average its "
-                "gradients: call manager.register_pipeline(schedule)"
+                "rollback would not reset it, and its gradients would not be averaged: call "
+                "manager.register_pipeline(schedule)"
             )
 
 
@@ -85,7 +85,7 @@ def registered(
     models: Iterable[nn.Module],
     averaged: Callable[[nn.Module], Reducer],
 ) -> Pipeline:
-    """Take the schedule over.
+    """Register the schedule, and return its `Pipeline`.
 
     Raises FftError as `refuse_unfit`.
     """
@@ -132,7 +132,7 @@ def _refuse_unfit(stage: Any, name: str, group: object, held: set[nn.Parameter])
     if not any(parameter.requires_grad for parameter in stage.submod.parameters()):
         raise FftError(
             f"{name} has no parameter that is trained, and every rank must reduce something in "
-            "each step: let it train one (a norm, an adapter), or cut the stages elsewhere"
+            "each step: make one trainable (a norm, an adapter), or split the model differently"
         )
     if not held.issuperset(stage.submod.parameters()):
         raise FftError(
