@@ -357,5 +357,5 @@ def test_torchfts_loop_is_refused_where_stages_step_by_themselves(tmp_path: Path
     """It would neither take nor give entries."""
     with job(tmp_path, 1) as made:
         settings = {"spec": "pipeline_ahead", "rank": 0, "ranks": 2, "register": False}
-        with pytest.raises(FftError, match=r"stages step in manager\.transactions"):
+        with pytest.raises(FftError, match=r"use manager\.transactions"):
             made.member("0", **settings).manager.start_quorum()

@@ -55,7 +55,7 @@ def test_silent_peer_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("odd", [zeros(3), Path("x"), {1, 2}, torch.float32, object()])
 def test_unreadable_value_is_refused_by_put(odd: object) -> None:
-    with pytest.raises(FftError, match="put a tensor in its place"):
+    with pytest.raises(FftError, match="convert it to a tensor"):
         kept_of(odd)
 
 

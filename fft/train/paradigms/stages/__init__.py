@@ -1,1 +1,1 @@
-"""Stages of a pipeline that step by themselves: their scopes, and what one gives to the next."""
+"""Asynchronous pipelines: the scopes of the stages, and the data that they pass on."""

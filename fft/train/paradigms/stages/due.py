@@ -2,12 +2,12 @@
 
 No commit describes the state of all stages. A checkpoint has the state of each stage after a commit
 of its own, all at the same position in the data, so that no entry is in flight from one stage to
-the next. The first stage names the txn with which it reaches that position in the register of its
-scope, before its vote. The next stage finds that name, since its own txns follow those of the first
-stage, and names its own txn in turn.
+the next. Before its vote, the first stage announces the txn with which it reaches that position, in
+the register of its scope. The next stage reads it there, since its own txns follow those of the
+first stage, and announces its own txn in turn.
 
-Stages whose groups differed for a while may not reach the same position. Then a stage takes its
-last commit before the position of the stage before it, and the checkpoint includes the entries in
+Stages whose groups differed for a while may not reach the same position. Then a stage uses its last
+commit before the position of the stage before it, and the checkpoint includes the entries in
 flight. The same holds if the job ends by a drain, which each stage leaves where it is. A later
 stage that has ended for good delivers its last state to the checkpoints of the remaining stages.
 """
@@ -47,8 +47,7 @@ from fft.train.participation import Participation
 _POLL_S = 0.2
 """Seconds between two reads of the registers by a stage that has ended and receives no messages."""
 _REPEAT_S = 60.0
-"""How long the stages in between may take to repeat the last entry of the first stage after its
-end."""
+"""Seconds for the stages in between to repeat the last entry of the first stage after its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class DueToFirst(DueByWord):
     """The rule for the first stage, which decides."""
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """Return None, since the other stages learn a name only from the register."""
+        """Return None, since the other stages read announcements only in the register."""
         is_named = any(word.token == record.token for word in self._words)
         why = "it is a skip" if is_named else "all groups have left with it"
         why += ", which was not known when it was voted for"
@@ -111,7 +110,7 @@ class DueToFirst(DueByWord):
             if said is None and is_first(self._job.peer, epoch):
                 self._say(word, record.step)
         except (BusError, ValueError) as error:
-            self._give_up(record.step, f"it could not be named: {error}")
+            self._give_up(record.step, f"the checkpoint could not be announced: {error}")
             return None
         return (said or word).named
 
@@ -131,8 +130,7 @@ class DueToFirst(DueByWord):
         return None if local is None else next((e for e in local.elsewhere if e.ahead), None)
 
     def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Whether to name the txn as possibly the last one: also if a drain was requested, after
-        which each stage leaves where it is."""
+        """Whether to announce the txn as possibly the last: also once a drain is requested."""
         local = self._job.local  # it also has those that have left
         return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
@@ -160,14 +158,14 @@ class DueToLater(Due):
         self._job, self._bus, self._before = job, bus, before
         self._first, self._limit_s = first, limit_s
         self._taken = set[str]()
-        """Names of the attempts that this rank has taken part in or given up."""
+        """Names of the checkpoint attempts that this rank has taken part in or given up."""
         self._at: Record | None = None
         """The last commit of this stage."""
         self._is_first = False
         """Whether this rank is the first one of the members."""
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `Due.before_vote`: name this txn if it ends where the stage before is cut."""
+        """See `Due.before_vote`: announce this txn if it ends at the cut of the stage before."""
         if epoch_to_name_in(self._job, plan) is None:
             return
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
@@ -176,10 +174,12 @@ class DueToLater(Due):
                 if end <= word.cursor < end + groups:
                     self._say(word, plan.token, end)
         except (BusError, ValueError) as error:
-            logger.warning("a checkpoint may lack this stage, which cannot name it: %s", error)
+            logger.warning(
+                "a checkpoint may lack this stage, whose txn could not be announced: %s", error
+            )
 
     def _say(self, word: Word, token: Token, cursor: int) -> None:
-        """Name this stage's part of the checkpoint ``word``, unless an earlier txn is named for it.
+        """Announce this stage's txn for the checkpoint ``word``, unless an earlier one is.
 
         Raises BusError, ValueError.
         """
@@ -198,7 +198,7 @@ class DueToLater(Due):
             mine, before = words_on(self._bus), words_on(self._before)
             first = words_on(self._job.bus) if record.last else ()
         except (BusError, ValueError) as error:
-            logger.warning("whether a checkpoint is due to this stage cannot be seen: %s", error)
+            logger.warning("cannot determine whether this stage must take a checkpoint: %s", error)
             return None
         named = [word.named for word in reversed(mine) if word.token == record.token]
         named += [word.named for word in first[-1:] if word.is_last]
@@ -210,7 +210,7 @@ class DueToLater(Due):
         return found
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
-        """As `Due.ended`: the state is in the checkpoints of the stages that go on."""
+        """See `Due.ended`: the remaining stages include this state in their checkpoints."""
         self.stands_at(record, epoch)
         return None
 
@@ -229,7 +229,7 @@ class DueToLater(Due):
         return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
 
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
-        """Yield the checkpoints that the remaining stages name after this stage has ended.
+        """Yield the checkpoints that the remaining stages announce after this stage has ended.
 
         Runs on a thread of its own until those stages have ended or ``stops`` is set. This stage
         had reached the position of each checkpoint when it ended, or before, and does not move.
@@ -240,7 +240,7 @@ class DueToLater(Due):
         assert self._at is not None, "it has ended with a commit"
         seen, since = None, time.monotonic()
         while not stops.is_set():
-            # before the entries, the last of which is older than the end of that stage
+            # read this before the register, whose last entry is written before the stage ends
             at = self._first.read()
             for word in words_on(self._before):
                 if word.cursor >= self._at.cursor and word.name not in self._taken:

@@ -1,6 +1,6 @@
-"""What a stage takes from the one before it, as the loader of its transactions.
+"""Input queue of a stage: a loader whose batches are the entries of the stage before.
 
-Main thread, but for the thread that reads.
+Runs on the main thread, except for the reader thread.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 class StageInput:
-    """What the stage before gives: the loader of the stage that takes it. For ``transactions``.
+    """The entries of the stage before, as a loader for ``transactions``.
 
     Args:
-        manager: as of `StageOutput`.
-        loader: the loader of the first stage: it says how many slices there are. None of its items
-            is loaded here.
+        manager: see `StageOutput`.
+        loader: the loader of the first stage, used for the number of its slices. No item is loaded
+            here.
 
     Raises:
-        FftError: this stage follows no other one in the flow of the spec.
+        FftError: the flow of the spec has no stage before this one, or several.
     """
 
     in_any_order = True
@@ -59,24 +59,29 @@ class StageInput:
         before = [other.scope for other in rank.scope.flow if not other.ahead]
         if len(before) != 1:
             raise FftError(
-                f"StageInput: {rank.scope.name!r} follows {before or 'no stage'} in the flow of "
-                "the spec; it takes what exactly one gives"
+                f"StageInput: expected one stage before {rank.scope.name!r} in the flow of the "
+                f"spec, got {before or 'none'}"
             )
         self.scope = before[0]
         self._slices = as_source(loader)
         self.items_of_pass: int | None = getattr(self._slices, "items_of_pass", None)
-        """Batches of one data epoch of the loader; None if it counts none."""
+        """Batches of one data epoch of the loader, or None if it counts none."""
         self._connection: Connection | None = None
         self._reader: threading.Thread | None = None
         self._asked: dict[int, bool] = {}
-        """Slices that were asked for, and whether they are needed."""
+        """Requested slices, and whether a txn waits for them."""
         self._got: dict[int, Any] = {}
         self._lost = ""
         self._ready = threading.Event()
 
     def open(self) -> None:
-        """Connect, and wait until the stage before is in its scope, with the job's weights: before
-        that this rank does not join its own. Raises DataError: there is nobody."""
+        """Connect, and wait until the stage before has the job's weights.
+
+        Only then may this rank join its own scope.
+
+        Raises:
+            DataError: The stage before cannot be reached, or is not ready in time.
+        """
         store = self._manager._torchft.store
         try:
             address = tuple(json.loads(store.get(place(self.scope))))
@@ -86,11 +91,11 @@ class StageInput:
             connection = greet(end, key_of(self._rank), first=False)
         except (RuntimeError, Stranger, *LOST) as error:
             raise DataError(
-                f"rank of stage {self.scope!r} of this group offers nothing: {error}; does it make "
+                f"cannot connect to stage {self.scope!r} of this group: {error}; does it create "
                 "fft.StageOutput(manager, …)?"
             ) from error
         self._connection, self._lost = connection, ""
-        self._asked, self._got = {}, {}  # what an earlier loop asked for does not come any more
+        self._asked, self._got = {}, {}  # requests of an earlier loop are not answered any more
         self._ready.clear()
         connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
@@ -99,8 +104,8 @@ class StageInput:
         with self._rank.watchers.waiting():
             came = self._ready.wait(limit_s)
         if not came or self._lost:
-            why = self._lost or f"it has not come to the job's weights within {limit_s:g} s"
-            raise DataError(f"stage {self.scope!r} of this group gives nothing: {why}")
+            why = self._lost or f"it has not fetched the job's weights within {limit_s:g} s"
+            raise DataError(f"stage {self.scope!r} of this group sends nothing: {why}")
 
     def holds(self, first: int, count: int) -> bool:
         return self._slices.holds(first, count)
@@ -116,7 +121,7 @@ class StageInput:
         if not is_there:
             raise Superseded
         if due.number not in self._got:
-            raise DataError(f"the entry of slice {due.number} does not come: {self._lost}")
+            raise DataError(f"the entry of slice {due.number} cannot be received: {self._lost}")
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
@@ -131,7 +136,7 @@ class StageInput:
             return
         assert self._connection is not None, "opened"
         self._asked[number] = is_needed
-        with suppress(*LOST):  # the reader tells
+        with suppress(*LOST):  # the reader thread reports the error
             self._connection.send_bytes(json.dumps([number, done, is_needed]).encode())
 
     def _read(self) -> None:
@@ -153,7 +158,7 @@ class StageInput:
                 self._got[found["slice"]] = found
                 self._nudge()
         except LOST as error:
-            self._lose(f"the stage before has gone ({error!r})")
+            self._lose(f"the connection to the stage before was lost ({error!r})")
         except Exception as error:
             logger.exception("an entry cannot be read")
             self._lose(f"it cannot be read: {error!r}")
@@ -185,15 +190,15 @@ class StageInput:
 
 
 def refuse_unconnected(scope: RankScope, output: StageOutput | None, loader: Any) -> None:
-    """Raise FftError if a stage takes nothing from the one before it, or gives the next nothing."""
+    """Raise FftError if a stage lacks the queue to the stage before it or to the next one."""
     for other in scope.flow:
         if other.ahead and output is None:
             raise FftError(
-                f"this stage feeds {other.scope!r}, and gives it nothing: make "
-                "fft.StageOutput(manager, …) before transactions(), and call its put() in each body"
+                f"stage {other.scope!r} depends on this one: create fft.StageOutput(manager, …) "
+                "before transactions(), and call its put() in each step function"
             )
         if not other.ahead and not isinstance(loader, StageInput):
             raise FftError(
-                f"this stage follows {other.scope!r}, whose entries are its data: give "
-                "transactions() fft.StageInput(manager, loader) in the place of the loader"
+                f"this stage takes its data from stage {other.scope!r}: pass "
+                "fft.StageInput(manager, loader) to transactions(), instead of the loader"
             )

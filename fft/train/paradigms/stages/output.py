@@ -1,12 +1,12 @@
-"""What a stage gives to the next one, where each steps by itself: a queue between two ranks.
+"""Output queue of a stage that commits its steps by itself: a queue between two ranks.
 
 The earlier stage offers an **entry** for each slice of the data that it computes; the later one
 asks for the slices that its transactions take. An entry is kept until the step that takes it is
-committed, so that an attempt that is repeated reads it again. One that is not there any more, for
-its group was another one then, is made anew from the slice, with the parameters of that time. One
-that a body has not given is made when its txn is committed.
+committed, so that an attempt that is repeated reads it again. An entry that is missing, because
+another group computed it, is recomputed from its slice with the current parameters. An entry that
+no step function has put is computed when its txn commits.
 
-Main thread, but for the threads that accept, hear and send.
+Runs on the main thread, except for the threads that accept, receive and send.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from fft.train.watchers import Watchers
 from fft.util.kernel_limit import limit_in_kernel
 
 JOIN_S = 5.0
-"""For a thread of ours to end that was told to."""
+"""Limit in seconds for a thread of this module to end."""
 _GREET_S = 10.0
-"""For the other end of a connection to show that it has the job's token."""
+"""Limit in seconds for the other end of a connection to authenticate."""
 LOST = (EOFError, OSError)
 """Errors of a connection whose other end has gone."""
 PLAIN = (int, float, bool, str, bytes, type(None))
@@ -52,14 +52,14 @@ PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 class Stranger(Exception):
-    """The other end has not shown in time that it has the job's token."""
+    """The other end has not authenticated by the job's token in time."""
 
 
 def refuse_other_spec(rank: Rank) -> None:
     """Raise FftError unless the stages of the spec have scopes of their own."""
     if not rank.scope.by_rank:
         raise FftError(
-            f"spec {rank.settings.spec.name!r} has no stages that step by themselves: use "
+            f"spec {rank.settings.spec.name!r} has no stages that commit independently: use "
             "spec='pipeline_ahead'"
         )
 
@@ -70,7 +70,7 @@ def key_of(rank: Rank) -> bytes:
 
 
 def place(scope: str) -> str:
-    """In the group's store: where the rank of that stage can be reached."""
+    """Return the key in the group's store of the address of that stage's rank."""
     return f"fft/flow/{scope}"
 
 
@@ -81,22 +81,28 @@ def packed(value: dict[str, Any]) -> bytes:
 
 
 def kept_of(value: Any) -> Any:
-    """A copy in the host's memory, without gradients. Raises FftError: it cannot be sent."""
+    """Return a detached copy in the host's memory. Raises FftError if it cannot be sent."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, PLAIN):
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
     raise FftError(
-        f"an entry holds a {kind}; it can hold tensors, numbers, text, bytes and None, in tuples, "
-        "lists and dicts: put a tensor in its place"
+        f"an entry contains a {kind}; expected tensors, numbers, text, bytes and None, in tuples, "
+        "lists and dicts: convert it to a tensor"
     )
 
 
 def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
-    """A connection on ``end``, whose other end has ``key``, too. Raises Stranger, and closes it.
+    """Authenticate the other end of ``end`` by ``key``, and return a connection.
 
-    ``first``: who asks first; the other end does not.
+    Args:
+        end: The socket.
+        key: The key of both ends.
+        first: Whether this end sends the first challenge, as one of the two must.
+
+    Raises:
+        Stranger: The other end has not authenticated; the connection is closed.
     """
     limit_in_kernel(end, _GREET_S)
     connection = Connection(end.detach())
@@ -113,7 +119,7 @@ def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
 
 
 def cut(connection: Connection) -> None:
-    """Wake whoever reads from it: it has ended."""
+    """Shut the connection down, which wakes its reader."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
@@ -126,9 +132,9 @@ class Taker:
     asked: set[int] = field(default_factory=set)
     is_gone: bool = False
     is_told: bool = False
-    """That the group leaves."""
+    """A message was sent that the group leaves."""
     is_welcome: bool = False
-    """It knows that there is somebody with the job's weights here."""
+    """A message was sent that this stage has the job's weights."""
     data: str = ""
     """Its description of the data; empty before it has sent one."""
 
@@ -144,20 +150,20 @@ _TAKER = "fft-flow-taker"
 class _Entry:
     value: Any
     version: int
-    """Committed steps of the parameters that it was computed with."""
+    """Number of committed steps of the parameters with which the entry was computed."""
 
 
 class StageOutput:
-    """What this stage gives to the next one. Make it after ``register``, once.
+    """The queue to the next stage. Create it once, after ``register``.
 
     Args:
         manager: with a spec whose stages have scopes of their own, such as ``pipeline_ahead``.
-        produce: batch → entry, without side effects, for a slice whose entry is not there any
-            more; called between two transactions, without gradients. An entry is a tensor, or
+        produce: function without side effects that maps a batch to its entry. It recomputes a
+            missing entry, between two transactions, without gradients. An entry is a tensor, or
             tuples, lists and dicts of tensors and plain values.
 
     Raises:
-        FftError: this stage has no next one in the flow of the spec.
+        FftError: the flow of the spec has no stage after this one, or several.
     """
 
     def __init__(self, manager: Manager, produce: Callable[[Any], Any]) -> None:
@@ -167,8 +173,8 @@ class StageOutput:
         after = [other.scope for other in rank.scope.flow if other.ahead]
         if len(after) != 1:
             raise FftError(
-                f"StageOutput: by the flow of the spec {after or 'no stage'} takes what "
-                f"{rank.scope.name!r} gives; it is for exactly one"
+                f"StageOutput: expected one stage after {rank.scope.name!r} in the flow of the "
+                f"spec, got {after or 'none'}"
             )
         if self._rank.state.step is None:
             raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
@@ -176,16 +182,16 @@ class StageOutput:
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._wanted: set[int] = set()
-        """Slices that somebody waits for."""
+        """Slices that the next stage has requested and waits for."""
         self._taken = 0
-        """All before it are committed by who takes them."""
+        """The next stage has committed all slices before this one."""
         self._takers: list[Taker] = []
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
-        """The job's weights are here."""
+        """This rank has the job's weights."""
         self._forgets = self._is_finished = False
         self._put_in: tuple[int, int] | None = None
-        """The attempt in which something was put last."""
+        """The attempt in which `put` was called last."""
         self._source: DataSource | None = None
         self._key = key_of(rank)
         dual = socket.has_dualstack_ipv6()
@@ -199,23 +205,25 @@ class StageOutput:
         manager._parts.paradigm.output = self
 
     def put(self, txn: Any, value: Any) -> None:
-        """In the body of ``txn``: offer ``value``, of its batch, to the next stage.
+        """Offer ``value`` to the next stage, for the batch of ``txn``, inside ``with txn:``.
 
         It is copied to the host's memory, without its gradients.
         """
         drawn = txn._drawn
-        if drawn.slice is None:  # a batch that does not count here: another group offers it
+        if drawn.slice is None:  # a batch that does not count here: another group offers its entry
             self._meet_others()
             return
         if (attempt := (txn.epoch, txn.attempt)) == self._put_in:
-            raise FftError("put() is called twice in this body: a slice of the data has one entry")
+            raise FftError(
+                "put() was called twice in this step function: call it once in each transaction"
+            )
         self._put_in = attempt
         kept = tree_map(kept_of, value)
         self._offer(drawn.slice, _Entry(kept, txn.step))
         self._meet_others()
 
     def _offer(self, number: int, entry: _Entry) -> None:
-        """Keep it for the next stage, if that can still ask for it."""
+        """Keep the entry, unless the next stage has committed its slice or has ended."""
         after = self._next_stage
         with self._changed:
             self._forget(after.cursor)
@@ -226,46 +234,49 @@ class StageOutput:
 
     @property
     def _next_stage(self) -> Elsewhere:
-        """Its scope, as far as it is known here."""
+        """The scope of the next stage, as far as this rank knows it."""
         local = self._rank.job.local
         assert local is not None, "a txn has begun"
         return next(e for e in local.elsewhere if e.scope == self._after)
 
     def _meet_others(self) -> None:
-        """Of a frozen stage, which has no gradients: the groups reduce something all the same, so
-        that they are in one step, and the commit is not one of nothing."""
+        """All-reduce a number in a frozen stage, which has no gradients.
+
+        This keeps the groups in lockstep, and the manifest of the vote is not empty.
+        """
         if not self._rank.state.updates.has_optimizers:
             self._manager.allreduce(torch.ones(1)).wait()
 
     # --- the main thread, between two transactions ---
 
     def export_entries(self, slices: range) -> list[tuple[int, int, Any]]:
-        """Slice, version and value of those of ``slices`` that the next stage may still take."""
+        """Return slice, version and value of entries that the next stage may still take."""
         with self._changed:
             there = sorted(self._entries.items())
         return [(number, each.version, each.value) for number, each in there if number in slices]
 
     def load_entries(self, entries: Sequence[tuple[int, int, Any]]) -> None:
-        """Offer what `export_entries` gave; before the job is joined."""
+        """Offer the result of `export_entries`, before the job is joined."""
         with self._changed:
             self._entries |= {number: _Entry(value, v) for number, v, value in entries}
 
     def draws_from(self, source: DataSource) -> None:
-        """Where the slices come from that an entry is made anew for. Raises DataError."""
+        """Set the source from which missing entries are recomputed. Raises DataError."""
         if not source.in_any_order:
             raise DataError(
-                "an entry that is lost with its group is made anew from its slice, and this loader "
-                "can only be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
+                "an entry that is lost with its group is recomputed from its slice, but this "
+                "loader can only be read from its beginning; use fft.CursorLoader or "
+                "fft.StreamLoader"
             )
         self._source = source
 
     def give_until_command(self, engine: Engine, watchers: Watchers, computing: int | None) -> None:
-        """Make what is waited for, until the engine has a command for this thread.
+        """Compute requested entries until the engine has a command for this thread.
 
-        A txn of this stage that is held may wait for this very thing. The next stage is told as
-        soon as the job's weights are here: it may be its turn to come, before a txn begins here.
-        The slice ``computing`` of an open txn has its turn when that is committed: the next stage
-        may hear of that first, and ask.
+        A txn of this stage that is held may depend on these entries. The next stage receives a
+        message as soon as this rank has the job's weights, because it may have to join before a txn
+        can begin here. The entry of slice ``computing`` is excluded, because its open txn sends it
+        at its commit; the next stage may learn of that commit first, and request it.
         """
         while not engine.has_word():
             with watchers.waiting():
@@ -278,7 +289,7 @@ class StageOutput:
                 self.make(but=computing)
 
     def make(self, but: int | None = None) -> None:
-        """Make the entries that are waited for; all ``but`` that which is about to be computed."""
+        """Compute the requested entries, ``but`` that of the slice of the open txn."""
         if not self._has_state:
             return
         with self._changed:
@@ -294,26 +305,26 @@ class StageOutput:
             with self._rank.state.preserved(), torch.no_grad():
                 value = tree_map(kept_of, self._produce(batch))
         except Exception as error:
-            error.add_note(f"as StageOutput made the entry of slice {number} anew")
+            error.add_note(f"while StageOutput recomputed the entry of slice {number}")
             raise
         version = self._manager._torchft.step
-        logger.info("the entry of slice %d was made anew, with version %d", number, version)
+        logger.info("the entry of slice %d was recomputed, with version %d", number, version)
         self._rank.job.note(MADE_ANEW, {"slice": number, "version": version})
         self._offer(number, _Entry(value, version))
 
     @property
     def _has_state(self) -> bool:
-        """Whether the weights here are the job's: not those of a process that has just come.
+        """Whether this rank has the job's weights. A new process has to fetch them first.
 
-        Who has left between two epochs keeps those of the last commit.
+        A rank that left between two epochs keeps those of its last commit.
         """
         local, step = self._rank.job.local, self._rank.state.registered
         return local is not None and (local.healed or (has_left_well(local) and not step.captured))
 
     def committed(self, txn: Any) -> None:
-        """Make the entry of ``txn`` if its body has put nothing; say so once, unless skipped.
+        """Compute the entry of ``txn`` if its step function has put none, and warn once.
 
-        Now: when it is asked for depends on time, and so would the weights.
+        If it were computed on request, its weights would depend on timing.
         """
         number, has_put = txn._drawn.slice, self._put_in == (txn.epoch, txn.attempt)
         if has_put or number is None or not self._has_state or self._next_stage.has_ended:
@@ -321,19 +332,23 @@ class StageOutput:
         if not txn.skipped and not self._forgets:
             self._forgets = True
             logger.warning(
-                "the body of slice %d has given nothing to the next stage; its entry is made after "
-                "its step, by the function of StageOutput. Call output.put(txn, …) in each body",
+                "the step function of slice %d has not called output.put(); its entry is "
+                "computed after its step, by the function of StageOutput. Call output.put(txn, "
+                "…) in each step function",
                 number,
             )
             self._rank.job.note("entry_forgotten", {"slice": number})
         self._make(number)
 
     def finish(self, leaves: bool, was_left: bool = False) -> None:
-        """Give what is left, until the next stage has ended, too. Once, when the loop is over, or
-        when this rank has left: a loop that is left by `break` may be gone on with until then.
+        """Serve the remaining requests until the next stage has ended, too.
+
+        Runs once, when the loop is over or this rank has left the job. Until then, a loop that was
+        left by `break` may continue.
 
         Args:
-            leaves: this group leaves the job, which may go on; the next stage leaves it as well.
+            leaves: this group drains, while the job may continue; the next stage of the group
+                drains too.
             was_left: the loop was left by `break`, and its loader is closed.
         """
         if self._is_finished or self._source is None or self._closed:
@@ -358,7 +373,10 @@ class StageOutput:
                 was_left = False  # once
             self.make()
         if not came:
-            logger.error("the next stage has not ended, and asked for nothing, for %g s", limit_s)
+            logger.error(
+                "the next stage has neither ended nor requested an entry for %g s; giving up",
+                limit_s,
+            )
 
     def close(self) -> None:
         """End the connections and the thread. Idempotent."""
@@ -380,16 +398,18 @@ class StageOutput:
         while not self._closed:
             try:
                 end, _ = self._listening.accept()
-            except OSError:  # closed; or whoever came has gone already
+            except OSError:  # the listener is closed, or the client has disconnected already
                 continue
             threading.Thread(target=self._meet, args=(end,), name=_TAKER, daemon=True).start()
 
     def _meet(self, end: socket.socket) -> None:
-        """Serve somebody, if he has the job's token."""
+        """Serve one connection after its authentication."""
         try:
             taker = Taker(greet(end, self._key, first=True))
         except Stranger as error:
-            logger.warning("somebody without the job's token came for entries: %s", error)
+            logger.warning(
+                "rejected a connection that did not authenticate by the job's token: %s", error
+            )
             return
         with self._changed:
             if self._closed:
@@ -401,7 +421,7 @@ class StageOutput:
         self._hear(taker)
 
     def _hear(self, taker: Taker) -> None:
-        """What somebody asks for, until it has ended."""
+        """Receive the requests of one consumer until it disconnects."""
         try:
             while True:
                 words = json.loads(taker.connection.recv_bytes())
@@ -422,7 +442,7 @@ class StageOutput:
                 self._changed.notify_all()
 
     def _send(self, taker: Taker) -> None:
-        """Entries as they come, to who has asked for them."""
+        """Send requested entries to one consumer as they become available."""
         with taker.connection:
             try:
                 while (entry := self._next(taker)) is not None:
@@ -435,7 +455,7 @@ class StageOutput:
                     self._changed.notify_all()
 
     def _next(self, taker: Taker) -> bytes | None:
-        """The next one that it has asked for and that is there; None: it needs none any more."""
+        """Wait for the next message to this consumer; return None if the connection is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -462,17 +482,17 @@ class StageOutput:
         return packed({"slice": number, "version": entry.version, "value": entry.value})
 
     def _unlike(self, taker: Taker) -> str | None:
-        """What to say to somebody who has other data; None: they are the same."""
+        """Return the message for a consumer with another loader, or None if the loaders match."""
         mine = None if self._source is None else repr(self._source.export(0))
         if mine is None or taker.data in ("", mine):
             return None
         return (
-            f"its loader is {taker.data}, and that of the first stage is {mine}: give StageInput "
-            "the loader of the first stage"
+            f"its loader is {taker.data}, but that of the first stage is {mine}: pass the loader "
+            "of the first stage to StageInput"
         )
 
     def _forget(self, done: int) -> None:
-        """The slices before ``done`` are committed by who takes them."""
+        """Drop the entries before slice ``done``, which the next stage has committed."""
         self._taken = max(self._taken, done)
         for old in [number for number in self._entries if number < self._taken]:
             del self._entries[old]

@@ -1,4 +1,4 @@
-"""The paradigm of pipelines whose stages step by themselves, some steps ahead of the next one."""
+"""The paradigm of asynchronous pipelines, whose stages commit their steps independently."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class Ahead(Pipelined):
-    """Each stage has a scope of its own; entries of a queue lead from one stage to the next.
+    """Each stage has a scope of its own; queues connect each stage to the next one.
 
     Attributes:
-        output: The queue to the next stage; None: the script has made none yet.
+        output: The queue to the next stage, or None before the script creates it.
     """
 
     can_reform = False
@@ -43,9 +43,8 @@ class Ahead(Pipelined):
 
     def refuse_torchft_loop(self) -> None:
         raise FftError(
-            "start_quorum(), of torchft's loop, with spec="
-            f"{self._rank.settings.spec.name!r}: there stages step in manager.transactions(loader)."
-            " Stages that share a step run with spec='pipeline'"
+            f"start_quorum() is not supported with spec={self._rank.settings.spec.name!r}: use "
+            "manager.transactions(loader), or spec='pipeline' for stages that commit together"
         )
 
     # --- inputs and the loop ---
@@ -77,16 +76,16 @@ class Ahead(Pipelined):
             self._end(loop.is_over, is_still_in)
 
     def _end(self, is_over: bool, is_still_in: bool) -> None:
-        """Take no more txns; the next stage may need what this one has given.
+        """Stop taking txns, and keep serving the next stage.
 
         Args:
             is_over: nothing is left to do for this stage.
-            is_still_in: no commit has said so.
+            is_still_in: this rank is still a member, because no commit was marked as the last.
         """
         if is_over:
             self._rank.state.checkpoints.ended()
         if is_still_in:
-            self._rank.job.leave()  # until it hears that, the next stage is held
+            self._rank.job.leave()  # the next stage is held until it receives this
         if self.output is not None:
             self.output.finish(leaves=not is_over)
 
@@ -100,8 +99,8 @@ class Ahead(Pipelined):
             return False
         if max_steps is not None and step < max_steps:
             logger.warning(
-                "stage %r has ended after %d slices of the data, and this one, which follows it, "
-                "has ended with them: at step %d, before max_steps=%d",
+                "stage %r has ended after %d slices of the data, and so has this one, which "
+                "depends on it: at step %d, before max_steps=%d",
                 before[0].scope,
                 before[0].cursor,
                 step,
@@ -115,7 +114,7 @@ class Ahead(Pipelined):
             self.output.give_until_command(engine, self._rank.watchers, computing)
 
     def txn_committed(self, txn: Transaction) -> None:
-        """See that the next stage has something of the committed ``txn``."""
+        """Ensure that the next stage has an entry for the committed ``txn``."""
         if self.output is not None:
             self.output.committed(txn)
 
@@ -140,7 +139,7 @@ class Ahead(Pipelined):
 
     def left(self, is_failing: bool) -> None:
         if self.output is not None and not is_failing:
-            with self._rank.watchers.waiting():  # else the next stage could not take what is there
+            with self._rank.watchers.waiting():  # the next stage may still need entries of this one
                 self.output.finish(leaves=True, was_left=True)
 
     def close(self) -> None:

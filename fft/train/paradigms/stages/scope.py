@@ -1,6 +1,6 @@
-"""The scope of the stage that this process is, where each stage of a pipeline has one of its own.
+"""The scope of one stage of an asynchronous pipeline, in which each stage has its own.
 
-Owns the buses of the scopes; the first stage's is the job's, which others own.
+It owns the buses that it opens; the first stage uses the job's, which it does not own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageScope(RankScope):
     def __init__(
         self, spec: FsmSpec, rank: int, job_bus: ErrorBus, most: int | None = None
     ) -> None:
-        """``most``: groups whose data count, if others are spares."""
+        """``most`` limits the groups whose data count; further ones are spares."""
         super().__init__(spec.stage(rank), job_bus)
         self._rank = rank
         self.by_rank = spec.stages
@@ -44,7 +44,7 @@ class StageScope(RankScope):
         return {**super().terms(1), "first_rank": self._rank, "flow": self.flow}
 
     def open(self, url: str, token: JobToken | None, operation_s: float) -> None:
-        """Open the buses of this scope and of those that it is bound to. Raises BusError."""
+        """Open the buses of this scope and of its linked scopes. Raises BusError."""
 
         def bus_of(name: str) -> ErrorBus:
             if name == self.by_rank[0]:
@@ -60,7 +60,7 @@ class StageScope(RankScope):
         ]
 
     def first(self) -> OtherScope:
-        """The scope of the first stage, for who is not the engine."""
+        """Return the scope of the first stage, for readers other than the engine."""
         return OtherScope(self.by_rank[0], self._job_bus, self._most)
 
     def traces(self, directory: Path | None) -> Path | None:
@@ -79,10 +79,10 @@ def scope_of_stage(
 
     Args:
         operation_s: seconds for an operation on a bus.
-        undo: gets what closes its buses, for when something fails later.
+        undo: receives a callback that closes the buses, in case a later step fails.
 
     Raises:
-        FftError: replica groups have not as many ranks as there are stages.
+        FftError: the number of ranks of a replica group is not the number of stages.
         BusError: a bus cannot be reached.
     """
     spec, rank, ranks = (
