@@ -184,7 +184,7 @@ def test_ranks_of_a_group_cannot_have_unlike_weights(made: Job) -> None:
         (_outer_of_more, "make it over the same model"),
         (_frozen_part, "leave it out, or join it"),
         (_thawed, "freeze it after that"),
-        (_too_few_items, "give more items, or synchronise more often"),
+        (_too_few_items, "pass more items, or synchronize more often"),
         (_synced, "leave the call, or the wrapper, out"),
         (_synced_after, "leave the call, or the wrapper, out"),
         (_changed_after, "when the model is complete"),

@@ -102,7 +102,7 @@ def test_a_stranger_is_turned_away_and_the_partner_still_waited_for(listening: L
 
 def test_nobody_comes(listening: Listening) -> None:
     outcome = listening.meet(time.monotonic() + 0.2)
-    assert outcome.ok is False and outcome.text == "nobody connected in time"
+    assert outcome.ok is False and outcome.text == "no peer connected in time"
 
 
 def test_nobody_listens(listening: Listening) -> None:

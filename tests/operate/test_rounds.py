@@ -105,7 +105,7 @@ def test_rank_that_alters_its_data_is_named(job: Job, bad: int) -> None:
     report = job.diagnose({bad: "flip"})
     assert list(grave(report)) == [str(bad)], report.lines()
     how, evidence = found(report)[str(bad)]
-    assert how == "failed" and "changed" in evidence
+    assert how == "failed" and "corrupted" in evidence
     assert evidence.count("sound with others") >= 2
 
 
@@ -130,7 +130,7 @@ def test_silent_sender_is_named_within_the_limit(job: Job) -> None:
 def test_two_bad_ones_of_five_are_both_named(job: Job) -> None:
     report = job.diagnose({0: "flip", 2: "wrong"})
     assert sorted(grave(report)) == ["0", "2"], report.lines()
-    assert "3 of 3 products on cpu came out wrong" in found(report)["2"][1]
+    assert "3 of 3 products on cpu had a wrong result" in found(report)["2"][1]
 
 
 @pytest.mark.long

@@ -117,7 +117,7 @@ def test_loading_error_names_item_step_and_rank(kind: str, monkeypatch: pytest.M
     finally:
         source.close()
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "rank 1 of its group was to get its batch in the txn of step 2" in text
+    assert "rank 1 of its group was drawn for the txn of step 2" in text
     assert "item 5 of the data, of slice 2" in text
     if kind == "stream":
         assert "while item 5 of a " in text and "Breaks was drawn" in text
@@ -229,7 +229,7 @@ def test_a_joiner_with_other_data_is_told_what_differs() -> None:
     data = list(range(20))
     source = fft.CursorLoader(data, 4, seed=1)
     fft.CursorLoader(data, 4, seed=1).load(source.export(3), 3)
-    with pytest.raises(DataError, match="batch_size is 5 here and 4 where the state"):
+    with pytest.raises(DataError, match="batch_size is 5 here but 4 in the state"):
         fft.CursorLoader(data, 5, seed=1).load(source.export(3), 3)
     with pytest.raises(DataError, match="another kind of loader"):
         as_source([1, 2, 3]).load(source.export(3), 3)

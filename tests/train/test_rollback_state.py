@@ -218,11 +218,11 @@ def test_a_rollback_after_a_state_has_come_does_not_bring_the_old_one_back() -> 
 MISFITS = {
     "a missing parameter": (
         lambda s: s["parameters"].pop("model0.linear.bias"),
-        "parameters: the state that came lacks 'model0.linear.bias'",
+        "parameters: the received state lacks 'model0.linear.bias'",
     ),
     "an unknown buffer": (
         lambda s: s["buffers"].update(other=torch.zeros(1)),
-        "buffers: the state that came has 'other'",
+        "buffers: the received state has 'other'",
     ),
     "another shape": (
         lambda s: s["parameters"].update({"model0.linear.bias": torch.zeros(5)}),
@@ -236,14 +236,14 @@ MISFITS = {
     ),
     "state of a parameter of another optimizer": (
         lambda s: s["optimizers"][0]["state"].update({"model0.norm.bias": {}}),
-        r"optimizers\[0\].state: 'model0.norm.bias' came",
+        r"optimizers\[0\].state: 'model0.norm.bias' in the received state is not",
     ),
     "an optimizer of another kind": (
         lambda s: s["optimizers"][0].update(kind="RAdam"),
-        r"optimizers\[0\]: the state of RAdam came, AdamW is here",
+        r"optimizers\[0\]: expected the state of AdamW, got that of RAdam",
     ),
-    "a missing optimizer": (lambda s: s["optimizers"].pop(), "optimizers: 1 came, 2 are here"),
-    "a missing schedule": (lambda s: s["lr_schedulers"].pop(), "lr_schedulers: 0 came"),
+    "a missing optimizer": (lambda s: s["optimizers"].pop(), "optimizers: expected 2, got 1"),
+    "a missing schedule": (lambda s: s["lr_schedulers"].pop(), "lr_schedulers: expected 1, got 0"),
     "a missing extra": (lambda s: s["extra"].pop("counter"), "extra: .* lacks 'counter'"),
     "a missing section": (lambda s: s.pop("extra"), "state: .* lacks 'extra'"),
 }

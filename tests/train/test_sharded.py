@@ -242,7 +242,7 @@ def test_a_checkpoint_is_not_resumed_with_other_groups(groups: str, words: str) 
     sources = [job.source(0), job.source(1)]
     job.txn("01", sources)
     later = Job()
-    with pytest.raises(DataError, match=f"{words}.* cannot be divided anew: resume with"):
+    with pytest.raises(DataError, match=f"{words}.* cannot be redistributed: resume with"):
         later.txn(groups, resumed(later, groups, sources[0].export_all()))
 
 
@@ -283,7 +283,7 @@ def test_shards_that_are_not_consumed_alike_are_named(caplog: pytest.LogCaptureF
     job.txn("01", sources)
     job.txn("0", sources[:1])
     sources[0].close()
-    assert "not consumed alike (slices by group: 0: 2, 1: 1)" in caplog.text
+    assert "different parts of their shards (slices by group: 0: 2, 1: 1)" in caplog.text
 
 
 def test_audit_names_doubled_and_missing_samples() -> None:

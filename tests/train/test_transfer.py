@@ -112,11 +112,11 @@ def test_each_thing_that_is_not_the_state_asked_for_is_named(make: Make) -> None
     refused(receiver, sender, 1, "503 no state is offered")
     sender.about = receiver.about = "epoch 4, lineage ab"
     sender.send_checkpoint([1], 1, state(), LIMIT)
-    refused(receiver, sender, 2, "409 the state of another step")
+    refused(receiver, sender, 2, "409 this rank offers the state of another step")
     refused(stranger, sender, 1, "403 .*token")
     receiver.about = "epoch 5, lineage ab"
-    refused(receiver, sender, 1, "409 the state of another step")
-    with pytest.raises(TransferError, match="no address of FFT's transfer"):
+    refused(receiver, sender, 1, "409 this rank offers the state of another step")
+    with pytest.raises(TransferError, match="not an address of FFT's state transfer"):
         receiver.recv_checkpoint(0, "nccl://x", 1, LIMIT)
     small = make(max_bytes=1000)
     small.about = sender.about

@@ -79,8 +79,8 @@ def _other(value: Any, place: str, memo: _Memo) -> Any:
     except Exception as error:
         raise DataError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-            f"copied ({type(error).__name__}: {error}), so a replay could not see it as it was "
-            "loaded; give it a __deepcopy__, or leave it out of the batch"
+            f"copied ({type(error).__name__}: {error}), so a replay could not use the original "
+            "value; give it a __deepcopy__, or leave it out of the batch"
         ) from error
 
 

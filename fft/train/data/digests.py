@@ -1,9 +1,9 @@
 """Digests of batches, by which ranks that must draw the same data compare their batches.
 
 A digest covers types, shapes and values. Tensors and arrays of up to `WHOLE_BYTES` are read in
-full. From larger ones at most `SAMPLES` evenly spaced elements are read, which bounds the cost. A
-masked array enters by its mask and the visible data. Objects of unknown classes enter by the names
-of their classes.
+full. From larger ones at most `SAMPLES` evenly spaced elements are read, which bounds the cost. Of
+a masked array, the digest covers the mask and the visible data; of an object of an unknown class,
+the name of its class.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def combined(digests: list[str]) -> str:
 def runs_no_code(data: Any) -> bool:
     """Return whether indexing ``data`` runs no code of the user, so that all reads are equal.
 
-    A dataset with code may augment its samples with a generator of its own, which two equal reads
-    do not exclude.
+    A dataset with code may augment its samples with a generator of its own, and two equal reads do
+    not rule that out.
     """
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 

@@ -1,10 +1,11 @@
 """Loaders by item number, on torch's ``DataLoader``: workers prefetch only this rank's items.
 
-torch's iterator asks a batch sampler for the next item to load. Here that is a `_Schedule`, which
-knows the items that are due if the members stay (`fft.train.data.source.Due`). It never ends: if
-there is nothing to load it sends an empty request, so one iterator and its workers live as long as
-the training. Answers carry their item number. After a change of the members, answers that still fit
-are kept, others are dropped, and workers skip obsolete requests that they have not begun.
+torch's iterator asks a batch sampler for the next item to load. This module passes it a
+`_Schedule`, which computes the items that this rank needs as long as the membership does not change
+(`fft.train.data.source.Due`). It never ends: if there is nothing to load it sends an empty request,
+so one iterator and its workers live as long as the training. Answers carry their item number. After
+a change of the membership, answers that this rank still needs are kept, the others are dropped, and
+workers skip obsolete requests that they have not begun.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class _Schedule:
         self.asked: set[int] = set()
         """Numbers of open requests."""
         self.ready: dict[int, Answer] = {}
-        """Received answers that this rank takes now or later."""
+        """Loaded items that this rank still needs, by item number."""
         self._ahead = max(1, workers)
-        """Number of requests until the same worker is asked again; torch asks them in turn."""
+        """Number of workers, at least 1: torch asks them in turn."""
 
     def __iter__(self) -> _Schedule:
         return self
@@ -235,7 +236,7 @@ class _Loader(Identified):
         return {i: w.exitcode for i, w in enumerate(workers) if not w.is_alive()}
 
     def export(self, first: int) -> Any:
-        """Return only the settings that equal loaders share; items can be loaded in any order."""
+        """Return the settings that must be equal on all ranks; a position is not needed."""
         return self._identity
 
     def load(self, state: Any, first: int) -> None:
@@ -276,13 +277,13 @@ def _renamed(passes: int, data_epochs: int | None) -> int:
 
 
 class CursorLoader(_Loader):
-    """Batches of a map-style dataset by number, in an order that every group computes alike.
+    """Batches of a map-style dataset by number, in an order that is the same on all groups.
 
     Item ``n`` is batch ``n % batches`` of data epoch ``n // batches``. A data epoch visits every
     sample once in a new random order. A group that joins needs no state of the loader.
 
     Before each item the global generators of torch, numpy and random are seeded from (seed, item
-    number). So an item with random augmentation has the same bits each time and in each process
+    number). So an item with random augmentation is bitwise identical each time and in each process
     that loads it. Generators that the dataset creates itself are not seeded. On the main thread the
     generators are restored afterwards.
 
@@ -295,17 +296,17 @@ class CursorLoader(_Loader):
             ``WeightedRandomSampler``. It gives the order of the samples in one data epoch, instead
             of a shuffled one. The loader iterates over it once for each data epoch. Before that it
             seeds the global generators, and the sampler's attribute ``generator``, from (``seed``,
-            number of the data epoch), and calls ``set_epoch``, where the sampler has them. The
-            order must depend on nothing else.
+            number of the data epoch), and calls ``set_epoch``, both only if the sampler has them.
+            The order must depend on nothing else.
         order: A function from the number of the data epoch to sample indexes, instead of
             ``sampler``. Each call must return the same indexes on all ranks, and the number of
             indexes must be the same in each data epoch.
-        collate: Another name of ``collate_fn``.
-        collate_fn: Function from a list of samples to a batch; torch's ``default_collate`` by
+        collate: Alias of ``collate_fn``.
+        collate_fn: Function that maps a list of samples to a batch; torch's ``default_collate`` by
             default.
         shuffle: Whether each data epoch has a random order, rather than that of the dataset.
             Ignored if ``sampler`` or ``order`` is given.
-        drop_last: Leave out the last, incomplete batch of a data epoch.
+        drop_last: Drop the last, incomplete batch of a data epoch.
         passes: Deprecated name of ``data_epochs``.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,

@@ -1,4 +1,4 @@
-"""Loaders over a share of the data: each group, or each rank, draws from a shard of its own.
+"""Loaders over a shard of the data: each group, or each rank, draws from a shard of its own.
 
 Every rank counts the slices that each group has consumed; the counts are part of the job's state.
 Only the processes of a group have the loader of its shard. So they publish its state on the bus
@@ -39,7 +39,7 @@ LONGEST_STATE = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Shelf:
-    """The place where the states of the shards are published.
+    """Access to the published states of the shards on the bus.
 
     Attributes:
         read: Returns the bytes published under a name, or None.
@@ -107,7 +107,7 @@ class ShardedSource:
 
         Returns:
             The batch, whether it is the last, the number of its slice in the shard, and a digest of
-            the items that all ranks of the shard must draw alike; None if the shard has ended.
+            the items that must be equal on all ranks of the shard; None if the shard has ended.
         """
         first, count = self._first, self._takers
         self._refuse_missing(plan)
@@ -208,7 +208,8 @@ class ShardedSource:
         self._refuse_other(state)
         self.positions = dict(state["positions"])
         start = self._stream.start
-        if start is not None and start <= self._first:  # this process can reach it by drawing on
+        # this process can reach the position by reading further
+        if start is not None and start <= self._first:
             self._skip()
         else:
             self._restore(state["states"].get(self.shard))
@@ -218,8 +219,8 @@ class ShardedSource:
         self._refuse_other(state)
         if (groups := set(state["positions"])) and self._group not in groups:
             raise DataError(
-                f"the checkpoint has the shards of the groups {', '.join(sorted(groups))}, and "
-                f"this is group {self._group!r}: its share would overlap with theirs. {_RESHARD}"
+                f"the checkpoint has the shards of the groups {', '.join(sorted(groups))}, but "
+                f"this is group {self._group!r}, whose shard would overlap with theirs. {_RESHARD}"
             )
         self.load(state, first)
         self._expected = groups
@@ -257,8 +258,7 @@ class ShardedSource:
         if not retried(skip, self._some_item, self.alive):
             raise DataError(
                 f"shard {self.shard}: expected at least {self._first} items, which its group has "
-                f"consumed, but {named(self._loader)} ends before; give the loader the same data "
-                "as before"
+                f"consumed, but {named(self._loader)} ends before; pass the same data as before"
             )
 
     def _refuse_other(self, state: Any) -> None:
@@ -273,7 +273,7 @@ class ShardedSource:
         if state["ranks"] != self._ranks:
             raise DataError(
                 f"the state comes from groups of {state['ranks']} ranks, and this group has "
-                f"{self._ranks}: the shards are others. {_RESHARD}"
+                f"{self._ranks}, so the shards differ. {_RESHARD}"
             )
 
     def close(self) -> None:
@@ -281,8 +281,8 @@ class ShardedSource:
         if self.positions and len(set(self.positions.values())) > 1:
             told = ", ".join(f"{g}: {n}" for g, n in sorted(self.positions.items()))
             logger.warning(
-                "the shards of the groups are not consumed alike (slices by group: %s): a group "
-                "that was away has not trained its shard meanwhile, and no other group did",
+                "the groups have consumed different parts of their shards (slices by group: %s): "
+                "the shard of a group that was absent was not trained meanwhile",
                 told,
             )
 
@@ -310,7 +310,9 @@ class ShardedInputs:
             if (taken := source.draw(plan)) is None:
                 return None
         except Exception as error:
-            error.add_note(f"shard {source.shard} was to give the batch of step {plan.step}")
+            error.add_note(
+                f"while the batch of step {plan.step} was drawn from shard {source.shard}"
+            )
             raise
         batch, is_last, number, digest = taken
         if plan.step != self._step:
@@ -331,8 +333,9 @@ class ShardedInputs:
 
 
 _RESHARD = (
-    "The shards of a loader cannot be divided anew: resume with the groups and ranks that wrote "
-    "the state, or use fft.StreamLoader or fft.CursorLoader, which divide the data among any number"
+    "The shards of a loader cannot be redistributed: resume with the groups and ranks that wrote "
+    "the state, or use fft.StreamLoader or fft.CursorLoader, which divide the data among any "
+    "number"
 )
 
 
@@ -346,11 +349,11 @@ def _refuse_unfit(loader: Any, kind: object) -> None:
     if isinstance(loader, DataSource):
         raise DataError(
             f"{named(loader)} with sharded={kind!r}: it divides the data among the groups itself. "
-            "Give it the whole data, and leave sharded= out"
+            "Pass the whole data, and remove sharded="
         )
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         raise DataError(
-            f"{named(loader)} with sharded={kind!r} has no state_dict and load_state_dict: a group "
-            "that comes back could not continue its shard. Pass a stateful loader, such as "
+            f"{named(loader)} with sharded={kind!r} has no state_dict and load_state_dict: a "
+            "group that returns could not continue its shard. Pass a stateful loader, such as "
             "torchdata's StatefulDataLoader, or fft.StreamLoader over the whole data"
         )

@@ -30,10 +30,10 @@ from fft.util.temp_dir import refuse_long_temp_dir
 logger = logging.getLogger(__name__)
 
 Identify = Callable[[Any], Any]
-"""Function from a batch to its identity, such as its sample ids."""
+"""Function that maps a batch to its identity, such as its sample ids."""
 ORDER_MEND = (
-    "give transactions() a loader whose state restores the order, such as fft.CursorLoader or "
-    "fft.StreamLoader"
+    "pass a loader whose state restores the order, such as fft.CursorLoader or fft.StreamLoader, "
+    "to transactions()"
 )
 AUGMENTATION_MEND = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
 BATCHES_AS_ORDER = "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch]"
@@ -51,7 +51,7 @@ _STATE, _NEXT, _ENDED = "loader_state", "next_digests", "ended"
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The item that a rank takes, and the following ones as long as the members stay."""
+    """The item that a rank takes, and the following ones while the membership stays."""
 
     first: int
     """All items before this one are committed."""
@@ -75,10 +75,10 @@ class DataSource(Protocol):
         """Start slow parts, such as workers; called once before the first txn."""
 
     def holds(self, first: int, count: int) -> bool:
-        """Return whether items ``first`` … ``first + count - 1`` exist, alike on all ranks."""
+        """Return whether items ``first`` … ``first + count - 1`` exist; the same on all ranks."""
 
     def take(self, due: Due) -> Any:
-        """Return item ``due.number``, as the same object until ``due.first`` has passed it."""
+        """Return item ``due.number``: the same object until ``due.first`` has passed it."""
 
     def export(self, first: int) -> Any:
         """Return plain values and tensors from which an equal source can continue at ``first``."""
@@ -97,7 +97,7 @@ class _Stateful(Protocol):
 
 
 class Identified:
-    """A source whose batches ``identify`` can name.
+    """A source whose batches ``identify`` can identify.
 
     Attributes:
         identify: Function from a batch to its identity; None uses the content of the batch.
@@ -140,7 +140,7 @@ class ItemsSource(Identified):
         return len(self._items)
 
     def fingerprint(self, first: int, count: int) -> str | None:
-        """Return a digest of the length and, if all ranks read it alike, of the first item."""
+        """Return a digest of the length and, if it is the same on all ranks, of the first item."""
         if self._digest is None and len(self._items) > 0:
             found: Any = None
             if self.identify is not None:
@@ -185,7 +185,7 @@ class StreamSource(Identified):
         self._expected: list[str] = []
         """Digests of the next items, as drawn by the process that exported the loaded state."""
         self._ended = False
-        """The loader has no further item. Many loaders begin anew if they are iterated again."""
+        """The loader is exhausted. Many loaders restart if they are iterated again."""
 
     def open(self) -> None:
         """Do nothing: the first item is drawn when its txn begins."""
@@ -391,9 +391,9 @@ def as_source(
 
 
 _ONE_LOADER = (
-    "a rollback and a group that joins need one loader whose position can be restored. Put the "
-    "datasets together, as torch.utils.data.StackDataset(first, second) or ConcatDataset does, and "
-    "pass one fft.CursorLoader over the result"
+    "a rollback and a group that joins need one loader whose position can be restored. Combine "
+    "the datasets, for example by torch.utils.data.StackDataset(first, second) or ConcatDataset, "
+    "and pass one fft.CursorLoader over the result"
 )
 
 
@@ -450,14 +450,14 @@ def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
     """
     if not isinstance(theirs, dict) or set(theirs) != set(mine):
         raise DataError(
-            f"this rank has {named(source)}, the others have another kind of loader; "
-            "give all groups the same"
+            f"this rank has {named(source)}, but other ranks use another kind of loader; pass the "
+            "same kind on all groups"
         )
     for name, value in mine.items():
         if theirs[name] != value:
             raise DataError(
-                f"{named(source)}: {name} is {value!r} here and {theirs[name]!r} where the state "
-                "came from, another group or a checkpoint; give all the same data"
+                f"{named(source)}: {name} is {value!r} here but {theirs[name]!r} in the state of "
+                "another group or of the checkpoint; pass the same data on all groups"
             )
 
 
@@ -491,7 +491,7 @@ class Inputs:
         number = first + (plan.index or 0) * ranks + self._rank
 
         def take(ahead: bool = True) -> tuple[bool, Any] | None:
-            # One txn ahead, so that at the end of the data all groups leave with one commit.
+            # Look one txn ahead, so that at the end of the data all groups leave with one commit.
             is_last = ahead and not self._source.holds(first, 2 * count)
             if (is_last or not ahead) and not self._source.holds(first, count):
                 return None
@@ -503,7 +503,7 @@ class Inputs:
             except Exception as error:
                 if not is_ahead(error, first + count):
                     raise
-                taken = take(ahead=False)  # the error comes in the txn in which the item is due
+                taken = take(ahead=False)  # report the error in the txn that needs that item
             if taken is None:
                 return None
             is_last, batch = taken
@@ -533,7 +533,10 @@ class Inputs:
         )
 
     def _consumed(self, plan: StartTxn, is_last: bool) -> float | None:
-        """Return `Drawn.consumed`. Items too few for another txn count as consumed."""
+        """Return `Drawn.consumed`.
+
+        Remaining items that do not suffice for another txn count as consumed.
+        """
         total = getattr(self._source, "items_in_all", None)
         if total is None:
             return None
@@ -551,9 +554,9 @@ class Inputs:
     def _due(self, plan: StartTxn, number: int) -> str:
         """Describe the item that could not be loaded, for the error."""
         which = plan.cursor + (plan.index or 0)
-        counts = "" if plan.index is not None else ", in which this group does not count"
+        counts = "" if plan.index is not None else ", in which this group does not contribute"
         return (
-            f"as rank {self._rank} of its group was to get its batch in the txn of step "
+            f"while the batch of rank {self._rank} of its group was drawn for the txn of step "
             f"{plan.step}{counts}: item {number} of the data, of slice {which}"
         )
 
@@ -565,7 +568,7 @@ def _ids_in(source: DataSource, batch: Any) -> list[int] | list[str] | None:
 
 
 class LeasedInputs:
-    """The inputs of one rank from ``source``, step by step of the slice of its group's lease.
+    """The inputs of one rank for local steps, from the slice that its group leases.
 
     Args:
         source: A source that returns its items in any order.
@@ -580,8 +583,8 @@ class LeasedInputs:
     def __init__(self, source: DataSource, steps: int, ranks: int, rank: int) -> None:
         if not source.in_any_order:
             raise DataError(
-                "groups that step alone read different parts of the data, and this loader can only "
-                "be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
+                "groups with local steps read different parts of the data, and this loader can "
+                "only be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
             )
         self.alive: Callable[[], object] = lambda: None
         """Called while a failed item waits for its next attempt."""
@@ -589,20 +592,20 @@ class LeasedInputs:
         self._at, self._waited_s = -1, 0.0
 
     def suffice(self, plan: StartTxn) -> bool:
-        """Return whether there are items for all slices that are granted by now."""
+        """Return whether the data contain all slices that are granted so far."""
         return self._hold(plan.cursor)
 
     def too_few(self, plan: StartTxn) -> str:
         """Return the message for data that do not suffice, with the fix."""
         each = self._steps * self._ranks
         return (
-            f"the data end before the first synchronisation: {plan.participants} groups take "
-            f"{each} items each, one for each step of each rank; give more items, or synchronise "
+            f"the data end before the first synchronization: {plan.participants} groups take "
+            f"{each} items each, one for each step of each rank; pass more items, or synchronize "
             "more often"
         )
 
     def suffice_after(self, plan: StartTxn) -> bool:
-        """Return whether there are items for the slices that ``plan``'s COMMIT grants."""
+        """Return whether the data contain the slices that ``plan``'s COMMIT grants."""
         return self._hold(plan.next_cursor)
 
     def _hold(self, slices: int) -> bool:
@@ -624,8 +627,8 @@ class LeasedInputs:
             batch = retried(lambda: copied(self._source.take(due)), f"item {number}", self.alive)
         except Exception as error:
             error.add_note(
-                f"as rank {self._rank} of its group was to get its batch for step {position} of "
-                f"slice {lease}: item {number} of the data"
+                f"while the batch of rank {self._rank} of its group was drawn for step {position} "
+                f"of slice {lease}: item {number} of the data"
             )
             raise
         if number != self._at:

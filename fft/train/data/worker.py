@@ -1,4 +1,4 @@
-"""The reading side of a loader, in torch's worker processes or on the main thread.
+"""Reads the items of a loader, in torch's worker processes or on the main thread.
 
 The content of an item depends only on (seed, item number), not on the process or the time, because
 the global random generators of torch, numpy and random are seeded for each item.
@@ -33,7 +33,7 @@ _random_lock = threading.Lock()
 
 
 class Request(NamedTuple):
-    """A request to a worker for item ``number``; its next request is likely ``step`` further."""
+    """A request to a worker for item ``number``; its next one is probably ``step`` further."""
 
     number: int | None
     """The item, or None for an empty request, since torch keeps a fixed number of requests open."""
@@ -102,8 +102,8 @@ class Substreams:
             batch = next(stream)
         except StopIteration:
             raise EOFError(
-                f"the stream ended before item {request.number}; "
-                "say how many there are: fft.StreamLoader(open_stream, items=…)"
+                f"the stream ended before item {request.number}; pass the number of items: "
+                "fft.StreamLoader(open_stream, items=…)"
             ) from None
         self._stream, self._at = stream, (request.number + request.step, request.step)
         return batch
@@ -118,7 +118,7 @@ class Substreams:
 _LAUNCHERS_S = 30.0
 """Time from SIGTERM to SIGKILL by a launcher that sets no limit, such as torchrun, in seconds."""
 _AFTER_S = 10.0
-"""Time from the limit of a drain to the end of a worker whose trainer still lives, in seconds."""
+"""Seconds from the deadline of a drain to the end of a worker whose trainer still lives."""
 
 
 class Reader(Dataset[Any]):
@@ -241,7 +241,7 @@ def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> 
     wrapper: Any = ExceptionWrapper  # has no types in torch
     if answer.kind == "failed":  # the class of the exception exists only in the worker
         told = answer.value
-        said = f"{told.exc_type.__qualname__}, told as a RuntimeError: {told.exc_msg}"
+        said = f"{told.exc_type.__qualname__}, reported as a RuntimeError: {told.exc_msg}"
         told.exc_type, told.exc_msg = RuntimeError, said
     else:
         cannot = RuntimeError(f"item {answer.number} cannot be sent to the trainer: {error}")

@@ -36,8 +36,8 @@ class Chain:
 
 
 ON_PROCESSOR = Chain(16, 2048, "141a4cd826a19a95f6ffca3cef2e34b5")
-"""Small enough for torch to use one thread, because several threads wait for each other on a busy
-machine, and the threads belong to the trainer."""
+"""Small enough for torch to use one thread, because its threads belong to the trainer, and would
+wait for each other on a busy machine."""
 ON_ACCELERATOR = Chain(1024, 64, "75eb33a7ca8c8c7c7674af53b8c972f1")
 
 MEMORY_BYTES = 64 * 1024 * 1024
@@ -71,14 +71,14 @@ def compute() -> Outcome:
     try:
         digests = [_product(torch, device, chain) for _ in range(COMPUTE_REPEATS)]
     except torch.OutOfMemoryError as error:
-        return Outcome(None, 0.0, f"no room on {device}: {error}"[:200])
+        return Outcome(None, 0.0, f"out of memory on {device}: {error}"[:200])
     except RuntimeError as error:
         return Outcome(False, 0.0, f"the product failed on {device}: {error}"[:200])
     wrong = sum(digest != chain.digest for digest in digests)
     if wrong:
-        text = f"{wrong} of {COMPUTE_REPEATS} products on {device} came out wrong"
+        text = f"{wrong} of {COMPUTE_REPEATS} products on {device} had a wrong result"
         return Outcome(False, time.monotonic() - began, text)
-    return Outcome(True, time.monotonic() - began, f"right on {device}")
+    return Outcome(True, time.monotonic() - began, f"correct result on {device}")
 
 
 def _product(torch: Any, device: str, chain: Chain) -> str:
@@ -112,13 +112,15 @@ def memory() -> Outcome:
         held = torch.empty(MEMORY_BYTES // 8, dtype=torch.int64, device=device)
         wrong = sum(_changed(held, places, pattern) for pattern in _MEMORY_PATTERNS)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return Outcome(None, 0.0, f"no room on {device}: {error}"[:200])
+        return Outcome(None, 0.0, f"out of memory on {device}: {error}"[:200])
     except RuntimeError as error:
         return Outcome(False, 0.0, f"the memory of {device} failed: {error}"[:200])
     seconds = time.monotonic() - began
     if wrong:
-        return Outcome(False, seconds, f"{wrong} words on {device} came back changed")
-    return Outcome(True, seconds, f"{held.nbytes >> 20} MiB on {device} kept")
+        return Outcome(
+            False, seconds, f"{wrong} words on {device} were read back with other values"
+        )
+    return Outcome(True, seconds, f"{held.nbytes >> 20} MiB on {device} verified")
 
 
 def _changed(held: Any, places: Any, pattern: int) -> int:
@@ -193,11 +195,11 @@ class Listening:
 
     def _partner(self, deadline: float) -> socket.socket:
         for _ in range(_ACCEPTS):
-            self._server.settimeout(_left(deadline, "nobody connected"))
+            self._server.settimeout(_left(deadline, "no peer connected"))
             try:
                 connection, _ = self._server.accept()
             except TimeoutError:
-                raise CheckError("nobody connected in time") from None
+                raise CheckError("no peer connected in time") from None
             self._line.hold(connection)
             try:
                 hello = _receive(connection, len(_HELLO) + 32, deadline)
@@ -206,7 +208,7 @@ class Listening:
             except (CheckError, OSError):
                 pass  # not the partner, which may still come
             connection.close()
-        raise CheckError("only strangers connected")
+        raise CheckError("only unauthenticated peers connected")
 
     def close(self) -> None:
         """Stop waiting."""
@@ -235,7 +237,7 @@ def _exchange(partner: socket.socket, key: str, deadline: float, *, first: bool)
         if first:
             _send(partner, word, deadline)
         if _receive(partner, _WORD, deadline) != word:
-            raise CheckError(f"round trip {number} came back changed")
+            raise CheckError(f"the reply to round trip {number} was corrupted")
         if not first:
             _send(partner, word, deadline)
     trips = time.monotonic() - began
@@ -255,7 +257,7 @@ def _send_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> N
     for number in range(BULK_BLOCKS):
         _send(partner, _bytes(key, f"{way} {number}", BULK_BLOCK), deadline)
     if _receive(partner, 1, deadline) != _GOOD:
-        raise CheckError("what was sent arrived changed, says the other side")
+        raise CheckError("the peer has received corrupted data")
 
 
 def _take_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> None:
@@ -265,7 +267,7 @@ def _take_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> N
     )
     _send(partner, _BAD if changed else _GOOD, deadline)
     if changed:
-        raise CheckError(f"{changed} of {BULK_BLOCKS} blocks arrived changed")
+        raise CheckError(f"{changed} of {BULK_BLOCKS} blocks arrived corrupted")
 
 
 def _bytes(key: str, what: str, size: int) -> bytes:
@@ -274,20 +276,20 @@ def _bytes(key: str, what: str, size: int) -> bytes:
 
 
 def _send(partner: socket.socket, data: bytes, deadline: float) -> None:
-    partner.settimeout(_left(deadline, "the other side took nothing"))
+    partner.settimeout(_left(deadline, "the peer did not read the data"))
     partner.sendall(data)
 
 
 def _receive(partner: socket.socket, size: int, deadline: float) -> bytes:
     got = bytearray()
     while len(got) < size:
-        partner.settimeout(_left(deadline, "the other side sent too little"))
+        partner.settimeout(_left(deadline, "the peer sent too little"))
         try:
             part = partner.recv(min(size - len(got), 1 << 20))
         except TimeoutError:
-            raise CheckError("the other side sent too little in time") from None
+            raise CheckError("the peer sent too little in time") from None
         if not part:
-            raise CheckError("the other side closed the connection")
+            raise CheckError("the peer closed the connection")
         got += part
     return bytes(got)
 

@@ -1,4 +1,4 @@
-"""Process groups that can be aborted at any time and rebuilt under the objects that hold them.
+"""Process groups that can be aborted at any time and rebuilt in place, under their holders.
 
 `AbortableGroup` adopts a torchft process group object of the user. For gloo it creates the device
 itself, so that it knows the addresses of the group's connections and can shut down exactly those.
@@ -75,11 +75,11 @@ _stranded_lock = threading.Lock()
 class _Still:
     """A snapshot of gloo ops that do not end. Two equal ones show that the ops no longer write.
 
-    Each op thread sleeps between the two, and only its timeout can wake it: every connection is
-    closed, or is one that gloo will not read again. Such a connection remains after an op failed
-    between the head and the body of a message. gloo then waits for the op's buffer, which is gone,
-    and polls the connection without reading it until some op's timeout. Both ends are shut down, so
-    no data arrive. gloo's loop has polled for ``_ROUNDS_NS``, thousands of times, and read no byte.
+    Each op thread sleeps between the two, and only its timeout can wake it: each connection is
+    closed, or gloo will not read it again. Such a connection remains after an op failed between
+    the head and the body of a message. gloo then waits for the op's buffer, which is gone, and
+    polls the connection without reading it until some op's timeout. Both ends are shut down, so no
+    data arrive. gloo's loop has polled for ``_ROUNDS_NS``, thousands of times, and read no byte.
     """
 
     parked: dict[str, str]
@@ -165,7 +165,7 @@ class AbortableGroup:
         global_ranks: list[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Abort the present group, meet the other members at `store_addr`, and build a new one.
+        """Abort the current group, rendezvous at `store_addr`, and build a new one.
 
         The arguments are those of torchft, except `timeout`.
 
@@ -175,7 +175,7 @@ class AbortableGroup:
 
         Raises:
             GroupAborted: `abort` was called meanwhile.
-            TimeoutError: A member did not come; the text names the missing ranks.
+            TimeoutError: A member did not arrive; the message names the missing ranks.
             ValueError: Rank or world size do not fit the mesh made of this group.
             RuntimeError: The backend could not connect, as when a member aborts or dies meanwhile.
                 The group is then aborted; configure it again at another `store_addr`.
@@ -188,7 +188,7 @@ class AbortableGroup:
         with self._configuring:
             if isinstance(self._target, ShardGroup):
                 self._target.check_shape(rank, world_size)
-            self.abort("the process group is configured anew")
+            self.abort("the process group is being reconfigured")
             self.quiesce(limit)
             era = self._begin(call)
             given = era, call, deadline, _current_accelerator()
@@ -301,7 +301,7 @@ class AbortableGroup:
         return self._era.count()
 
     def close(self) -> None:
-        """Abort, drop the backend, delete this member's rendezvous keys, and unhook the object."""
+        """Abort, drop the backend, delete this member's rendezvous keys, and remove the hooks."""
         self.abort("the process group is closed")
         try:
             self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
@@ -334,9 +334,9 @@ class AbortableGroup:
         return era
 
     def _build(self, era: Era, call: ConfigureCall, deadline: float, device: int | None) -> None:
-        """Meet the members and build the backend, on a thread of its own.
+        """Run the rendezvous and build the backend, on a thread of its own.
 
-        The thread outlives its configure() only if that one gave up.
+        The thread outlives its configure() only if that call was aborted or has timed out.
         """
         backend: object | None = None
         try:
@@ -402,7 +402,7 @@ class AbortableGroup:
         store = era.store
         waiting = store.missing if store is not None else ("the store's answer",)
         error = TimeoutError(
-            f"configure() of rank {era.rank} of {era.world_size} got no further in "
+            f"configure() of rank {era.rank} of {era.world_size} timed out after "
             f"{limit.total_seconds():g} s; waiting for {', '.join(waiting) or 'connections'}"
         )
         self.abort(str(error))
@@ -512,13 +512,15 @@ def _discard(backend: Any) -> None:
 
 
 def _refuse_used(store: RendezvousStore, rank: int, address: str) -> None:
-    """Raise ValueError if this member has met others in ``store`` before.
+    """Raise ValueError if this member has already used ``store`` for a rendezvous.
 
     The others would read the values of the earlier rendezvous, such as NCCL's unique id of a group
     that is gone.
     """
     if store.add(_MET_KEY.format(rank=rank), 1) != 1:
-        raise ValueError(f"{address} was used for an earlier group of rank {rank}: give another")
+        raise ValueError(
+            f"{address} was used for an earlier group of rank {rank}: pass another one"
+        )
 
 
 def _exchange(

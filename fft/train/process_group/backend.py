@@ -1,7 +1,6 @@
-"""The object between a torchft process group and its backend, which tracks every op.
+"""Proxy between a torchft process group and its backend, which tracks every op.
 
-torchft's groups, and ours, forward each op to an object. Here that object is a `TrackedBackend`,
-through which every op reaches the backend.
+The process groups of torchft and FFT forward each op to an object, here a `TrackedBackend`.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ def _part(op: str, era: Era, output: torch.Tensor, inputs: list[torch.Tensor]) -
         )
     if sizes[era.rank] != output.numel():
         raise ValueError(
-            f"{op}: rank {era.rank} keeps {sizes[era.rank]} elements, and has room for "
+            f"{op}: rank {era.rank} receives {sizes[era.rank]} elements, but its output has "
             f"{output.numel()}"
         )
     return sum(sizes[: era.rank])

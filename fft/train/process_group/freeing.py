@@ -1,4 +1,4 @@
-"""Free callers from gloo: threads that wait in their place, and futures that can be failed."""
+"""Release of callers that wait in gloo: threads that wait for them, and futures that can fail."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Attendants:
 
 
 class FreedFuture:
-    """A future in front of gloo's own, which FFT can fail, unlike gloo's."""
+    """A future that wraps gloo's, and that FFT can fail."""
 
     def __init__(
         self,

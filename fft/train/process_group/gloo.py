@@ -48,7 +48,7 @@ def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
                 continue
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
-                trouble = f"the interface has no address, or is down (gloo: {reason})"
+                trouble = f"interface {name!r} has no address, or is down (gloo: {reason})"
         raise FftError(
             f"{VARIABLE}={value}: {trouble}. gloo takes exact names, separated by commas, without "
             f"the ^ and = of NCCL_SOCKET_IFNAME; this host has {', '.join(there)}. Unset "

@@ -66,7 +66,7 @@ class ShardProcessGroupNCCL(ShardGroup):
         return made
 
     def abort(self, errored: bool = True) -> None:
-        """End all ops of the group, or its connecting. Safe on any thread.
+        """Abort all ops of the group, or its connection setup. Safe on any thread.
 
         Returns after about 5 s at most; `AbortableGroup.quiesce` waits for a device that is still
         busy.

@@ -157,7 +157,7 @@ class RendezvousStore(Store):
         """
         held = self._inner.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
         if held == _ABSENT.encode():
-            raise DistStoreError(f"{key} was taken back while it was read")
+            raise DistStoreError(f"{key} was deleted while it was read")
         return held
 
     # The names, argument orders and meanings below are those of torch.distributed.Store.

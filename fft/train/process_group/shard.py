@@ -62,9 +62,10 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
             )
 
     def be_alone(self, rank: int, world_size: int) -> None:
-        """Use, until `configure`, a backend whose operations end at once and exchange nothing.
+        """Use a fake backend until `configure`, whose operations end at once without communication.
 
-        A model can then be built before its weights are fetched; its results are invalid.
+        A model can then be built before its weights are fetched; results of collectives are
+        invalid.
         """
         alone: Any = FakeProcessGroup._create_internal(rank, world_size)
         self._pg, self._rank = alone, rank

@@ -25,8 +25,11 @@ _FD_DIR = "/proc/self/fd"
 _TASK_DIR = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _UNTOUCHED = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-"""Type with which Python's socket objects do not change the descriptor's flags. The descriptor's
-owner may be connecting on another thread. Otherwise they follow ``socket.setdefaulttimeout()``."""
+"""Socket type with which Python does not change the descriptor's flags.
+
+Otherwise it would apply ``socket.setdefaulttimeout()``, while the owner may be connecting on
+another thread.
+"""
 _MAPPED_V4 = "::ffff:"
 # Two threads that each search for "the one new listener" must not do so at the same time.
 _create_lock = threading.Lock()
@@ -124,8 +127,9 @@ def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address
         seen = len(new)
         del made
     raise RuntimeError(
-        f"could not tell the new listening socket: {seen} appeared instead of 1, {attempts} times; "
-        "stop opening listening sockets in this process while its process group is configured"
+        f"could not identify gloo's new listening socket: expected 1, got {seen} new ones in "
+        f"{attempts} attempts; open no listening sockets in this process while its process group "
+        "is being configured"
     )
 
 
@@ -174,7 +178,9 @@ def lose_connections(url: str) -> int:
     """
     parts = urlsplit(url)
     if not parts.hostname or not parts.port:
-        raise ValueError(f"{url} has no connection that could be lost")
+        raise ValueError(
+            f"{url}: expected a URL with host and port, whose connections can be closed"
+        )
     found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     peers = frozenset(plain for *_, address in found if (plain := _plain(address)) is not None)
     return len(shut_down(frozenset(), peers, writing=True))

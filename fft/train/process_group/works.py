@@ -1,10 +1,10 @@
 """The pending ops of a process group, and the waits for them.
 
-gloo forgets some waiters when their connection ends: those of a queued send, of a receive that has
-begun, and of a receive from any rank. They sleep until the op's own timeout. So no wait here relies
-on gloo alone; each checks for an abort every `_SLICE`. The wait of a collective may be cut short
-and repeated. The wait of a send or receive may not, because gloo then closes all connections. So a
-thread of FFT waits for those in place of the caller.
+When a connection ends, gloo does not wake the waiters of a queued send, of a receive in progress,
+or of a receive from any rank. They sleep until the op's own timeout. So no wait here relies on gloo
+alone; each checks for an abort every `_SLICE`. The wait of a collective may time out and be
+repeated. The wait of a send or receive may not, because gloo then closes all connections. A thread
+of FFT therefore waits for those in place of the caller.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Era:
     """One mark for each op that is just being issued."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     stranded: bool = False
-    """Aborted with ops that gloo has forgotten, which no longer write but end only by timeout."""
+    """Aborted with ops that gloo never wakes, which no longer write but end only by timeout."""
     attendants: Attendants = field(default_factory=Attendants)
 
     @guarded  # an interrupt must not lose a work that is just being checked
@@ -171,7 +171,7 @@ class TrackedWork(Work):
 
     def _late(self, timeout: timedelta | None) -> CollectiveFailed:
         seconds = 0.0 if timeout is None else timeout.total_seconds()
-        return CollectiveFailed(self.place, f"not over after {seconds:g} s (the op goes on)")
+        return CollectiveFailed(self.place, f"timed out after {seconds:g} s (the op continues)")
 
 
 class CollectiveWork(TrackedWork):

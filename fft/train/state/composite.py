@@ -66,8 +66,8 @@ def exported(tensor: torch.Tensor, place: str) -> Any:
 def exported_beside(parameter: torch.Tensor, value: Any, place: str) -> Any:
     """Export an entry of the optimizer state of ``parameter``, including tensors in containers.
 
-    For a DTensor parameter, a plain exported tensor is a part that is sharded as the parameter is.
-    The exported form names any other layout.
+    For a DTensor parameter, a plain exported tensor is a local shard with the layout of the
+    parameter. The exported form contains any other layout.
 
     Raises:
         TypeError: The entry could not be rebuilt in another process; the message names the place.
@@ -350,7 +350,7 @@ def _metadata(value: Any, device: torch.device | str) -> Any:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return found
 
 
@@ -363,4 +363,6 @@ def refuse_composite(parts: Sequence[tuple[str, torch.Tensor]], why: str) -> Non
     """
     for name, tensor in parts:
         if is_composite(part_of(tensor)):
-            raise FftError(f"{name} is a {name_of(part_of(tensor))}; {why} takes plain tensors")
+            raise FftError(
+                f"{name} is a {name_of(part_of(tensor))}; {why} supports only plain tensors"
+            )

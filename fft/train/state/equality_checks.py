@@ -1,4 +1,4 @@
-"""Schedule the fingerprints of a rank's state, by which votes reveal replicas that differ.
+"""Schedules the fingerprints of a rank's state, by which votes reveal divergent replicas.
 
 Pure except for the clock. By default the interval is measured, so that fingerprints take a
 hundredth of the time. Ranks may measure different intervals. All are powers of 2, so the steps of
@@ -22,7 +22,10 @@ _LONGEST = 1024
 def refuse_interval(every: int | None) -> None:
     """Raise FftError unless ``every`` is an interval that all ranks can share."""
     if every is not None and (every < 0 or every & (every - 1)):
-        raise FftError(f"check_replicas={every}: give a power of 2, so that ranks agree, or 0")
+        raise FftError(
+            f"check_replicas={every}: expected 0 or a power of 2, so that the intervals of ranks "
+            "have common steps"
+        )
 
 
 class EqualityChecks:

@@ -61,8 +61,9 @@ def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str
     given = state.get("generators")
     if (given is None) != (generators is None) or len(given or ()) != len(generators or ()):
         raise FftError(
-            f"random states of {len(given or ())} generators came, {len(generators or ())} are "
-            "here: give register(…, generators=) the same ones"
+            f"the received state has RNG states of {len(given or ())} generators, but "
+            f"{len(generators or ())} are registered: pass the same ones to register(…, "
+            "generators=)"
         )
     for generator, value in zip(generators or (), given or (), strict=True):
         generator.set_state(value)

@@ -133,14 +133,18 @@ def _put_value(
 def same_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
     missing, unknown = sorted(set(mine) - set(got)), sorted(set(got) - set(mine))
     if missing:
-        raise StateMismatch(f"{place}: the state that came lacks {missing[0]!r}, which is here")
+        raise StateMismatch(
+            f"{place}: the received state lacks {missing[0]!r}, which is registered here"
+        )
     if unknown:
-        raise StateMismatch(f"{place}: the state that came has {unknown[0]!r}, unknown here")
+        raise StateMismatch(
+            f"{place}: the received state has {unknown[0]!r}, which is not registered here"
+        )
 
 
 def same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
     if len(got) != len(mine):
-        raise StateMismatch(f"{place}: {len(got)} came, {len(mine)} are here")
+        raise StateMismatch(f"{place}: expected {len(mine)}, got {len(got)} in the received state")
 
 
 def same_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
@@ -157,13 +161,15 @@ def check_optimizer(
 ) -> None:
     mine = kind_of(optimizer)
     if (kind := values.get("kind", mine)) != mine:  # not every exported state names its kind
-        raise StateMismatch(f"{place}: the state of {kind} came, {mine} is here")
+        raise StateMismatch(f"{place}: expected the state of {mine}, got that of {kind}")
     same_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
     same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, entries in values["state"].items():
         if name not in names or id(names[name]) not in own:
-            raise StateMismatch(f"{place}.state: {name!r} came, not a parameter of it here")
+            raise StateMismatch(
+                f"{place}.state: {name!r} in the received state is not a parameter of it"
+            )
         mine = optimizer.state.get(names[name], {})
         for key, value in entries.items():
             check_beside(f"{place}.state[{name}][{key}]", value, mine.get(key), names[name])

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class TornState(StateError):
-    """A rolled back step had changed parameters without a copy; the message names them."""
+    """A rolled-back step had changed parameters without a copy; the message names them."""
 
 
 class Stateful(Protocol):
@@ -64,7 +64,7 @@ class Stateful(Protocol):
 
 
 class Rewindable(Protocol):
-    """An object that holds parts of a step until its end."""
+    """An object with data of a running step that a rollback clears, such as a pipeline schedule."""
 
     def capture(self) -> None:
         """Prepare for a step that begins."""
@@ -258,8 +258,9 @@ class StepState:
         if lost:
             self._edited = (self._edited or set()) | lost
             raise TornState(
-                f"the body has changed {', '.join(sorted(lost)[:5])} for the first time, in a step "
-                "that is rolled back; from now on they are kept, like those of the first step"
+                f"the step function has changed {', '.join(sorted(lost)[:5])} for the first time, "
+                "in a step that is rolled back, so the old values are lost; from now on FFT "
+                "copies these parameters before each step"
             )
 
     @property
@@ -387,8 +388,8 @@ class StepState:
     def digest(self, buffers: bool = True) -> str:
         """Return a Blake2b digest (128 bit, hex) over parameters, optimizer state and buffers.
 
-        Tensors on a device enter by their fingerprints, so the same bits on a CPU have another
-        digest.
+        For tensors on a device, the digest covers their fingerprints, so equal bits on a CPU have
+        another digest.
 
         Args:
             buffers: Include the buffers, which may differ between replicas.

@@ -10,7 +10,7 @@ this transfer object. ``what`` is a digest of the step and of the state's epoch 
 
 An answer is a head followed by frames. A frame has a length (4 bytes), that many bytes, and a keyed
 hash of the request and of everything up to there. The first frame contains the total number of
-bytes. So the receiver keeps only bytes from the job in memory and can distinguish the end from a
+bytes. The receiver therefore stores only bytes from the job, and can distinguish the end from a
 lost connection. It has verified every byte before torch's safe unpickler (``weights_only``) reads
 the first.
 
@@ -216,7 +216,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                 connection, _ = self._listening.accept()
             except OSError as error:
                 if not self._closed:
-                    logger.error("no state can be fetched from here any more: %s", error)
+                    logger.error("this rank can no longer serve its state: %s", error)
                 return
             with self._changed:
                 taken = not self._closed and len(self._busy) < MAX_CONNECTIONS
@@ -267,11 +267,11 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         words = head.split(b"\r\n", 1)[0].decode("ascii", "replace").split(" ")
         parts = words[1].split("/") if len(words) == 3 and words[0] == "GET" else []
         if len(parts) != 5 or parts[1] != self._server:
-            raise _Refused("400 this is no request for this rank's state")
+            raise _Refused("400 expected a request for this rank's state")
         _, server, what, nonce, tag = parts
         expected = self._request_tag(server, what, nonce).encode()
         if not hmac.compare_digest(expected, tag.encode()):
-            raise _Refused("403 the request was not made with this job's token")
+            raise _Refused("403 the request is not authenticated by this job's token")
         return what, nonce
 
     def _wait_for(self, what: str, nonce: str, connection: socket.socket) -> _Offer:
@@ -283,7 +283,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             if offer is None:
                 raise _Refused("503 no state is offered here")
             if offer.what != what:
-                raise _Refused("409 the state of another step, epoch or lineage is offered here")
+                raise _Refused("409 this rank offers the state of another step, epoch or lineage")
             if nonce in offer.used:
                 raise _Refused("403 the request was answered before")
             offer.used.add(nonce)
@@ -322,14 +322,17 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         url = urlsplit(metadata)
         server, nonce = url.path.strip("/"), secrets.token_hex(16)
         if url.scheme != "http" or not url.hostname or not url.port:
-            raise TransferError("this is no address of FFT's transfer; have all ranks the same?")
+            raise TransferError(
+                "not an address of FFT's state transfer; check that all ranks use the same "
+                "checkpoint_transport"
+            )
         path = "/".join(("", server, what, nonce, self._request_tag(server, what, nonce)))
         with self._connected((url.hostname, url.port), deadline) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             head, rest = _split_head(connection, deadline)
             status = head.split(b"\r\n", 1)[0].decode("ascii", "replace").partition(" ")[2]
             if not status.startswith("200 "):
-                raise TransferError(f"the peer says: {status[:200]}")
+                raise TransferError(f"the peer replied: {status[:200]}")
             hashed = self._answer_mac(server, what, nonce)
             frames = _FrameReader(connection, rest, hashed, deadline)
             return frames.all(self._max_bytes, self.on_progress)
@@ -530,13 +533,17 @@ class _FrameReader:
         self._fill(memoryview(head))
         (length,) = _LENGTH.unpack(head)
         if not 0 < length <= min(FRAME_BYTES, len(target)):
-            raise TransferError("it was changed on its way, or is not from this job")
+            raise TransferError(
+                "authentication failed: the data was modified in transit, or is not from this job"
+            )
         self._fill(target[:length])
         self._fill(memoryview(tag))
         self._hashed.update(head)
         self._hashed.update(target[:length])
         if not hmac.compare_digest(self._hashed.copy().digest(), tag):
-            raise TransferError("it was changed on its way, or is not from this job")
+            raise TransferError(
+                "authentication failed: the data was modified in transit, or is not from this job"
+            )
         return int(length)
 
     def _fill(self, target: memoryview) -> None:
