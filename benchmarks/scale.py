@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scale_report import render
+from scale_report import render  # type: ignore[import-not-found]  # beside this script
 
 from fft.bus.tcpserver import host_store
 from fft.bus.tcpstore import PAUSE_S

@@ -15,9 +15,10 @@ from typing import Any
 
 from specs import table_of
 
-from fft.bus.base import HEAD, BusError
+from fft.bus.base import HEAD
 from fft.engine.calls import Call, Cast, CompareSet, Delete, Publish, Read, Send, Write, beside
 from fft.engine.core import Command, EngineCore, ScopeReader, Wiring
+from fft.errors import BusError
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Answer
 from fft.messages.commands import Command as OperatorCommand

@@ -16,7 +16,7 @@ from fft.bus.addresses import family_of, joined
 from fft.bus.base import check_job
 from fft.errors import BusError
 
-_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+_TCPStore: Any = dist.TCPStore
 
 
 class TcpBusServer:

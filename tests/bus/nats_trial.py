@@ -142,7 +142,7 @@ class Trial:
         for writer in self.writers:
             writer.stop()
         for one in (*self.writers, *self.listeners):
-            one.end()
+            one.end()  # type: ignore[attr-defined]
         self._bus.close()
 
     def judge(self) -> str:

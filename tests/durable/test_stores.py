@@ -421,7 +421,7 @@ def killed_after(
     then."""
     clock = Clock(count)
     with monkeypatch.context() as patch:
-        places = DISK if isinstance(store, LocalStore) else [(store._fs, n) for n in OF_URLS]
+        places = DISK if isinstance(store, LocalStore) else [(store._fs, n) for n in OF_URLS]  # type: ignore[attr-defined]
         for place, name in places:
             patch.setattr(place, name, clock.counted(getattr(place, name)))
         try:

@@ -78,7 +78,7 @@ def dump(rank: Rank, out: Path, step: int) -> None:
     """Write the ranks' whole model as the first step function of this process finds it."""
     path = out / f"first-{os.getpid()}.pt"
     if not path.exists():
-        found = {name: parameter.full_tensor() for name, parameter in rank.model.named_parameters()}
+        found = {name: parameter.full_tensor() for name, parameter in rank.model.named_parameters()}  # type: ignore[attr-defined]
         torch.save({"step": step, "model": found}, path)
 
 

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 
 if sys.argv[1] == "start":
-    undefined_name  # noqa: B018, F821
+    undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
 
 import torch
 from torch import nn

@@ -217,14 +217,14 @@ def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if member.group == "1" and txn.step == 2 and txn.inner_step == 0:
-            launch = member.shared.launch
+            launch = member.shared.launch  # type: ignore[attr-defined]
 
             def fails() -> None:
-                member.shared.launch = launch
+                member.shared.launch = launch  # type: ignore[attr-defined]
                 failed.append(txn.step)
                 raise RuntimeError("boom in the synchronisation")
 
-            member.shared.launch = fails
+            member.shared.launch = fails  # type: ignore[attr-defined]
 
     _run(members, 5, body)
     assert failed == [2]

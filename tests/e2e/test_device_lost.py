@@ -23,7 +23,7 @@ def test_a_lost_device_ends_its_group_at_once_and_no_other(tmp_path: Path) -> No
     def fail(member: Member, txn: fft.Transaction) -> None:
         if member.group == "1" and txn.step == 2:
             error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-            error.error_code = 214
+            error.error_code = 214  # type: ignore[attr-defined]
             raise error
 
     with job(tmp_path, 2) as made:

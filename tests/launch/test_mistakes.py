@@ -154,7 +154,7 @@ def raised(make: Callable[[], object]) -> Exception:
 
 def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> None:
     def same() -> Exception:
-        return raised(lambda: object().missing)  # its message contains an address
+        return raised(lambda: object().missing)  # type: ignore[attr-defined]  # its message contains an address
 
     failures = BodyFailures(None)
     assert failures.failed(3, "01", same()) is None

@@ -47,5 +47,5 @@ def test_no_decision_searches_the_text_of_a_cause() -> None:
                 places = node.args if searched else [node.func.value] if tested else []
             texts = (ast.unparse(place) for place in places)
             if any(re.search(r"(^|\.|_)(cause|fault|noticed)(\.text)?$", text) for text in texts):
-                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
     assert not found

@@ -15,9 +15,10 @@ from itertools import chain
 import pytest
 from engine_job import Nothing
 
-from fft.bus.base import HEAD, BusError
+from fft.bus.base import HEAD
 from fft.engine.calls import Call, Cast, CompareSet, Delete, Read, Write
 from fft.engine.core import EngineCore
+from fft.errors import BusError
 from fft.messages.causes import CauseCode
 from fft.messages.protocol import Decision, Event, Peer, Record, Timer
 from fft.messages.wire import Register, Wire

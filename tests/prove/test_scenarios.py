@@ -14,8 +14,9 @@ from specs import whole_text
 from fft.errors import FftError
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec, parse_spec
+from fft.prove.bounds import KINDS, Bounds, World
 from fft.prove.checker import Search, narrate
-from fft.prove.model import KINDS, Bounds, Model, World
+from fft.prove.model import Model
 from fft.prove.mutant import run
 from fft.prove.mutants import MUTANTS
 from fft.prove.scenario import (

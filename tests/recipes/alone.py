@@ -216,7 +216,7 @@ class Decided(Trouble):
     def at(self, place: str) -> None:
         if place == "begin":
             return
-        scope: Any = self.manager._parts.state.paradigm.inner
+        scope: Any = self.manager._parts.state.paradigm.inner  # type: ignore[attr-defined]
         own = scope._next
 
         def both_have_a_word() -> Any:

@@ -222,7 +222,7 @@ def checkpoint_and_resume(job: Job) -> None:
     if saved.exists():
         state = torch.load(saved)
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            part.load_state_dict(state[name])  # type: ignore[attr-defined]
         manager.load_state_dict(state["manager"])
         torch.set_rng_state(state["rng"])
     for txn in manager.transactions(loader, max_steps=job.steps if job.is_last else 5):
@@ -235,7 +235,7 @@ def checkpoint_and_resume(job: Job) -> None:
             job.committed(index, loss.item())
             if manager.current_step() % SAVE_EVERY == 0:
                 with manager.atomic():
-                    state = {name: part.state_dict() for name, part in parts.items()}
+                    state = {name: part.state_dict() for name, part in parts.items()}  # type: ignore[attr-defined]
                     state |= {"manager": manager.state_dict(), "rng": torch.get_rng_state()}
                     torch.save(state, saved.with_suffix(".new"))
                     os.replace(saved.with_suffix(".new"), saved)

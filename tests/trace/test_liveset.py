@@ -571,7 +571,7 @@ def test_each_epoch_is_judged_in_the_time_of_the_ones_before() -> None:
         profile = cProfile.Profile()
         verdict, by_luck = profile.runcall(judged, timed({"a": line, "b": line}))
         assert verdict.valid and verdict.answers == 2 * count and by_luck is None
-        calls.append(pstats.Stats(profile).total_calls)
+        calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     assert calls[1] < 5 * calls[0], calls
 
 

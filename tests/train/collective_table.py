@@ -456,7 +456,7 @@ def clip_grad_norm(at: Place) -> Result:
 
     parameter = nn.Parameter(shard(torch.zeros(2)))
     parameter.grad = shard(GRADIENT.split(2)[at.rank].clone())
-    norm = nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()
+    norm = nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()  # type: ignore[attr-defined]
     return [torch.cat([norm.view(1), parameter.grad.to_local()])]
 
 

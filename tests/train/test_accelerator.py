@@ -130,7 +130,7 @@ def failure(text: str, code: int | None = None) -> RuntimeError:
     """Return the error that torch raises for a call that the device has refused."""
     error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be …")
     if code is not None:
-        error.error_code = code
+        error.error_code = code  # type: ignore[attr-defined]
     return error
 
 

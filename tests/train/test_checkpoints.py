@@ -522,7 +522,7 @@ def test_checkpoint_in_progress_at_the_end_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last checkpoint waits for the previous one up to a limit, and then uses another copy."""
-    last_is_written, same, write = threading.Event(), list[bool](), writer.write_rank
+    last_is_written, same, write = threading.Event(), list[bool](), write_rank
 
     def slow(*given: Any) -> Any:
         store, directory, place, data, tensors = given

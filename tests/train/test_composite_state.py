@@ -272,11 +272,11 @@ def test_extra_of_a_subclass_comes_back_as_that_subclass() -> None:
     one, other = Averages(Quantized.of(torch.ones(3))), Averages(Quantized.of(torch.zeros(3)))
     state, its = StepState([], [], extra={"a": one}), StepState([], [], extra={"a": other})
     its.load(by_file(state.export()))
-    assert type(other.value) is Quantized and torch.equal(other.value.codes, one.value.codes)
+    assert type(other.value) is Quantized and torch.equal(other.value.codes, one.value.codes)  # type: ignore[attr-defined]
     its.capture()
     other.value.codes.zero_()
     its.restore()
-    assert torch.equal(other.value.codes, one.value.codes)
+    assert torch.equal(other.value.codes, one.value.codes)  # type: ignore[attr-defined]
 
 
 # -- DTensors
@@ -293,7 +293,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def sharded(mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer, StepState]:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 6, bias=False), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
     return model, optimizer, StepState([model], [optimizer])
 
 

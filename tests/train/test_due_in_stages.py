@@ -57,10 +57,10 @@ class Stage:
             given: Any = (rank, buses[number])
             if number:
                 scope = OtherScope("stage0", buses[0])
-                rank.due = DueToLater(*given, buses[number - 1], scope, 5.0)
+                rank.due = DueToLater(*given, buses[number - 1], scope, 5.0)  # type: ignore[call-arg]
             else:
                 busy = lambda rank=rank: rank.is_busy  # noqa: E731
-                rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)
+                rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)  # type: ignore[call-arg]
 
     def txn(
         self,

@@ -259,7 +259,7 @@ def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
             each.abort("rolled back")
         for each in done:
             with pytest.raises(GroupAborted, match="rolled back"):
-                each.result(LIMIT.total_seconds())
+                each.result(LIMIT.total_seconds())  # type: ignore[attr-defined]
     worker = pair.groups[0]._worker
     assert worker is not None
     worker.join(LIMIT.total_seconds())

@@ -94,12 +94,12 @@ def _train(case: str, group: str, rank: int, job: dict[str, Any]) -> dict[str, A
                 failed.append(txn.step)
                 raise ValueError("this rank never enters the norm")
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            norms_of_attempt = norm.full_tensor().item()
+            norms_of_attempt = norm.full_tensor().item()  # type: ignore[attr-defined]
         if txn.committed:
             norms.append(norms_of_attempt)
     result = {
         "digest": StepState([model], [optimizer]).digest(),
-        "parameters": [p.to_local().tolist() for p in model.parameters()],
+        "parameters": [p.to_local().tolist() for p in model.parameters()],  # type: ignore[attr-defined]
         "norms": norms,
         "rng": torch.get_rng_state().tolist(),
         "steps": manager.current_step(),

@@ -284,7 +284,7 @@ def _heal(rank: int, ranks: int, port: int) -> Any:
         torch.manual_seed(99 + rank)
         member.step(trainer, None)
         after.append((trainer.state.digest(), trainer.cursor.position, trainer.schedule.last_epoch))
-    total = sum(t.to_local().nbytes for t in source.model.parameters())
+    total = sum(t.to_local().nbytes for t in source.model.parameters())  # type: ignore[attr-defined]
     broken = source.state.export()
     name = next(iter(broken["parameters"]))  # type: ignore[call-overload]
     broken["parameters"][name] = broken["parameters"][name].double()  # type: ignore[index]

@@ -30,7 +30,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def sharded(mesh: DeviceMesh) -> Any:
     """Two sharded layers, and a root with parameters of its own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in model[:2]:
+    for layer in model[:2]:  # type: ignore[attr-defined]
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

@@ -16,7 +16,7 @@ def error_of(way: str) -> RuntimeError:
     """Return the error that torch raises."""
     code, text = CODES[way]
     error = torch.AcceleratorError(f"CUDA error: {text}")
-    error.error_code = code
+    error.error_code = code  # type: ignore[attr-defined]
     return error
 
 

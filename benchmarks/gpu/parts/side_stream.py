@@ -39,7 +39,7 @@ def run(pen: Pen, setting: Setting) -> None:
 
 
 def _streams() -> dict[str, Any]:
-    least, greatest = torch.cuda.Stream.priority_range()
+    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
     return {
         "default": torch.cuda.default_stream(),
         "of a pool": torch.cuda.Stream(),

@@ -32,7 +32,7 @@ _READ_LIMIT = timedelta(seconds=1)
 _ABSENT = "fft: no such key"
 """A value that no member writes."""
 
-_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # missing in torch's own stubs
+_TCPStore: Any = dist.TCPStore
 
 
 @dataclass(frozen=True)
