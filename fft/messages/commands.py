@@ -127,6 +127,23 @@ class Answer:
     text: Text = ""
 
 
+@dataclass(frozen=True, config=_CONFIG)
+class Holder:
+    """The supervisor that claimed a group.
+
+    ``id`` names its inbox; ``free`` means that it has released the group.
+    """
+
+    id: Id
+    host: str
+    pid: Count
+    free: bool = False
+    v: Literal[1] = 1
+
+    def __str__(self) -> str:
+        return f"fft run with pid {self.pid} on {self.host}"
+
+
 @cache
 def _commands() -> TypeAdapter[Command | RollCall]:
     return TypeAdapter(Annotated[Command | RollCall, Field(discriminator="type")])
@@ -135,6 +152,29 @@ def _commands() -> TypeAdapter[Command | RollCall]:
 @cache
 def _answers() -> TypeAdapter[Answer]:
     return TypeAdapter(Answer)
+
+
+@cache
+def _holders() -> TypeAdapter[Holder]:
+    return TypeAdapter(Holder)
+
+
+def holder_register(group: str) -> str:
+    """Return the name of the register that holds the group's `Holder`."""
+    return f"supervisor/{group}"
+
+
+def encode_holder(holder: Holder) -> bytes:
+    """Encode a holder for the register."""
+    return _holders().dump_json(holder)
+
+
+def decode_holder(data: bytes) -> Holder:
+    """Decode a holder. Raises ``UnreadableMessage``."""
+    try:
+        return _holders().validate_json(data)
+    except ValidationError as error:
+        raise unreadable(error) from None
 
 
 def answer_inbox(command_id: str) -> str:

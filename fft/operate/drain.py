@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fft.messages.commands import Evict, fresh_id
-from fft.messages.protocol import Death, Drain, Record, encode
+from fft.errors import BusError
+from fft.messages.commands import Evict, decode_holder, fresh_id, holder_register
+from fft.messages.protocol import Death, Drain, Record, UnreadableMessage, encode
 from fft.messages.wire import Packed
 from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, JobState, OperatorError, listed
 
@@ -138,10 +139,27 @@ def _tell_dead(desk: JobClient, job: JobState, group: str, rank: int | None) -> 
 
 def _nobody(desk: JobClient, told: tuple[str, ...], group: str, job: JobState) -> str:
     """Explain why an eviction had no effect, or only part of it."""
-    missing = f"no supervisor answered on {desk.bus.url} within {FIRST_ANSWER_S:g} s"
+    missing = _why_silent(desk, group)
     if not told:
         return f"{missing}, and no group {group!r} is in the job; its groups: {listed(job.groups)}"
     return (
         f"{missing}. The job was told to continue without {'; '.join(told)}. A process that "
         "still lives is not let in again: end it by hand"
     )
+
+
+def _why_silent(desk: JobClient, group: str) -> str:
+    """Explain why no supervisor has answered a request about ``group``."""
+    silent = f"no supervisor answered on {desk.bus.url} within {FIRST_ANSWER_S:g} s"
+    try:
+        head, held = desk.job().head, desk.bus.read(holder_register(group))
+        if head is not None and head.last:
+            return f"{silent}: the job has ended with step {head.step}, and its supervisors too"
+        if held is None:
+            return f"{silent}: no `fft run` has started group {group}"
+        holder = decode_holder(held)
+    except (BusError, OperatorError, UnreadableMessage) as error:
+        return f"{silent}; it cannot be seen which one holds group {group}: {error}"
+    if holder.free:
+        return f"{silent}: the {holder} has ended, and has released group {group}"
+    return f"{silent}: the {holder} holds group {group}, and may have stopped or been cut off"

@@ -22,7 +22,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
-from fft.trace.inputs import CONSUMED, LOOP
+from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -56,7 +56,8 @@ class RankView:
     votes_last: bool = False
     """Its newest vote reports that no step follows the present one."""
     at_end: bool = False
-    """It left with the commit of its last step: by itself, whether or not it was asked to leave."""
+    """It left with the commit of its last step, or because its shard had no more data: by itself,
+    whether or not it was asked to leave."""
     has_shard: bool = False
     """Its group draws from a shard of its own, which no other group trains."""
     loop: str = ""
@@ -297,6 +298,8 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.loss = float(data["loss"])
     elif record.get("note") == CONSUMED:
         view.has_shard |= "shard" in data
+    elif record.get("note") == SHARD_ENDED:
+        view.has_shard = view.at_end = view.leaves = True
     elif record.get("note") == LOOP:
         view.loop = str(data.get("runs", ""))
     elif record.get("note") == NO_REFORM:

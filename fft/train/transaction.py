@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
+from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
 from fft.train.body_failures import BodyFailures, hopeless
 from fft.train.commits import CommitExecutor
@@ -130,6 +131,8 @@ class TransactionLoop:
                 self.worker.body_unwound()
                 continue
             if drawn is None:
+                if isinstance(source, ShardedSource):
+                    self.job.note(SHARD_ENDED, {"shard": source.shard})
                 return True
             drawn_for(drawn.slice)
             step.capture()

@@ -62,9 +62,9 @@ for line in stage.makefile():
     elif order == "tell":
         os.write(int(os.environ["FFT_SUPERVISOR_FD"]), rest.encode())
     elif order == "raise":
-        from fft.errors import JobEnded, NoState
+        from fft.errors import JobEnded, NoState, NotEnoughGroups
         kinds = {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError, "lost": NoState}
-        kinds["late"] = JobEnded
+        kinds |= {"late": JobEnded, "few": NotEnoughGroups}
         raise kinds[rest](rest)
     elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
         code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"

@@ -57,3 +57,10 @@ def test_a_group_that_the_job_needs_is_not_evicted() -> None:
         found = report(("1", "failed"))
         act(desk, found, spare=0)
     assert found.actions == ["group 1 was not evicted: the job cannot do without it"]
+
+
+def test_eviction_after_the_end_of_the_job_names_the_end() -> None:
+    with JobClient(f"memory://culprit-{uuid.uuid4().hex}") as desk:
+        found = report(("1", "failed"))
+        act(desk, found, spare=1, has_ended=lambda: True)
+    assert found.actions == ["group 1 was not evicted: the job has ended meanwhile"]

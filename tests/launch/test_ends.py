@@ -25,6 +25,7 @@ from fft.launch.supervisor.ending import last_epoch
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
+from fft.trace.inputs import SHARD_ENDED
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -44,7 +45,7 @@ def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
         assert job.verdict().ok
 
 
-@pytest.mark.parametrize("asked", ["nobody", "a drain", "its last step"])
+@pytest.mark.parametrize("asked", ["nobody", "a drain", "its last step", "the end of its shard"])
 def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
     run_job: StartJob, stage: Stage, asked: str
 ) -> None:
@@ -60,6 +61,8 @@ def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
         elif asked == "its last step":
             last = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
             trace(job, 1, 0, 1, record(kind="transition", step=5, **last))
+        elif asked == "the end of its shard":
+            trace(job, 1, 0, 1, record(kind="note", note=SHARD_ENDED, data={"shard": "1"}, step=5))
         actors["1", "0"].order("exit 0")
         actors["1", "0"].gone()
         trace(job, 0, 0, 1, at_work(9, 2, ["0"]))
@@ -72,6 +75,22 @@ def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
     (line,) = verdict.lines
     assert "group 1 rank 0 ended with exit status 0 after step 5, unasked" in line
     assert "went on to step 9" in line and "g1r0-1.log" in line
+
+
+def test_job_names_a_short_shard_if_the_others_needed_its_group(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=0) as job:
+        actors = two_at_work(job, stage, 5)
+        trace(job, 1, 0, 1, record(kind="note", note=SHARD_ENDED, data={"shard": "1"}, step=5))
+        actors["1", "0"].order("exit 0")
+        actors["1", "0"].gone()
+        actors["0", "0"].order("raise few")
+        actors["0", "0"].gone()
+        verdict = job.verdict()
+    assert (
+        "group 1 left after step 5, because its shard of the data was trained" in verdict.lines[0]
+    )
 
 
 def report(job: Job, word: CheckpointReport | TraceReport) -> None:

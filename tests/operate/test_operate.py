@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ from fft.health.hosts import ROLL, HostWatch, Process
 from fft.messages.commands import (
     Answer,
     Evict,
+    Holder,
     answer_inbox,
     decode_answer,
     decode_command,
     encode_answer,
     encode_command,
+    encode_holder,
+    fresh_id,
+    holder_register,
 )
 from fft.messages.progress import (
     CheckpointReport,
@@ -347,7 +352,14 @@ def test_a_refusal_and_a_silence_are_said(
         with supervisor(memory, ("refused", "the job is ending")):
             assert evict(desk, "1.0") == "the supervisor refused: the job is ending"
         assert "no supervisor answered on memory://" in evict(desk, "1")
+        assert "no `fft run` has started group 1" in evict(desk, "1")
         assert "end it by hand" in evict(desk, "0")
+        holder = Holder(fresh_id(), "box", 7, free=True)
+        desk.bus.write(holder_register("1"), encode_holder(holder))
+        told = evict(desk, "1")
+        assert "the fft run with pid 7 on box has ended, and has released group 1" in told
+        desk.bus.write(holder_register("1"), encode_holder(replace(holder, free=False)))
+        assert "holds group 1, and may have stopped or been cut off" in evict(desk, "1")
 
 
 def test_an_answer_is_read_strictly() -> None:

@@ -283,7 +283,22 @@ def test_shards_that_are_not_consumed_alike_are_named(caplog: pytest.LogCaptureF
     job.txn("01", sources)
     job.txn("0", sources[:1])
     sources[0].close()
-    assert "different parts of their shards (slices by group: 0: 2, 1: 1)" in caplog.text
+    assert "different parts of their shards (slices by group: 0: 2, 1: 1): group 1" in caplog.text
+    assert "unequal lengths" not in caplog.text
+
+
+def test_source_names_a_shard_that_is_shorter_than_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job()
+    sources = [job.source(0), job.source(1, loader=Share(1, end=1)), job.source(2)]
+    job.txn("012", sources)
+    job.txn("02", [sources[0], sources[2]])
+    job.txn("0", sources[:1])
+    sources[0].close()
+    told = "(slices by group: 0: 3, 1: 1, 2: 2): group"
+    assert f"the shards have unequal lengths {told} 1 had no more data" in caplog.text
+    assert f"different parts of their shards {told} 2 was absent" in caplog.text
 
 
 def test_audit_names_doubled_and_missing_samples() -> None:

@@ -27,8 +27,19 @@ from pydantic.dataclasses import dataclass
 from fft.bus import ErrorBus
 from fft.errors import BusError
 from fft.launch.supervisor.config import SupervisorError
-from fft.messages.commands import Answer, Id, answer_inbox, decode_answer, encode_answer, fresh_id
-from fft.messages.protocol import Count, Name, Text, UnreadableMessage
+from fft.messages.commands import (
+    Answer,
+    Holder,
+    Id,
+    answer_inbox,
+    decode_answer,
+    decode_holder,
+    encode_answer,
+    encode_holder,
+    fresh_id,
+    holder_register,
+)
+from fft.messages.protocol import Name, Text, UnreadableMessage
 from fft.operate.client import Ear
 from fft.util.pidfd import is_there
 
@@ -49,23 +60,6 @@ processes."""
 logger = logging.getLogger(__name__)
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class Holder:
-    """The supervisor that claimed a group.
-
-    ``id`` names its inbox; ``free`` means that it has released the group.
-    """
-
-    id: Id
-    host: str
-    pid: Count
-    free: bool = False
-    v: Literal[1] = 1
-
-    def __str__(self) -> str:
-        return f"fft run with pid {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -94,18 +88,8 @@ class Loss(NamedTuple):
 
 
 @cache
-def _holders() -> TypeAdapter[Holder]:
-    return TypeAdapter(Holder)
-
-
-@cache
 def _claims() -> TypeAdapter[Claim]:
     return TypeAdapter(Claim)
-
-
-def register(group: str) -> str:
-    """Return the name of the register that holds the group's `Holder`."""
-    return f"supervisor/{group}"
 
 
 class Claims:
@@ -170,7 +154,7 @@ class Claims:
             BusError: The bus cannot be reached.
             SupervisorError: The register cannot be read.
         """
-        held = self._bus.read(register(group))
+        held = self._bus.read(holder_register(group))
         if held is None or (holder := self._holder(group, held)).free or group in self._mine:
             return False
         claim = Claim(fresh_id(), (group,), str(self._me), probes=True)
@@ -196,7 +180,7 @@ class Claims:
         """
         if (mine := self._mine.get(group)) is None:
             return False
-        held = self._bus.read(register(group))
+        held = self._bus.read(holder_register(group))
         if held == mine:
             return True
         self._lose(group, "another fft run" if held is None else str(self._holder(group, held)))
@@ -238,7 +222,7 @@ class Claims:
         for group in groups:
             if group in self._mine:
                 continue
-            held = self._bus.read(register(group))
+            held = self._bus.read(holder_register(group))
             while held is None or (holder := self._holder(group, held)).free:
                 held = self._set(group, held)
                 if group in self._mine:
@@ -249,16 +233,16 @@ class Claims:
 
     def _set(self, group: str, expected: bytes | None) -> bytes | None:
         """Replace ``expected`` by this supervisor; return the register's value afterwards."""
-        desired = _holders().dump_json(self._me)
-        held = self._bus.compare_set(register(group), expected, desired)
+        desired = encode_holder(self._me)
+        held = self._bus.compare_set(holder_register(group), expected, desired)
         if held == desired:
             self._mine[group] = desired
         return held
 
     def _holder(self, group: str, held: bytes) -> Holder:
         try:
-            return _holders().validate_json(held)
-        except ValidationError:
+            return decode_holder(held)
+        except UnreadableMessage:
             raise SupervisorError(
                 f"who supervises group {group} cannot be read on {self._bus.url} without the "
                 "job's token: set FFT_TOKEN_FILE; `fft serve` prints it"
@@ -316,7 +300,7 @@ class Claims:
             logger.warning("what another supervisor says is not in FFT's format: %s", error)
             return
         held = [group for group in claim.groups if group in self._mine]
-        kept = [g for g in held if self._bus.read(register(g)) == self._mine[g]]
+        kept = [g for g in held if self._bus.read(holder_register(g)) == self._mine[g]]
         for group in held:
             if group not in kept:
                 self._lose(group, claim.by)
@@ -345,8 +329,8 @@ class Claims:
     def _release(self, group: str) -> None:
         held = self._mine.pop(group, None)
         if held is not None:
-            free = _holders().dump_json(replace(self._me, free=True))
-            self._bus.compare_set(register(group), held, free)
+            free = encode_holder(replace(self._me, free=True))
+            self._bus.compare_set(holder_register(group), held, free)
 
     def _on_lost(self, error: BusError) -> None:
         logger.error("other supervisors cannot be heard any more: %s", error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Diagnoser:
         self._directory = directory
         self._after = after
         self._done: set[int] = set()
+        self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._desk: JobClient | None = None
 
@@ -60,6 +61,7 @@ class Diagnoser:
         if self._thread is not None and self._thread.is_alive():
             return
         self._done.add(run[-1].step)
+        self._is_closing.clear()
         thread = threading.Thread(
             target=self._work, args=(list(run), spare), name="fft-diagnosis", daemon=True
         )
@@ -75,6 +77,7 @@ class Diagnoser:
 
         If its eviction was what ended the job, 2 s are left to receive the answer.
         """
+        self._is_closing.set()
         if self._thread is not None:
             self._thread.join(_LAST_ANSWER_S)
         if (desk := self._desk) is not None:
@@ -92,7 +95,7 @@ class Diagnoser:
                 report = diagnose(self._desk, run)
                 self._write(step, report)  # in case the eviction fails or ends the job
                 try:
-                    act(self._desk, report, spare)
+                    act(self._desk, report, spare, self._is_closing.is_set)
                 except FftError as error:
                     report.actions.append(f"the eviction failed: {error}")
         except FftError as error:
@@ -110,11 +113,14 @@ class Diagnoser:
         return path
 
 
-def act(desk: JobClient, report: Report, spare: int) -> None:
+def act(
+    desk: JobClient, report: Report, spare: int, has_ended: Callable[[], bool] = lambda: False
+) -> None:
     """Evict the group of the gravest culprit, if the evidence is strong and the job can continue.
 
     A failed check and a rank that all rollbacks name are strong evidence. A slow or silent rank is
-    only reported.
+    only reported. ``has_ended`` returns whether the supervisor has ended the job meanwhile, so that
+    no eviction is answered any more.
     """
     strong = [c for c in report.verdict.culprits if c.how in ("failed", "rollbacks")]
     if not strong:
@@ -123,4 +129,6 @@ def act(desk: JobClient, report: Report, spare: int) -> None:
     if spare < 1:
         report.actions.append(f"group {group} was not evicted: the job cannot do without it")
         return
-    report.actions.append(evict_group(desk, group))
+    done = None if has_ended() else evict_group(desk, group)
+    over = f"group {group} was not evicted: the job has ended meanwhile"
+    report.actions.append(over if done is None or has_ended() else done)

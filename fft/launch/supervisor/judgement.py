@@ -140,7 +140,8 @@ class Judgement:
         lines, excused, remarks = self._ends(view, is_over)
         words = [child.last_words for group in self.groups for child in group.children]
         was_needed = any(w is not None and w.is_a(NotEnoughGroups) for w in words)
-        early = filter(None, (_left_early(group, view, was_needed) for group in self.groups))
+        early = [_left_early(group, view, was_needed) for group in self.groups]
+        early += [_shard_was_short(group, view) for group in self.groups if was_needed]
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
         if idle := self._no_transactions(view):
@@ -157,7 +158,7 @@ class Judgement:
             remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
         return JobOutcome(
             not lines,
-            (*early, *lines, *remarks),  # the cause comes first
+            (*filter(None, early), *lines, *remarks),  # the cause comes first
             step=view.reached(0),
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,
@@ -302,6 +303,18 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
         f"{'could not go on without it' if was_needed else others}; the ranks of a group come and "
         "go together, and groups leave together by manager.drain(). Does the script call "
         f"sys.exit(), or leave its loop? its log: {logs}"
+    )
+
+
+def _shard_was_short(group: Group, view: JobView) -> str | None:
+    """Describe a group that left at the end of its shard while the others needed it, or None."""
+    ranks = view.of(group.name)
+    if not group.finished or not any(rank.at_end and rank.has_shard for rank in ranks):
+        return None
+    return (
+        f"group {group.name} left after step {max(rank.step for rank in ranks)}, because its shard "
+        "of the data was trained to its end, and the others could not go on without it: divide "
+        "the data into equal shards, or let the job go on with fewer groups (min_replica_size)"
     )
 
 

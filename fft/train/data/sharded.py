@@ -117,7 +117,10 @@ class ShardedSource:
         def take(ahead: bool = True) -> tuple[Any, bool, int, str | None] | None:
             is_last = ahead and not self._stream.holds(first, 2 * count)
             if (is_last or not ahead) and not self._stream.holds(first, count):
+                self._publish_end(first // count)
                 return None
+            if is_last:
+                self._publish_end(first // count + 1)
             batch = copied(self._stream.take(Due(first, number, count)))
             return batch, is_last, first // count, self._stream.fingerprint(first, count)
 
@@ -165,6 +168,23 @@ class ShardedSource:
             buffer.tell(),
             LONGEST_STATE,
         )
+
+    def _publish_end(self, slices: int) -> None:
+        """Publish the number of slices of this shard, which is known now."""
+        try:
+            self._shelf.write(_end_key(self.shard), b"%d" % slices)
+        except BusError as error:
+            logger.warning("the end of shard %s was not published: %s", self.shard, error)
+
+    def _is_complete(self, group: str) -> bool:
+        """Return whether the whole shard of ``group`` was consumed, as far as was published."""
+        shard = group if self.kind == "group" else f"{group}/{self._rank}"
+        try:
+            end = self._shelf.read(_end_key(shard))
+        except BusError as error:
+            logger.warning("the end of shard %s cannot be seen: %s", shard, error)
+            return False
+        return end is not None and int(end) <= self.positions[group]
 
     def _own(self) -> dict[str, Any]:
         """Return the state of this shard."""
@@ -277,13 +297,25 @@ class ShardedSource:
             )
 
     def close(self) -> None:
-        """Warn if some shards were consumed less than others, since their data lack training."""
-        if self.positions and len(set(self.positions.values())) > 1:
-            told = ", ".join(f"{g}: {n}" for g, n in sorted(self.positions.items()))
+        """Warn if some shards were consumed less than others: their data may lack training."""
+        most = max(self.positions.values(), default=0)
+        behind = sorted(group for group, slices in self.positions.items() if slices < most)
+        if not behind:
+            return
+        told = ", ".join(f"{g}: {n}" for g, n in sorted(self.positions.items()))
+        complete = [group for group in behind if self._is_complete(group)]
+        if complete:
+            logger.warning(
+                "the shards have unequal lengths (slices by group: %s): group %s had no more data, "
+                "and the others trained without it; divide the data into equal shards",
+                *(told, ", ".join(complete)),
+            )
+        if away := [group for group in behind if group not in complete]:
             logger.warning(
                 "the groups have consumed different parts of their shards (slices by group: %s): "
-                "the shard of a group that was absent was not trained meanwhile",
-                told,
+                "group %s was absent for some steps, and no other group trained its shard "
+                "meanwhile; to train the rest, resume from a checkpoint with all groups",
+                *(told, ", ".join(away)),
             )
 
 
@@ -341,6 +373,10 @@ _RESHARD = (
 
 def _key(shard: str) -> str:
     return f"shard/{shard}"
+
+
+def _end_key(shard: str) -> str:
+    return f"shard-end/{shard}"
 
 
 def _refuse_unfit(loader: Any, kind: object) -> None:
