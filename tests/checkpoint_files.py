@@ -8,9 +8,16 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import File, Manifest, Receipt, Scope, file_stem, partial_name
-from fft.durable.stores import Store
+from fft.train.checkpoint.files import (
+    Checkpoints,
+    File,
+    Manifest,
+    Receipt,
+    Scope,
+    file_stem,
+    partial_name,
+)
+from fft.train.checkpoint.stores import Store
 
 GROUPS, RANKS = ("0", "1"), 2
 

@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 
 from fft.cli.shared import plain_errors
-from fft.durable.plan import EVERY, KEEP, Checkpointing
 from fft.errors import FftError
 from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.train.checkpoint.files import EVERY, KEEP, Checkpointing
 
 if TYPE_CHECKING:
     from fft.launch.supervisor import JobOutcome, RunConfig

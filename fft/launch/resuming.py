@@ -16,11 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fft.bus.token import JobToken
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.choice import choose
-from fft.durable.manifest import name_of
-from fft.durable.plan import Checkpointing
-from fft.durable.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.compiled import compile_cache
 from fft.launch.exit_status import ExitStatus
@@ -28,6 +23,8 @@ from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
+from fft.train.checkpoint.files import Checkpointing, Checkpoints, choose, name_of
+from fft.train.checkpoint.stores import NoRoom, open_store
 
 _STARTS = 3
 """Number of starts in a row that may die at the same step of the same cause; after these the job

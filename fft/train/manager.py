@@ -22,12 +22,12 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
 from fft.bus.addresses import own_address
-from fft.durable.plan import Checkpointing
 from fft.errors import FftError
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
+from fft.train.checkpoint.files import Checkpointing
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.lighthouse import construct

@@ -15,10 +15,10 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
-from fft.durable.manifest import Scope
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
+from fft.train.checkpoint.files import Scope
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataSource, Identify, Inputs, as_source
 from fft.train.injector import Injector

@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fft.cli import app, checkpoints
-from fft.durable.manifest import partial_name
-from fft.durable.stores import REMOVED, open_store
+from fft.train.checkpoint.files import partial_name
+from fft.train.checkpoint.stores import REMOVED, open_store
 
 ended = CliRunner()
 

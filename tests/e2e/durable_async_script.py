@@ -27,10 +27,10 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.durable.manifest import Manifest
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.due import words_on
+from fft.train.checkpoint.files import Manifest
 from fft.train.checkpoint.writer import RankWriter
 
 EVERY = 2

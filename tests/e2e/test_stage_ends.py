@@ -16,14 +16,13 @@ from waiting import wait_until
 
 import fft
 from fft.bus import open_bus
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import attempt_name, name_of
-from fft.durable.stores import open_store
 from fft.messages.protocol import Peer, Token
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint.due import AT, Word, encode_words
+from fft.train.checkpoint.files import Checkpoints, attempt_name, name_of
+from fft.train.checkpoint.stores import open_store
 
 BATCHES = 8
 

@@ -19,13 +19,13 @@ from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.durable.plan import Checkpointing
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.ending import last_epoch
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
 from fft.trace.inputs import SHARD_ENDED
+from fft.train.checkpoint.files import Checkpointing
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 

@@ -28,8 +28,17 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import (
+from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
+from fft.messages.progress import CheckpointReport, decode_report
+from fft.messages.protocol import Peer, Record
+from fft.trace.audit import audit_dir, read_lines
+from fft.trace.resumed import audit_job
+from fft.train.checkpoint import checkpointer, writer
+from fft.train.checkpoint.checkpointer import NAME, Threads
+from fft.train.checkpoint.contents import Snapshot, write_rank
+from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.files import (
+    Checkpoints,
     DamagedCheckpoint,
     Manifest,
     Receipt,
@@ -37,16 +46,7 @@ from fft.durable.manifest import (
     sealed,
     unsealed,
 )
-from fft.durable.stores import LocalStore, open_store
-from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
-from fft.messages.progress import CheckpointReport, decode_report
-from fft.messages.protocol import Peer, Record
-from fft.trace.audit import audit_dir, read_lines
-from fft.trace.resumed import audit_job
-from fft.train.checkpoint import checkpointer, snapshot, writer
-from fft.train.checkpoint.checkpointer import NAME, Threads
-from fft.train.checkpoint.due import Named
-from fft.train.checkpoint.rank_file import write_rank
+from fft.train.checkpoint.stores import LocalStore, open_store
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -314,21 +314,20 @@ def test_no_update_is_applied_before_the_copy_is_done(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy lasts until the next vote, and is released only when that waits for it."""
-    from fft.train.checkpoint import snapshot
 
-    go_on, copy = threading.Event(), getattr(snapshot.Snapshot, part)
-    finish = snapshot.Snapshot.finish
+    go_on, copy = threading.Event(), getattr(Snapshot, part)
+    finish = Snapshot.finish
 
-    def late(self: snapshot.Snapshot) -> None:
+    def late(self: Snapshot) -> None:
         assert go_on.wait(60)
         copy(self)
 
-    def waits(self: snapshot.Snapshot, limit_s: float) -> float:
+    def waits(self: Snapshot, limit_s: float) -> float:
         go_on.set()
         return finish(self, limit_s)
 
-    monkeypatch.setattr(snapshot.Snapshot, part, late)
-    monkeypatch.setattr(snapshot.Snapshot, "finish", waits)
+    monkeypatch.setattr(Snapshot, part, late)
+    monkeypatch.setattr(Snapshot, "finish", waits)
     place = tmp_path / "checkpoints"
     Start(tmp_path / "a", checkpoint=at(place)).train(Stream(), 7)
     # The checkpoint at the end of the job
@@ -357,9 +356,9 @@ def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
     step."""
     body_over, waited_for = threading.Event(), threading.Event()
     early: list[bool] = []
-    made, deliver_ = snapshot.Snapshot.__init__, Checkpoints.deliver
+    made, deliver_ = Snapshot.__init__, Checkpoints.deliver
 
-    def make(self: snapshot.Snapshot, *args: Any, **kwargs: Any) -> None:
+    def make(self: Snapshot, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         self.confirmed = AwaitedEvent(waited_for)
 
@@ -368,7 +367,7 @@ def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
         waited_for.set()
         deliver_(self, directory, receipt)
 
-    monkeypatch.setattr(snapshot.Snapshot, "__init__", make)
+    monkeypatch.setattr(Snapshot, "__init__", make)
     monkeypatch.setattr(Checkpoints, "deliver", note)
     place = tmp_path / "checkpoints"
     start = Start(tmp_path / "traces", checkpoint=at(place, keep=0))
@@ -390,17 +389,17 @@ def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
 def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fft.train.checkpoint import checkpointer, snapshot
+    from fft.train.checkpoint import checkpointer
 
-    ended, copy = threading.Event(), getattr(snapshot.Snapshot, part)
+    ended, copy = threading.Event(), getattr(Snapshot, part)
     held = iter([True])
 
-    def stands(self: snapshot.Snapshot) -> None:
+    def stands(self: Snapshot) -> None:
         if next(held, False):
             assert ended.wait(60)
         copy(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, part, stands)
+    monkeypatch.setattr(Snapshot, part, stands)
     monkeypatch.setattr(checkpointer, "COPY_LIMIT_S", 0.05)
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints", keep=0))
     start.manager.on_commit(lambda: ended.set() if len(start.losses) == 6 else None)
@@ -706,15 +705,14 @@ def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many loops compute it for each step. Values that last until the update are read after it."""
-    from fft.train.checkpoint import snapshot
 
-    is_set, look_up = threading.Event(), snapshot.Snapshot._look_up
+    is_set, look_up = threading.Event(), Snapshot._look_up
 
-    def late(self: snapshot.Snapshot) -> None:
+    def late(self: Snapshot) -> None:
         assert is_set.wait(60)
         look_up(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_look_up", late)
+    monkeypatch.setattr(Snapshot, "_look_up", late)
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
 
     def forward(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fft.errors import StateMismatch
-from fft.train.checkpoint.rank_file import packed, unpacked
+from fft.train.checkpoint.contents import packed, unpacked
 from fft.train.process_group import ShardProcessGroupGloo, StepState
 
 

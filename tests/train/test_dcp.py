@@ -15,10 +15,10 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.stores import open_store
 from fft.errors import StateMismatch
 from fft.train.checkpoint.dcp import export_dcp, import_dcp
+from fft.train.checkpoint.files import Checkpoints
+from fft.train.checkpoint.stores import open_store
 
 WIDTH = 4
 

@@ -17,7 +17,6 @@ import pytest
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.durable.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn
@@ -28,6 +27,7 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
 from fft.train.checkpoint.due import AT, Due, Named, words_on
+from fft.train.checkpoint.files import Checkpointing
 from fft.train.paradigms.stages.due import DueToFirst, DueToLater, refuse_forks
 
 

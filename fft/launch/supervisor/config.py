@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fft.durable.plan import Checkpointing
 from fft.errors import ConfigError
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.train.checkpoint.files import Checkpointing
 
 
 class SupervisorError(ConfigError):

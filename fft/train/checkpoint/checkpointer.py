@@ -22,19 +22,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import Origin
-from fft.durable.plan import Checkpointing
-from fft.durable.stores import open_store
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
+from fft.train.checkpoint.contents import Snapshot, Staging
 from fft.train.checkpoint.due import Due, Named, tell_left_out
+from fft.train.checkpoint.files import Checkpointing, Checkpoints, Origin
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
-from fft.train.checkpoint.snapshot import Snapshot, Staging
+from fft.train.checkpoint.stores import open_store
 from fft.train.checkpoint.writer import Attempt, Cleared, RankWriter
 from fft.train.rank import Rank
 from fft.train.rank_state import CheckpointHooks

@@ -25,12 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fft.bus import ErrorBus
-from fft.durable.manifest import attempt_name
-from fft.durable.plan import Checkpointing
 from fft.errors import BusError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Peer, Record, Token
 from fft.trace.checkpoint_notes import TOO_OFTEN
+from fft.train.checkpoint.files import Checkpointing, attempt_name
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"

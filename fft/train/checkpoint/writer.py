@@ -19,21 +19,21 @@ from typing import Any
 
 import torch
 
-from fft.durable.checkpoints import Checkpoints, Passed
-from fft.durable.manifest import (
+from fft.errors import FftError
+from fft.messages.protocol import Record
+from fft.train.checkpoint.contents import Snapshot, write_rank
+from fft.train.checkpoint.due import Named, Note, tell_left_out
+from fft.train.checkpoint.files import (
+    Checkpoints,
     File,
     Manifest,
     Origin,
+    Passed,
     Receipt,
     Scope,
     partial_name,
 )
-from fft.durable.stores import MANIFEST
-from fft.errors import FftError
-from fft.messages.protocol import Record
-from fft.train.checkpoint.due import Named, Note, tell_left_out
-from fft.train.checkpoint.rank_file import write_rank
-from fft.train.checkpoint.snapshot import Snapshot
+from fft.train.checkpoint.stores import MANIFEST
 from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")

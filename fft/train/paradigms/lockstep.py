@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fft.durable.plan import Checkpointing
 from fft.errors import FftError
 from fft.train.checkpoint.due import Due, DueByRecord
+from fft.train.checkpoint.files import Checkpointing
 from fft.train.checkpoint.loading import completed, refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource

@@ -18,11 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fft.durable.plan import Checkpointing
 from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
 from fft.protocol.state import Config
 from fft.train.checkpoint.due import Due
+from fft.train.checkpoint.files import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.reducer import Reducer

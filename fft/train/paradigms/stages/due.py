@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from fft.bus import ErrorBus
-from fft.durable.manifest import attempt_name
-from fft.durable.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, CheckpointError
 from fft.messages.effects import StartTxn
@@ -41,6 +39,7 @@ from fft.train.checkpoint.due import (
     is_first,
     words_on,
 )
+from fft.train.checkpoint.files import Checkpointing, attempt_name
 from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
 

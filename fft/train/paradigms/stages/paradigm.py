@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fft.durable.plan import Checkpointing
 from fft.engine.loop import Engine
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.checkpoint.due import Due
+from fft.train.checkpoint.files import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.paradigms.lockstep import no_shares

@@ -1,40 +1,317 @@
-"""The checkpoints of a store: lists, verifies, publishes and prunes them.
+"""Durable checkpoints as files: the settings, the manifest, and the checkpoints of a store.
 
-This module reads and writes files through the store; it does not interpret the ranks' files.
+Without torch: `fft run` and `fft checkpoint` use this module, too. A checkpoint is a directory
+``step-N`` with files of every rank and a manifest, which is written last; `contents` defines what
+the ranks' files contain. Receipts and manifests are JSON with a digest of their own contents, so
+that an edit is detected. The format is strict: data with unknown fields is refused as a whole.
 
 Jobs publish, replace and remove checkpoints while other processes read. A reader that finds a
 problem therefore reads again, and reports the problem only if the store has not changed in between.
 
-A checkpoint exists once its manifest exists, which is the last file written to the directory of the
-attempt. The renaming that follows may be interrupted at any point; the checkpoint is then read
-under the attempt's name. If a step has two complete checkpoints, the later one counts.
+A checkpoint exists once its manifest exists. The renaming that follows may be interrupted at any
+point; the checkpoint is then read under the attempt's name. If a step has two complete checkpoints,
+the later one counts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
-from fft.durable.manifest import (
-    DamagedCheckpoint,
-    Manifest,
-    Receipt,
-    file_stem,
-    life_of,
-    name_of,
-    partial_name,
-    receipt_name,
-    sealed,
-    step_of,
-    unsealed,
-)
-from fft.durable.stores import MANIFEST, PARTIAL, REMOVED, Store
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from fft.errors import CheckpointError
+from fft.train.checkpoint.stores import MANIFEST, PARTIAL, REMOVED, Store
+from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)
 
+# --- settings ---
+
+EVERY = "300s"
+KEEP = 3
+_TIME = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(s|m|h)$")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Settings for a job's durable checkpoints; they must be equal on all ranks of all groups.
+
+    Args:
+        place: A directory that all hosts share, or an fsspec URL such as ``s3://bucket/run7``.
+        every: Steps between two checkpoints (``100``), or the time between them (``"90s"``,
+            ``"10m"``).
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        resume: ``True`` resumes from the newest checkpoint that verifies; a number resumes from the
+            checkpoint of that step; ``False`` begins a new job and requires that no checkpoint
+            exists yet.
+
+    Raises:
+        CheckpointError: A value is invalid.
+    """
+
+    place: str | Path
+    every: int | str = EVERY
+    keep: int = KEEP
+    resume: bool | int = False
+
+    def __post_init__(self) -> None:
+        if not str(self.place):
+            raise CheckpointError("no place for checkpoints: give a directory, or a URL")
+        if self.keep < 0:
+            raise CheckpointError(f"keep={self.keep}: keep at least 1 checkpoint; 0 keeps all")
+        if self.steps is None and self.seconds is None:
+            raise CheckpointError(
+                f"every={self.every!r}: give a number of steps, such as 100, or a time, such as "
+                "90s, 10m or 2h"
+            )
+
+    @property
+    def steps(self) -> int | None:
+        """Steps between two checkpoints, or None if the interval is a time."""
+        text = str(self.every)
+        return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between two checkpoints, or None if the interval is in steps."""
+        found = _TIME.match(str(self.every))
+        seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+        return seconds if 0 < seconds < math.inf else None
+
+    def to_env(self, step: int | None) -> dict[str, str]:
+        """Return these settings as environment variables for the processes of a job.
+
+        Args:
+            step: Step of the checkpoint to resume from, or None to begin from the start.
+        """
+        resume = {} if step is None else {"FFT_RESUME": str(step)}
+        place = str(self.place)
+        place = place if "://" in place else str(Path(place).absolute())
+        every, keep = str(self.every), str(self.keep)
+        told = {"FFT_CHECKPOINT": place, "FFT_CHECKPOINT_EVERY": every}
+        return {**told, "FFT_CHECKPOINT_KEEP": keep, "FFT_RESUME": "never", **resume}
+
+
+def checkpointing_of(
+    given: Checkpointing | str | Path | None, env: Mapping[str, str] = os.environ
+) -> Checkpointing | None:
+    """Return the settings from the environment if it has them, else those of the script.
+
+    The environment has priority because the operator controls it. Raises CheckpointError.
+    """
+    if given is not None and not isinstance(given, Checkpointing):
+        given = Checkpointing(given)
+    if not (place := env.get("FFT_CHECKPOINT")):
+        return given
+    keep = env.get("FFT_CHECKPOINT_KEEP") or str(KEEP)
+    if not keep.isdigit():
+        raise CheckpointError(f"FFT_CHECKPOINT_KEEP={keep!r}: give a number of checkpoints")
+    every = env.get("FFT_CHECKPOINT_EVERY") or EVERY
+    return Checkpointing(place, every, int(keep), _resume_of(env.get("FFT_RESUME") or "never"))
+
+
+def _resume_of(text: str) -> bool | int:
+    words: dict[str, Literal[True, False]] = {"newest": True, "never": False}
+    if text in words:
+        return words[text]
+    if not text.isdigit():
+        raise CheckpointError(f"FFT_RESUME={text!r}: give newest, never, or a step")
+    return int(text)
+
+
+# --- receipts and manifests ---
+
+FORMAT = 1
+"""Version of the files and the manifest; a reader refuses any other version."""
+_NAME = re.compile(r"^step-(0|[1-9][0-9]{0,17})$")
+_FILE = r"^g[A-Za-z0-9_.-]{1,200}r[0-9]{1,6}\.(json|safetensors)$"
+
+Count = Annotated[int, Field(ge=0)]
+Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint must not be loaded; the message names it, the file and the problem."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class File(_Strict):
+    """One file of a checkpoint."""
+
+    name: Annotated[str, Field(pattern=_FILE)]
+    size: Count
+    sha256: Sha
+
+
+class Scope(_Strict):
+    """The position of one scope of the job."""
+
+    step: Count
+    lineage: str
+    batches: Count
+    cursor: Count
+    returned: tuple[Count, ...]
+    """Slices before the cursor that are not consumed."""
+
+
+class Receipt(_Strict):
+    """The files that one rank has written and read back; the receipt is written after them.
+
+    A receipt without files means that the rank delivers nothing, so that the writer of the manifest
+    does not wait for it.
+    """
+
+    attempt: str
+    group: str
+    rank: Count
+    files: tuple[File, ...]
+    at: Scope | None = None
+    """Position of the rank's scope, if each stage has its own scope."""
+
+
+class Origin(_Strict):
+    """The checkpoint from which the job that took this one had resumed."""
+
+    step: Count
+    lineage: str
+
+
+class Manifest(_Strict):
+    """The description of a checkpoint and the list of its files.
+
+    Attributes:
+        step: Committed steps. If each stage has its own scope, ``step``, ``lineage``, ``batches``,
+            ``cursor`` and ``returned`` are those of the first stage; others may be some slices
+            behind.
+        scopes: Position of each scope by name; ``job`` for a job with one scope.
+        writer: The group whose files hold the state that all groups have in common.
+        groups: The groups whose buffers and random states are in the checkpoint.
+        ranks: Number of ranks of each group.
+    """
+
+    format: Literal[1] = 1
+    step: Count
+    lineage: str
+    batches: Count
+    cursor: Count
+    returned: tuple[Count, ...]
+    scopes: dict[str, Scope]
+    writer: str
+    groups: tuple[str, ...]
+    ranks: Annotated[int, Field(ge=1)]
+    spec: str
+    spec_digest: str
+    fft_version: str
+    torch_version: str
+    attempt: str
+    written_at: float
+    resumed_from: Origin | None = None
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        """Total size of the files in bytes."""
+        return sum(file.size for file in self.files)
+
+    def files_of(self, group: str, rank: int) -> dict[str, File]:
+        """Return a rank's files by suffix, ``json`` and ``safetensors``; empty if it wrote none."""
+        stem = file_stem(group, rank)
+        return {
+            file.name.rpartition(".")[2]: file
+            for file in self.files
+            if file.name.rpartition(".")[0] == stem
+        }
+
+
+_Sealed = TypeVar("_Sealed", Receipt, Manifest)
+
+
+def step_of(directory: str) -> int | None:
+    """Return the step in a directory's name, or None if it is not the name of a checkpoint."""
+    found = _NAME.match(directory)
+    return int(found[1]) if found else None
+
+
+def name_of(step: int) -> str:
+    """Return the directory of the checkpoint of ``step``."""
+    return f"step-{step}"
+
+
+def partial_name(step: int, attempt: str) -> str:
+    """Return the directory in which an attempt at a checkpoint is written."""
+    return f"{name_of(step)}{PARTIAL}{attempt}"
+
+
+def attempt_name(life: str, record: str) -> str:
+    """Return the name of an attempt: equal on all ranks, and unique to a ``life`` of the bus."""
+    return f"{_short(life, 4)}-{_short(record, 8)}"
+
+
+def life_of(attempt: str) -> str:
+    """Return the life of the bus in which an attempt was made, or an empty string if in none."""
+    life, dash, _ = attempt.partition("-")
+    return life if dash else ""
+
+
+def _short(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
+
+
+def file_stem(group: str, rank: int) -> str:
+    """Return the stem of the names of a rank's files; different groups have different stems."""
+    return f"g{in_file_name(group)}r{rank}"
+
+
+def receipt_name(group: str, rank: int) -> str:
+    """Return the name of a rank's receipt, which is not part of the checkpoint."""
+    return f"{file_stem(group, rank)}.receipt"
+
+
+def sealed(thing: Receipt | Manifest) -> bytes:
+    """Encode a receipt or manifest as JSON with a digest of its contents."""
+    data = thing.model_dump(mode="json")
+    return json.dumps({**data, "sha256": _digest(data)}, indent=1).encode()
+
+
+def unsealed(kind: type[_Sealed], data: bytes, place: str) -> _Sealed:
+    """Decode the output of `sealed`. Raises DamagedCheckpoint, whose message names ``place``."""
+    try:
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{place}: no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedCheckpoint(f"{place}: no JSON object")
+    digest = found.pop("sha256", None)
+    if digest != _digest(found):
+        raise DamagedCheckpoint(f"{place}: it was changed after it was written")
+    try:
+        return kind.model_validate_json(json.dumps(found))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DamagedCheckpoint(f"{place}: {where}: {first['msg']}") from None
+
+
+def _digest(data: dict[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- the checkpoints of a store ---
 _LOOKS = 20
 """Maximum number of reads. Each repetition follows a change by a writer, which makes one every few
 seconds."""
@@ -373,3 +650,62 @@ def _ranks_of(manifest: Manifest) -> Iterator[tuple[str, int]]:
     for group in {manifest.writer, *manifest.groups}:
         for rank in range(manifest.ranks):
             yield group, rank
+
+
+# --- the checkpoint that a job begins with ---
+
+
+def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
+    """Return the checkpoint to begin with, or None to begin from the start.
+
+    Args:
+        resume: As in `Checkpointing`.
+
+    Raises:
+        CheckpointError: Checkpoints exist but ``resume`` is False, none of them can be used, or the
+            store cannot be read.
+        DamagedCheckpoint: The checkpoint of the requested step does not exist or is damaged.
+    """
+    url = checkpoints.store.url
+    try:
+        if resume is False:
+            _refuse_used(checkpoints)
+            return None
+        if resume is not True:
+            return checkpoints.manifest(resume)
+        manifest, problems = checkpoints.newest()
+        _name_leftovers(checkpoints, manifest)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints at {url} cannot be read: {error}") from error
+    for problem in problems:
+        logger.error("a checkpoint is not used: %s", problem)
+    if manifest is None and problems:
+        raise CheckpointError(
+            f"no checkpoint at {url} can be used: {'; '.join(problems)}. To begin anew, name "
+            "another place"
+        )
+    return manifest
+
+
+def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None:
+    """Log that a killed process left the chosen checkpoint unpublished, or only unfinished ones."""
+    if manifest is None:
+        if left := [entry.name for entry in checkpoints.found() if entry.step is None]:
+            names = ", ".join(left)
+            logger.warning("%s has only what was never finished: %s", checkpoints.store.url, names)
+    elif (name := checkpoints.directory(manifest)) != name_of(manifest.step):
+        logger.warning(
+            "the checkpoint of step %d is in %s: whole, but cut off before it got its name",
+            manifest.step,
+            name,
+        )
+
+
+def _refuse_used(checkpoints: Checkpoints) -> None:
+    """Raise CheckpointError if checkpoints exist: a new job must not mix its own with them."""
+    steps = [entry.name for entry in checkpoints.found() if entry.step is not None]
+    if steps:
+        raise CheckpointError(
+            f"{checkpoints.store.url} has checkpoints already (the newest: {steps[-1]}): go on "
+            "from them by --resume (resume=True), or name another place for those of a new job"
+        )

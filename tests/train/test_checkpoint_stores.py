@@ -16,22 +16,24 @@ from checkpoint_files import bytes_below, deliver, manifest_of, published, writt
 from forked import Forked
 from refused_calls import refuse
 
-from fft.durable.checkpoints import Checkpoints, Passed
-from fft.durable.choice import choose
-from fft.durable.manifest import (
+from fft.errors import CheckpointError
+from fft.launch.resuming import about_newest
+from fft.launch.supervisor import JobOutcome
+from fft.train.checkpoint.files import (
+    Checkpointing,
+    Checkpoints,
     Manifest,
+    Passed,
     attempt_name,
+    checkpointing_of,
+    choose,
     file_stem,
     life_of,
     partial_name,
     sealed,
     step_of,
 )
-from fft.durable.plan import Checkpointing, checkpointing_of
-from fft.durable.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
-from fft.errors import CheckpointError
-from fft.launch.resuming import about_newest
-from fft.launch.supervisor import JobOutcome
+from fft.train.checkpoint.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
 
 
 @pytest.fixture(params=["directory", "file-url", "memory"])

@@ -13,9 +13,8 @@ from checkpoint_files import manifest_of, published, written
 from s3_server import bucket_at, served
 
 import fft
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import DamagedCheckpoint
-from fft.durable.stores import MANIFEST, StoreError, UrlStore, open_store
+from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint
+from fft.train.checkpoint.stores import MANIFEST, StoreError, UrlStore, open_store
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,8 @@ from checkpoint_files import GROUPS, RANKS, deliver, manifest_of, published
 from forked import Forked
 from s3_server import bucket_at, served
 
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.choice import choose
-from fft.durable.manifest import partial_name
-from fft.durable.stores import UrlStore, open_store
+from fft.train.checkpoint.files import Checkpoints, choose, partial_name
+from fft.train.checkpoint.stores import UrlStore, open_store
 
 LIMIT_S = 60.0
 PLACES = [(group, rank) for group in GROUPS for rank in range(RANKS)]

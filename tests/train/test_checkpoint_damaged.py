@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from checkpoint_files import published
 
-from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import DamagedCheckpoint
-from fft.durable.stores import open_store
+from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint
+from fft.train.checkpoint.stores import open_store
 
 GOOD, BAD = 4, 8
 DAMAGES = 200
