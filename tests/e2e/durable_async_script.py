@@ -96,7 +96,7 @@ def takes_it_late(manager: fft.ManagerFFT) -> None:
     named = next(word.named for word in words_on(job.bus) if word.token == head.token)
     epoch = dataclasses.replace(head, members=mine)
     as_mine = named._replace(writer=job.peer.group)
-    checkpointer._begin(checkpointer._attempt(as_mine, head, epoch), epoch)
+    checkpointer._begin(checkpointer._attempt(as_mine, head, epoch))
 
 
 class Body:

@@ -23,8 +23,7 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.train.checkpoint.checkpointer import NAME
-from fft.train.checkpoint.writer import RankWriter
+from fft.train.checkpoint.writer import NAME, RankWriter
 
 SHORT = 200_000
 """Limit in bytes; a checkpoint is larger, and traces and logs of such a job are smaller."""
@@ -46,7 +45,7 @@ def is_tried(manager: fft.ManagerFFT) -> bool:
     """Whether this rank has finished or failed writing its part of all checkpoints; files of a
     failed attempt may still exist."""
     assert manager._parts.checkpointer is not None
-    return not manager._parts.checkpointer._is_writing()
+    return not manager._parts.checkpointer._writers.is_writing
 
 
 def main() -> None:

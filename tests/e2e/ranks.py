@@ -19,7 +19,7 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.train.checkpoint.checkpointer import NAME
+from fft.train.checkpoint.writer import NAME
 
 LIMIT = timedelta(seconds=60)
 """Timeout of every process group."""

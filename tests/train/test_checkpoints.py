@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +31,12 @@ from waiting import wait_until
 import fft
 from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
 from fft.messages.progress import CheckpointReport, decode_report
-from fft.messages.protocol import Peer, Record
+from fft.messages.protocol import GroupEntry, Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint import checkpointer, writer
-from fft.train.checkpoint.checkpointer import NAME, Threads
+from fft.train.checkpoint import contents, writer
 from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.due import DueByRecord, Named
 from fft.train.checkpoint.files import (
     Checkpoints,
     DamagedCheckpoint,
@@ -47,7 +47,7 @@ from fft.train.checkpoint.files import (
     unsealed,
 )
 from fft.train.checkpoint.stores import LocalStore, open_store
-from fft.train.checkpoint.writer import Attempt, RankWriter, decline
+from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, Threads, WriterContext, decline
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -389,8 +389,6 @@ def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
 def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fft.train.checkpoint import checkpointer
-
     ended, copy = threading.Event(), getattr(Snapshot, part)
     held = iter([True])
 
@@ -400,7 +398,7 @@ def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
         copy(self)
 
     monkeypatch.setattr(Snapshot, part, stands)
-    monkeypatch.setattr(checkpointer, "COPY_LIMIT_S", 0.05)
+    monkeypatch.setattr(contents, "COPY_LIMIT_S", 0.05)
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints", keep=0))
     start.manager.on_commit(lambda: ended.set() if len(start.losses) == 6 else None)
     start.train(Stream(), 12)
@@ -535,7 +533,7 @@ def test_checkpoint_in_progress_at_the_end_is_not_overwritten(
         return found
 
     monkeypatch.setattr(writer, "write_rank", slow)
-    monkeypatch.setattr(checkpointer, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(writer, "_CLOSE_S", 0.5)
     settings = at(tmp_path / "checkpoints", keep=0)
     Start(tmp_path / "traces", checkpoint=settings).train(Stream(), 6, outruns=True)
     wait_until(lambda: not is_writing(), "all are written")
@@ -587,7 +585,9 @@ def test_a_group_takes_the_random_states_that_were_its_own(
     Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
     monkeypatch.setenv("FFT_GROUP", group)
     again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
-    again.manager._parts.checkpointer._groups = groups  # a single process announces one group
+    again.manager._parts.checkpointer._loader._groups = (
+        groups  # a single process announces one group
+    )
     again.train(Stream(), 5)
     assert (again.losses == whole.losses[4:]) == is_own
     assert ("no buffers and random states of group 1" in caplog.text) == (not is_own)
@@ -791,16 +791,30 @@ def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_al
         manager.shutdown()
 
 
+EPOCH = Record(
+    1, "epoch", 1, 0, 0, "lineage", 0, 0, Peer("0", 0, 1),
+    members=(GroupEntry("0", "", ()), GroupEntry("1", "", ())),
+)  # fmt: skip
+"""An epoch of two groups."""
+
+
+def context_of(place: Path, closing: threading.Event | None = None) -> WriterContext:
+    """Return what the writers of group 0's first rank need, without a job around them."""
+    job: Any = SimpleNamespace(local=None)
+    due = DueByRecord(fft.Checkpointing(place), job)
+    found, closing = Checkpoints(open_store(str(place))), closing or threading.Event()
+    return WriterContext(found, due, ("0", 0), 0, lambda *_: None, closing)
+
+
 def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
     """A checkpoint is published without its buffers; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, ("0", "1"), 1, (), "async", "0" * 64, None)
+    attempt = Attempt(named, record, EPOCH, 1, (), "async", "0" * 64, None)
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
 
     def publish() -> None:
-        told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, threading.Event())
-        RankWriter(found, attempt, *told)._publish(0.0)
+        RankWriter(context_of(tmp_path), attempt)._publish(0.0)
 
     decline(found, attempt, ("1", 0))
     decline(found, attempt, ("0", 0))
@@ -818,9 +832,8 @@ def publisher_of(
     """Return the process that would publish an attempt of two groups, without taking part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, ("0", "1"), ranks, (), "hsdp", "0" * 64, None)
-    told: Any = (snapshot, ("0", 0), 0, lambda *_: None, frozenset, bool, closing)
-    return attempt, RankWriter(Checkpoints(open_store(str(place))), attempt, *told)
+    attempt = Attempt(named, record, EPOCH, ranks, (), "hsdp", "0" * 64, None)
+    return attempt, RankWriter(context_of(place, closing), attempt, snapshot)
 
 
 def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_path: Path) -> None:
@@ -891,7 +904,7 @@ def test_directory_remade_by_a_late_rank_is_removed_before_the_next(tmp_path: Pa
     thread.join(30)
     deliver(found.store, attempt.directory, attempt.named.name, "1", 0, 5)
     assert found.store.directories() == [attempt.directory]
-    writer._cleared.sweep()
+    writer._context.sweep()
     assert found.store.directories() == []
 
 
@@ -951,9 +964,8 @@ def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWri
     held = Record(2, "commit", 1, 1, 5, "lineage", cursor, 9, Peer("0", 0, 1), **record)
     named = Named(attempt_name("life", "2"), 5, "0")
     stages = ("stage0", "stage1")
-    attempt = Attempt(named, held, ("0", "1"), 2, stages, "pipeline_ahead", "0" * 64, None)
-    told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, threading.Event())
-    return attempt, RankWriter(Checkpoints(open_store(str(tmp_path))), attempt, *told)
+    attempt = Attempt(named, held, EPOCH, 2, stages, "pipeline_ahead", "0" * 64, None)
+    return attempt, RankWriter(context_of(tmp_path), attempt)
 
 
 def test_group_with_stages_at_another_step_is_not_in_the_checkpoint(tmp_path: Path) -> None:

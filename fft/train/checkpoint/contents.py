@@ -173,6 +173,11 @@ train locally that is the state they share; a group's own state has other names 
 once."""
 
 
+COPY_LIMIT_S = 30.0
+"""How long the next update waits for a copy; after that the checkpoint is given up, not the
+step."""
+
+
 class Staging:
     """Memory for one copy of a rank's state, reused by each checkpoint."""
 
@@ -345,6 +350,36 @@ class Snapshot:
     def _give_up(self, problem: str) -> None:
         with self._lock:
             self.problem = self.problem or problem
+
+
+class Copies:
+    """The copies of a rank's state, one after another, in the same memory. Main thread."""
+
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+        self._staging = Staging()
+        self._open: Snapshot | None = None
+        self._changed_late: frozenset[str] = frozenset()
+        """Parameters that other code than updates and the step function has changed."""
+
+    def begin(self, shared: bool, gives: range) -> Snapshot:
+        """Begin a copy of the state. See `Snapshot` for arguments and errors."""
+        state, staging, edited = self._state, self._staging, self._changed_late
+        self._open = Snapshot(state, staging, shared, edited, gives)
+        return self._open
+
+    def finish(self) -> float:
+        """Finish the copy in progress before the state changes; return the seconds waited."""
+        snapshot, self._open = self._open, None
+        if snapshot is None:
+            return 0.0
+        waited = snapshot.finish(COPY_LIMIT_S)
+        self._changed_late |= frozenset(snapshot.edited)
+        return waited
+
+    def leave_memory(self) -> None:
+        """Leave the memory to the copies that are still being written, and use new memory."""
+        self._staging = Staging()
 
 
 def _tree_of(

@@ -11,6 +11,7 @@ its tensors in the whole; optimizer state is sharded as its parameter is.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from fft.bus.base import HEAD
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
+from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.contents import (
     Layout,
     UnreadableFile,
@@ -39,13 +41,14 @@ from fft.train.checkpoint.files import (
     name_of,
 )
 from fft.train.local_tensors import local_of, same_bits
-from fft.train.participation import Participation
+from fft.train.rank import Rank
 from fft.train.rank_state import RankState
 from fft.train.scope import RankScope
 from fft.train.state.composite import CLASS, is_marked
 from fft.train.state.random_states import load_random
 from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
+from fft.util.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -66,27 +69,57 @@ class Loaded:
 class Loader:
     """Loads a checkpoint for one rank. Main thread.
 
-    Args:
-        groups: Number of groups of this job, as far as it was announced.
-        ranks: Number of ranks of each group of this job.
-        scope: The scope of this rank.
+    Attributes:
+        origin: The checkpoint that this job resumed from, if any.
     """
 
-    def __init__(
-        self,
-        plan: Checkpointing,
-        checkpoints: Checkpoints,
-        job: Participation,
-        groups: int,
-        ranks: int,
-        scope: RankScope,
-    ) -> None:
-        self._is_only_group = groups == 1
-        self._scope = scope
-        self._plan = plan
-        self._checkpoints = checkpoints
-        self._job = job
-        self._ranks = ranks
+    def __init__(self, plan: Checkpointing, checkpoints: Checkpoints, rank: Rank) -> None:
+        self.origin: Origin | None = None
+        self._plan, self._checkpoints = plan, checkpoints
+        self._job, self._scope, self._state = rank.job, rank.scope, rank.state
+        self._spec, self._groups = rank.settings.spec, rank.settings.expected_groups
+        self._ranks = rank.world
+        self._is_done = False
+        self._notes: list[tuple[str, dict[str, Any]]] = []
+
+    def resume(self) -> None:
+        """Load the checkpoint that the job is to resume from, if any, before joining. Idempotent.
+
+        Raises CheckpointError, DamagedCheckpoint, StateMismatch.
+        """
+        if self._is_done or self._job.engine is not None:
+            return
+        self._is_done = True
+        began = time.monotonic()
+        if (manifest := self.choose()) is None:
+            return
+        found = self.load(manifest, self._state)
+        self.origin = Origin(step=manifest.step, lineage=manifest.lineage)
+        seconds = time.monotonic() - began
+        told = {"step": found.at.step, "lineage": found.at.lineage, "as": found.lineage}
+        told |= {"place": self._checkpoints.store.url, "seconds": round(seconds, 3)}
+        told["attempt"] = manifest.attempt
+        told["takes_same"] = self._state.paradigm.takers != self._ranks
+        entries = [{"slice": number, "version": version} for number, version in found.entries]
+        self._notes = [("resumed", told), *((RESTORED, entry) for entry in entries)]
+        logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
+        spec = self._spec.name
+        is_other = manifest.spec_digest != self._spec.digest()
+        if manifest.spec and (is_other or manifest.fft_version != __version__):
+            logger.warning(  # an imported checkpoint has no spec
+                "the checkpoint of step %d was written by FFT %s with spec %s, and this is FFT %s "
+                "with spec %s, or another version of it",
+                manifest.step,
+                manifest.fft_version,
+                manifest.spec,
+                __version__,
+                spec,
+            )
+
+    def trace(self) -> None:
+        """Trace what the job resumed from, once the trace has its header."""
+        for name, data in self._notes:
+            self._job.note(name, data)
 
     def choose(self) -> Manifest | None:
         """Return the checkpoint that the job resumes from, or None if it starts fresh.
@@ -150,7 +183,7 @@ class Loader:
         self, manifest: Manifest, group: str, rank: int, state: RankState
     ) -> dict[str, Any] | None:
         """Return the state that only this rank had; None if no such rank wrote the checkpoint."""
-        if self._is_only_group and len(manifest.groups) == 1:
+        if self._groups == 1 and len(manifest.groups) == 1:
             (group,) = manifest.groups  # its name may differ between starts
         if group not in manifest.groups:
             logger.warning(
@@ -296,11 +329,6 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
             f"of ranks, such as {manifest.ranks}, or from another checkpoint"
         )
     return Loaded(manifest, at, lineage, items // ranks)
-
-
-def origin_of(found: Loaded) -> Origin:
-    """Return the origin that is stored in the checkpoints of this job."""
-    return Origin(step=found.manifest.step, lineage=found.manifest.lineage)
 
 
 # --- conversion to another number of ranks, on the CPU, tensor by tensor ---

@@ -13,8 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch
 from fft.errors import FftError
 from fft.messages.protocol import Record
 from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import Named, Note, tell_left_out
+from fft.train.checkpoint.due import Due, Named, Note, tell_left_out
 from fft.train.checkpoint.files import (
     Checkpoints,
     File,
@@ -51,6 +53,12 @@ _REMEMBERED = 16
 published."""
 
 
+_CLOSE_S = 300.0
+"""How long a process that is to end waits for the last checkpoint of the job to be written."""
+NAME, IDLE = "fft-checkpoint", "fft-checkpoint-idle"
+"""Names of a thread at work and of an idle one."""
+
+
 Receipts = dict[tuple[str, int], Receipt]
 
 
@@ -61,8 +69,8 @@ class Attempt:
     named: Named
     record: Record
     """Commit record of the checkpoint; that of this stage, if each stage has its own scope."""
-    groups: tuple[str, ...]
-    """Member groups of its epoch."""
+    epoch: Record
+    """The record of its epoch, which lists the member groups."""
     ranks: int
     stages: Sequence[str]
     """Scope names by rank, if each stage has its own scope."""
@@ -71,6 +79,11 @@ class Attempt:
     origin: Origin | None
     most: int = 0
     """Number of groups of the job, as far as it was announced."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Member groups of its epoch."""
+        return tuple(entry.group for entry in self.epoch.members)
 
     @property
     def directory(self) -> str:
@@ -101,22 +114,34 @@ class Attempt:
         return range(0 if self.record.last else max(0, cursor - most), cursor)
 
 
-class Cleared:
-    """Attempts that this rank has removed. A rank that was late may have created a directory
-    again."""
+@dataclass(frozen=True)
+class WriterContext:
+    """What the writers of one rank have in common.
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-        self._directories = deque[str](maxlen=_REMEMBERED)
+    Attributes:
+        due: Tells which groups have left, and whether others are still awaited.
+        place: Group and rank.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        note: Traces and reports an outcome.
+        closing: Set when this process is to end.
+        removed: The newest attempts that this rank has removed.
+    """
 
-    def add(self, directory: str) -> None:
-        """Remember that ``directory`` is being removed. Runs on any thread, as does `sweep`."""
-        self._directories.append(directory)
+    checkpoints: Checkpoints
+    due: Due
+    place: tuple[str, int]
+    keep: int
+    note: Note
+    closing: threading.Event = field(default_factory=threading.Event)
+    removed: deque[str] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
 
     def sweep(self) -> None:
-        """Remove directories that exist again. Logs what cannot be removed."""
-        store = self._checkpoints.store
-        for directory in tuple(self._directories):
+        """Remove directories that a late rank has created again after their removal.
+
+        Runs on any thread. Logs what cannot be removed.
+        """
+        store = self.checkpoints.store
+        for directory in tuple(self.removed):
             try:
                 if store.files(directory):
                     store.remove(directory)
@@ -131,25 +156,14 @@ class Gathering:
     That rank also removes the files of a failed attempt: no other rank can publish them.
 
     Args:
-        left: Returns the groups that have left the job since, or were restarted.
-        is_awaited: Whether other ranks may reach their position only later.
         superseded: Set when this rank has begun another attempt.
-        cleared: Records that this attempt was removed.
     """
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        attempt: Attempt,
-        left: Callable[[], Set[str]],
-        is_awaited: Callable[[], bool],
-        closing: threading.Event,
-        superseded: threading.Event,
-        cleared: Cleared,
+        self, context: WriterContext, attempt: Attempt, superseded: threading.Event
     ) -> None:
-        self._checkpoints, self._attempt, self._cleared = checkpoints, attempt, cleared
-        self._left, self._is_awaited, self._closing = left, is_awaited, closing
-        self._superseded = superseded
+        self._context, self._attempt, self._superseded = context, attempt, superseded
+        self._checkpoints, self._closing = context.checkpoints, context.closing
         ranks, self._writer = range(attempt.ranks), attempt.named.writer
         self.needed = {(self._writer, rank) for rank in ranks}
         """The places (group, rank) without whose files there is no checkpoint."""
@@ -191,7 +205,7 @@ class Gathering:
                     directory,
                 )
                 return
-            self._cleared.add(directory)
+            self._context.removed.append(directory)
             store.remove(directory)
             if files:
                 logger.info("%s was removed: it has failed", directory)
@@ -221,7 +235,7 @@ class Gathering:
                         attempt.directory,
                         until - now,
                     )
-            elif self._is_awaited() and not self._closing.is_set():
+            elif self._context.due.is_awaited(attempt.record) and not self._closing.is_set():
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
             elif attempt.stages and len(found) > known:  # the next stage may need as long
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
@@ -237,7 +251,8 @@ class Gathering:
 
     def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:
         """Whether all ranks that are still in the job have delivered or declined."""
-        gone = self._left() - {self._writer}
+        attempt = self._attempt
+        gone = self._context.due.left(attempt.record, attempt.epoch) - {self._writer}
         awaited = {place for place in self.wanted if place[0] not in gone}
         if is_failed:
             awaited.discard((self._writer, 0))  # this rank
@@ -266,38 +281,24 @@ class RankWriter:
 
     Args:
         snapshot: The copy, or None if this rank only declines.
-        place: Group and rank.
-        left, is_awaited, closing: See `Gathering`.
-        cleared: See `Gathering`; one object for all attempts of a rank.
+        group: The group for whose rank it declines; by default its own.
     """
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        context: WriterContext,
         attempt: Attempt,
-        snapshot: Snapshot | None,
-        place: tuple[str, int],
-        keep: int,
-        note: Note,
-        left: Callable[[], Set[str]],
-        is_awaited: Callable[[], bool],
-        closing: threading.Event,
-        cleared: Cleared | None = None,
+        snapshot: Snapshot | None = None,
+        group: str = "",
     ) -> None:
-        self._checkpoints = checkpoints
-        self._attempt = attempt
-        self._snapshot = snapshot
-        self._group, self._rank = place
-        self._keep = keep
-        self._note = note
+        self._context, self._attempt, self._snapshot = context, attempt, snapshot
+        self._checkpoints = context.checkpoints
+        self._group, self._rank = group or context.place[0], context.place[1]
         self._superseded = threading.Event()
-        self._cleared = cleared or Cleared(checkpoints)
-        given = checkpoints, attempt, left, is_awaited, closing
-        self._gathering = Gathering(*given, self._superseded, self._cleared)
+        self._gathering = Gathering(context, attempt, self._superseded)
         self._stage = ""
         self.has_delivered = threading.Event()
         """This rank's part is written or given up, so its copy is not needed any more."""
-        self.published = False
         self.is_over = False
         """It has failed or takes no part; the only work left is to remove what others wrote."""
 
@@ -338,10 +339,10 @@ class RankWriter:
             return
         finally:
             self.has_delivered.set()
-        self._note("checkpoint", told)
+        self._context.note("checkpoint", told)
 
     def _deliver_and_publish(self, told: dict[str, Any], began: float) -> None:
-        self._cleared.sweep()  # a failed attempt may take up the space
+        self._context.sweep()  # a failed attempt may take up the space
         self._at("copying")
         assert self._snapshot is not None
         if not self._snapshot.copy() or self._snapshot.problem is not None:
@@ -361,7 +362,7 @@ class RankWriter:
         """Log and trace why there is no checkpoint."""
         step = self._attempt.named.step
         if isinstance(error, Passed):
-            tell_left_out(self._note, step, str(error))
+            tell_left_out(self._context.note, step, str(error))
             return
         text = f"{type(error).__name__}: {error}"
         logger.error(
@@ -373,7 +374,7 @@ class RankWriter:
             self._stage,
             text,
         )
-        self._note("checkpoint_failed", {**told, "stage": self._stage, "error": text})
+        self._context.note("checkpoint_failed", {**told, "stage": self._stage, "error": text})
         if self._stage in _BEFORE_DELIVERY:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
@@ -420,13 +421,12 @@ class RankWriter:
         receipts = self._gather(own_s)
         self._at("publishing")
         self._checkpoints.publish(self._attempt.directory, self._manifest(receipts))
-        self.published = True
 
     def _prune(self) -> None:
         """Remove older checkpoints. An error costs only space, since the new checkpoint exists."""
         try:
-            for name in self._checkpoints.prune(self._keep):
-                logger.info("checkpoint %s was removed: %d are kept", name, self._keep)
+            for name in self._checkpoints.prune(self._context.keep):
+                logger.info("checkpoint %s was removed: %d are kept", name, self._context.keep)
         except OSError as error:
             place = self._checkpoints.store.url
             logger.warning("older checkpoints at %s cannot be removed: %s", place, error)
@@ -504,3 +504,127 @@ class RankWriter:
                 )
             found[stage] = at
         return found
+
+
+class _Hand:
+    """One thread. It is a daemon, since a process may end while it works."""
+
+    def __init__(self) -> None:
+        self._work = SimpleQueue[tuple[Callable[[], None], threading.Event] | None]()
+        self._over: threading.Event | None = None
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._serve, name=IDLE, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_free(self) -> bool:
+        return self._over is None or (self._over.is_set() and not self._has_failed)
+
+    def do(self, work: Callable[[], None]) -> threading.Event:
+        over = self._over = threading.Event()
+        self._thread.name = NAME
+        self._work.put((work, over))
+        return over
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (found := self._work.get()) is not None:
+            work, over = found
+            try:
+                work()
+            except BaseException:
+                self._has_failed = True
+                raise  # for threading.excepthook
+            finally:
+                self._thread.name = IDLE
+                over.set()
+
+
+class Threads:
+    """A pool that grows to the number of jobs at work at once. One thread submits the jobs.
+
+    The training waits until a new thread runs, mostly a tenth of a millisecond, but now and then
+    some milliseconds if other threads want the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._hands: list[_Hand] = []
+
+    def do(self, work: Callable[[], None]) -> threading.Event:
+        """Run ``work`` on one of the threads and return an event that is set at its end. An
+        exception ends that thread."""
+        free = next((hand for hand in self._hands if hand.is_free), None)
+        if free is None:
+            free = _Hand()
+            self._hands.append(free)
+        return free.do(work)
+
+    def close(self) -> None:
+        """End each thread after its current job. Idempotent."""
+        for hand in self._hands:
+            hand.end()
+        self._hands.clear()
+
+
+class Writers:
+    """The writers of one rank that are at work. Main thread."""
+
+    def __init__(self, context: WriterContext) -> None:
+        self.context = context
+        self._threads = Threads()
+        self._at_work: dict[threading.Event, RankWriter] = {}
+        """By the event that is set when the writer's thread is done."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes a checkpoint or has to publish one."""
+        self._at_work = {over: w for over, w in self._at_work.items() if not over.is_set()}
+        return any(not writer.is_over for writer in self._at_work.values())
+
+    def write(self, attempt: Attempt, snapshot: Snapshot) -> None:
+        """Deliver this rank's part of ``attempt`` on a thread."""
+        writer = RankWriter(self.context, attempt, snapshot)
+        self._start(writer, writer.run)
+
+    def decline(self, attempt: Attempt, group: str = "") -> None:
+        """Decline for this rank, or for its rank of ``group``, so that no rank waits for it. The
+        write happens on a thread, so this rank does not wait for the disk."""
+        writer = RankWriter(self.context, attempt, group=group)
+        self._start(writer, writer.decline)
+
+    def _start(self, writer: RankWriter, work: Callable[[], None]) -> None:
+        """Run ``work`` of ``writer`` on a thread; failed earlier attempts are removed now."""
+        for earlier in self._at_work.values():
+            earlier.supersede()
+        self._at_work[self._threads.do(work)] = writer
+
+    def await_delivery(self) -> bool:
+        """Wait until this rank's files of earlier checkpoints are written.
+
+        The writer that publishes one may wait longer for other ranks.
+
+        Returns:
+            Whether all were written within the limit.
+        """
+        until = time.monotonic() + _CLOSE_S
+        delivered = [
+            writer.has_delivered.wait(max(0.0, until - time.monotonic()))
+            for writer in self._at_work.values()
+        ]
+        return all(delivered)
+
+    def close(self) -> None:
+        """Wait for files that are being written, and a limited time for other ranks. Idempotent.
+
+        The caller has set ``context.closing``.
+        """
+        until = time.monotonic() + _CLOSE_S
+        for over in self._at_work:
+            over.wait(max(0.0, until - time.monotonic()))
+        if self.is_writing:
+            logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
+        self._at_work = {}
+        self.context.sweep()
+        self._threads.close()
