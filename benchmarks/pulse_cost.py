@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fft.health.detectors.pulse import Pulse, PulseReader
-from fft.health.main_thread_probe import MainThreadProbe
+from fft.health.detectors.trainer import Pulse, PulseReader
+from fft.health.monitor_client import MainThreadProbe
 
 ROUNDS = 200_000
 LOOP_S = 2.0

@@ -61,18 +61,18 @@ def diagnose(
     ] = None,
 ) -> None:
     """Check all ranks of a running job, alone and in pairs; exit 1 if one is found at fault."""
-    from fft.operate.diagnosis import show
     from fft.operate.diagnosis.rounds import diagnose as ask
+    from fft.operate.diagnosis.rounds import evict_culprits, table, traced_rollbacks
 
-    rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
+    rollbacks = traced_rollbacks(trace_dir) if trace_dir is not None else ()
     with job_client(bus) as client:
         found = ask(client, rollbacks)
         if evict:
-            show.evict_culprits(client, found)
+            evict_culprits(client, found)
     if as_json:
         sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n")
     else:
-        console().print(show.table(found))
+        console().print(table(found))
         sys.stdout.write("\n".join(found.lines()) + "\n")
     raise typer.Exit(1 if found.verdict.culprits else 0)
 

@@ -392,7 +392,7 @@ def _supervise(
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.display import open_display
-    from fft.util.new_file import claimed
+    from fft.util.files import claimed
     from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()

@@ -9,7 +9,7 @@ would be gone.
 
 The first `JUDGES` senders on the roll check all hosts, and all other hosts check these. So the job
 always has a judge, and the cost grows with the number of hosts, not with its square. A judge that
-finds that a host has vanished (`fft.health.detectors.hosts`) sends ``suspect`` for each of its
+finds that a host has vanished (`fft.health.detectors.silence`) sends ``suspect`` for each of its
 processes in the epoch, and removes the host from the roll. Two judges may do so without harm. A
 host that was removed and sends heartbeats again finds itself missing and enters the roll again. A
 suspicion is never final.
@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass
 
 from fft.bus.base import HEAD, BusClosed, BusForged, BusForgot, ErrorBus
 from fft.errors import BusError
-from fft.health.detectors.hosts import BEATS, Beating, HostJudge, Looked
+from fft.health.detectors.silence import BEATS, Beating, HostJudge, Looked
 from fft.messages.protocol import Count, Name, Suspect, UnreadableMessage, encode, unreadable
 from fft.messages.wire import EPOCH, Wire, decode_packed
 from fft.util.log_sampler import LogSampler

@@ -23,6 +23,10 @@ every ``interval_s`` (`fft.health.detectors.trainer`, pure, decides), and
 It shares neither the interpreter lock nor the session of the trainer, so a thread that keeps the
 lock, SIGSTOP and Ctrl-C do not reach it. It never blocks on its standard output: output that does
 not fit into the pipe is dropped. torch is not imported.
+
+A main thread that waits for a C++ compiler or a build makes no progress of its own, but does not
+hang. The monitor therefore reads in ``/proc`` whether the trainer waits for a child process that
+computes.
 """
 
 from __future__ import annotations
@@ -47,22 +51,21 @@ from typing import TYPE_CHECKING, Any, Self
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.errors import BusError, FftError
-from fft.health.busy_children import BusyChildren
 from fft.health.death_mutex import DeathMutex, Hold, supported
 from fft.health.detectors.base import Level
-from fft.health.detectors.pulse import Pulse, PulseReader, Reading
-from fft.health.detectors.trainer import Look, Monitor, MonitorConfig
+from fft.health.detectors.trainer import Look, Monitor, MonitorConfig, Pulse, PulseReader, Reading
 from fft.protocol.timeouts import bus_operation
 from fft.util import pidfd
 
 if TYPE_CHECKING:
     from fft.health.hosts import HostWatch
 
+logger = logging.getLogger(__name__)
+
+
 _VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we report it
 _LEAVE_S = 2.0  # for leaving the roll of hosts, which is not essential
 _FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and sending one message
-
-logger = logging.getLogger(__name__)
 
 
 class MonitorError(FftError):
@@ -435,6 +438,57 @@ def _env() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+# --- busy children ---
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+class BusyChildren:
+    """The children that the main thread of one process has started."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seen: dict[int, int] = {}
+
+    def are_busy(self, since: float) -> bool:
+        """Whether children that were started after ``since`` have computed since the last call.
+
+        Older children do not count: workers of a data loader prefetch regardless of their parent.
+
+        Args:
+            since: Seconds on ``CLOCK_MONOTONIC``.
+        """
+        before, self._seen = self._seen, {}
+        for child in _children(self._pid):
+            self._add(child, since)
+        return bool(self._seen) and self._seen != before
+
+    def _add(self, pid: int, since: float) -> None:
+        """Record the processor time of a child and of its descendants, in ticks."""
+        with suppress(OSError, ValueError, IndexError):  # it has ended
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+            if _monotonic(int(fields[19])) < since - 2 * _TICK_S:  # the kernel rounds it down
+                return
+            # its own time, and that of its reaped children
+            self._seen[pid] = sum(map(int, fields[11:15]))
+            for child in _children(pid):
+                self._add(child, since)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children that the first thread of a process has started."""
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(number) for number in file.read().split()]
+    return []
+
+
+def _monotonic(ticks: int) -> float:
+    """Convert ticks since boot to ``CLOCK_MONOTONIC``, which does not count suspends."""
+    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return ticks * _TICK_S - asleep
 
 
 if __name__ == "__main__":

@@ -4,33 +4,43 @@ Chooses the checkpoint, so that all groups begin with the same one. Creates a fo
 of each start, and one for the code that the processes of all starts compile. A job that has lost
 its state is restarted as a whole with an empty bus, so no process of the earlier start can take
 part in it.
+
+A process that replaces a lost one finds the code that torch's inductor compiled for the lost one.
+This module creates the folder for it, identifies the processor, and removes a folder that no later
+start can use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import platform
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from fft.bus.token import JobToken
 from fft.errors import CheckpointError, FftError
-from fft.launch.compiled import compile_cache
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
+from fft.launch.supervisor.config import SupervisorError
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
 from fft.train.checkpoint.files import Checkpointing, Checkpoints, choose, name_of
 from fft.train.checkpoint.stores import NoRoom, open_store
+from fft.util.remove_after_death import vanishing
+
+logger = logging.getLogger(__name__)
+
 
 _STARTS = 3
 """Number of starts in a row that may die at the same step of the same cause; after these the job
 is not started again."""
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -260,3 +270,89 @@ def _after(config: RunConfig, again: RunConfig, plan: FaultPlan, began: float) -
     if left is not None:
         left = max(1.0, left - (time.monotonic() - began))
     return replace(again, timeout=left, faults=path, injectable=config.may_inject)
+
+
+# --- compiled ---
+
+SETTING = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's variable for the cache directory; a value that the user has set is kept."""
+FOLDER = ".compiled"
+"""Folder beside the checkpoints of a job on one host, so that running the same command again
+reuses the compiled code."""
+
+
+@contextmanager
+def compile_cache(
+    config: RunConfig, joins: bool, environ: Mapping[str, str] = os.environ
+) -> Iterator[Path | None]:
+    """Provide the folder for the time of the job.
+
+    Args:
+        joins: Other hosts take part in the job.
+
+    Yields:
+        The folder, or None if the user has set one, which the processes inherit.
+
+    Raises:
+        SupervisorError: The folder cannot be created.
+    """
+    if environ.get(SETTING):
+        yield None
+    elif (kept := _beside_checkpoints(config, joins)) is not None:
+        _make(kept)
+        yield kept
+    else:
+        with _temporary() as folder, vanishing(folder):
+            yield folder
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="fft-compiled-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _not_made("the folder for temporary files (TMPDIR)", error) from error
+    with made as name:
+        yield Path(name)
+
+
+def _beside_checkpoints(config: RunConfig, joins: bool) -> Path | None:
+    """Return the folder beside the checkpoints.
+
+    None if there are no checkpoints, or if other hosts may use their place.
+    """
+    place = "" if config.checkpoint is None else str(config.checkpoint.place)
+    if not place or "://" in place or joins:
+        return None
+    return Path(place).absolute() / FOLDER / _processor()
+
+
+def _processor() -> str:
+    """Return a name for the kind of processor.
+
+    Code compiled for one kind may be wrong for another, and the disk may move between hosts.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    words = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    told = "\n".join([platform.machine(), *sorted(words)])
+    return f"{platform.machine()}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)  # holds pickles: only this user may write
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_made(str(folder), error) from error
+
+
+def _not_made(place: str, error: OSError) -> SupervisorError:
+    return SupervisorError(
+        f"nothing compiled can be kept in {place}: {error.strerror}; make room there, or name "
+        f"another folder in {SETTING}"
+    )

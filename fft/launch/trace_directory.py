@@ -19,8 +19,7 @@ from typing import IO, Any
 
 from fft.launch.supervisor import SupervisorError
 from fft.trace.starts import folder_of, start_folder
-from fft.util.file_lock import locked
-from fft.util.full_disk import is_disk_full
+from fft.util.files import is_disk_full, locked
 
 _LOCK = ".job.lock"
 _SETTLE_S = 2.0

@@ -6,26 +6,28 @@ Apart from reading files, this module is pure. It answers three questions, in th
 - Does the state machine of the spec do what the trace records? Every event is handled again, and
   the resulting states and rows must match.
 - Do the guarantees hold (``core.invariants``)?
+
+The header of a trace states that each commit and each heal has a digest; the trace *owes* them.
+Without a check of this, a group whose digests are all missing would pass: `replicas_equal` compares
+only the digests that exist. Traces written before the header had ``owes`` owe none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.messages.protocol import Peer, Token
-from fft.protocol.invariants import Finding, Judge, Move
+from fft.messages.protocol import Applied, Healed, Peer, Token
+from fft.protocol.invariants import Finding, Judge, Move, Same
 from fft.trace.barriers import Barriers
 from fft.trace.ends import Ends
 from fft.trace.flow import Flow, judge_entries, judge_flow
-from fft.trace.format import INNER, SCOPES, inner_folder
-from fft.trace.inner_steps import InnerSteps
-from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, judge_shards, told_of_ids
-from fft.trace.owed_digests import OwedDigests, judge_digests
+from fft.trace.format import DIGESTS, INNER, SCOPES, inner_folder
+from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, Weigh, judge_shards, told_of_ids
 from fft.trace.read import GAP, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
 
@@ -408,3 +410,135 @@ def _judge_inner_scopes(
         text = f"{told} inner steps of this rank, and {commits} commits in {INNER}/{folder.name}"
         finding.expect(told <= commits, text, line.inner.last)
     return finding
+
+
+# --- owed digests ---
+
+_NAMED = 8
+"""Maximum number of participants that a text names."""
+
+
+class OwedDigests:
+    """Count the digests that one trace owes, and those that it lacks.
+
+    Args:
+        head: The header of the trace; empty if it has none.
+        file: Name of the trace, for places.
+    """
+
+    def __init__(self, head: Mapping[str, Any], file: str) -> None:
+        self.file = file
+        owes = head.get("owes", {}) if head else {}
+        self.are_owed = bool(owes.get(DIGESTS, False))
+        self.states_it = DIGESTS in owes
+        self.name = f"group {head['group']} rank {head['rank']}" if head else ""
+        self.owed = 0
+        self.missing = 0
+        self.place = ""
+        """Place of the first missing digest."""
+
+    def move(self, move: Move) -> None:
+        """Take one move of the trace."""
+        event = move.event
+        if not (self.are_owed and isinstance(event, Applied | Healed)):
+            return
+        if move.out.verdict != "row":
+            return
+        self.owed += 1
+        if event.digest is None:
+            self.missing += 1
+            self.place = self.place or move.place
+
+
+def judge_digests(traces: Sequence[OwedDigests]) -> Finding:
+    """Check guarantee 1: every commit and heal has the digest that its trace's header states."""
+    finding = Finding("digests")
+    is_owed = any(trace.are_owed for trace in traces)
+    for trace in traces:
+        if is_owed and trace.states_it and not trace.are_owed:
+            text = f"{trace.name} states that it owes no digests, and others state that they do"
+            finding.expect(False, f"{text}: give all groups the same digest=", f"{trace.file}:1")
+    for trace in traces:
+        for _ in range(trace.owed - trace.missing):
+            finding.expect(True, "", "")
+    lacking = [trace for trace in traces if trace.missing]
+    names = [f"{t.name} lacks {t.missing} of {t.owed} digests" for t in lacking]
+    more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    text = "; ".join(names[:_NAMED]) + more
+    text += ', though the header states one for each commit and heal (digest="commit")'
+    for trace in lacking:
+        for _ in range(trace.missing):
+            finding.expect(False, text, trace.place)
+    return finding
+
+
+# --- inner steps ---
+# Judge inner steps: each synchronization includes all inner steps of its slice, once and in order.
+#
+# Pure. Inner steps are recorded as notes of a trace, not as events of the protocol.
+
+
+class InnerSteps:
+    """Check of the inner steps in the notes of one process, in the order of its trace.
+
+    Guarantee 3: the holder of a slice that a COMMIT consumed has computed it step by step, and each
+    step was committed once. Steps that were discarded in between were started again. All slices
+    have the same number of steps.
+
+    Args:
+        owed: As in `fft.trace.inputs.Inputs`.
+        needed: Each COMMIT that consumes a slice follows inner steps.
+    """
+
+    def __init__(self, finding: Finding, owed: Owed | None, needed: bool) -> None:
+        self._finding, self._owed, self._needed = finding, owed, needed
+        self._slice: int | None = None
+        self._done = 0
+        self._first = 0
+        """Data item that the first step of the slice was computed on."""
+        self.told = 0
+        """Total number of inner steps that the process has committed."""
+        self.last = ""
+        """Place of the note of the newest inner step."""
+
+    def take(self, place: str, line: dict[str, Any], weigh: Weigh) -> None:
+        """Take one note and its place. ``weigh`` gets facts that must be equal for all ranks."""
+        data, finding = line["data"], self._finding
+        match line["note"]:
+            case "inner_void":
+                self._slice, self._done = None, 0
+            case "inner_commit":
+                self.told, self.last = self.told + 1, place
+                if data["slice"] != self._slice:
+                    left = f"slice {self._slice} was left after {self._done} inner steps"
+                    finding.expect(self._slice is None, f"{left}, and not given up", place)
+                    self._slice, self._done = data["slice"], 0
+                text = f"inner step {data['inner_step']} of slice {self._slice} follows "
+                finding.expect(
+                    data["inner_step"] == self._done, f"{text}{self._done} others", place
+                )
+                self._first = self._first if self._done else data["item"]
+                self._expect_item(data["item"], self._first, self._done, place)
+                self._done += 1
+            case "consumed" if data["slice"] is not None and "inner_steps" in data:
+                wanted, found = (data["slice"], data["inner_steps"]), (self._slice, self._done)
+                text = f"(slice, inner steps) {wanted} were committed by the job, and here were "
+                finding.expect(found == wanted, text + f"{found}", place)
+                text = (
+                    f"slice {data['slice']} has {data['inner_steps']} inner steps, another {{was}}"
+                )
+                weigh(finding, Same(("inner steps",), data["inner_steps"], text), place)
+                if self._owed is not None and self._done:
+                    due = self._owed.item(data["slice"] * data["inner_steps"])
+                    text = f"slice {data['slice']} began here with item {self._first} of the data"
+                    finding.expect(self._first == due, f"{text}, and not {due}", place)
+                self._slice, self._done = None, 0
+            case "consumed" if data["slice"] is not None and self._needed:
+                text = f"slice {data['slice']} was consumed without a word of its inner steps"
+                finding.expect(False, text, place)
+
+    def _expect_item(self, item: int, first: int, done: int, place: str) -> None:
+        if self._owed is not None:
+            due = first + done * self._owed.ranks
+            text = f"inner step {done} of slice {self._slice} has item {item} of the data"
+            self._finding.expect(item == due, f"{text}, and not {due}", place)

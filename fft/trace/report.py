@@ -1,7 +1,7 @@
 """Report the cost of the faults of a run, one row per rollback or membership change, and the origin
 of each rank's own errors.
 
-Reads trace files only. Times are in milliseconds, on one clock for all hosts (`fft.trace.clocks`).
+Reads trace files only. Times are in milliseconds, on one clock for all hosts (`fft.trace.read`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from rich.text import Text
 from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.clocks import Clocks, who_of
 from fft.trace.format import scope_folders
-from fft.trace.read import Trace, read_lines, read_trace, trace_files
+from fft.trace.read import Clocks, Trace, read_lines, read_trace, trace_files, who_of
 from fft.trace.starts import start_after
 from fft.trace.tail import TraceTail
 

@@ -28,7 +28,7 @@ from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local
 from fft.trace.format import FORMAT, cause_of, chain, where
-from fft.util.full_disk import is_disk_full
+from fft.util.files import is_disk_full
 from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)

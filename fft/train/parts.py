@@ -75,7 +75,7 @@ from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
-from fft.util.full_disk import is_disk_full
+from fft.util.files import is_disk_full
 from fft.util.pidfd import is_there
 
 logger = logging.getLogger(__name__)

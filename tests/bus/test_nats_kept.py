@@ -68,7 +68,7 @@ def test_dead_server_is_restarted_and_the_bus_continues(
 def test_a_server_that_cannot_run_is_tried_ever_more_seldom(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, servers_of_this_test: Servers
 ) -> None:
-    monkeypatch.setattr("fft.bus.natskeeper._PAUSES", (0.0, 0.05, 600.0))
+    monkeypatch.setattr("fft.bus.natsserver._PAUSES", (0.0, 0.05, 600.0))
     with NatsServers(job="kept", keep=True) as servers:
         servers._program = "/bin/false"
         (victim,) = servers_of_this_test().values()

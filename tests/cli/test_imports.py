@@ -9,7 +9,7 @@ import pytest
 
 import fft
 
-LIGHT = "fft fft.bus fft.cli fft.engine.loop fft.health.detectors fft.health.main_thread_probe"
+LIGHT = "fft fft.bus fft.cli fft.engine.loop fft.health.detectors fft.health.monitor_client"
 LIGHT += " fft.health.monitor fft.protocol.graph fft.protocol.load fft.prove.model"
 LIGHT += " fft.trace.audit fft.trace.report"
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from fft.cli import app
-from fft.operate.diagnosis.show import traced_rollbacks
+from fft.operate.diagnosis.rounds import traced_rollbacks
 from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("culprit_worker.py")

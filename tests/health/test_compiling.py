@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 from fft.health.compiling import Compilations
-from fft.health.detectors.pulse import Pulse, PulseReader
+from fft.health.detectors.trainer import Pulse, PulseReader
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
 

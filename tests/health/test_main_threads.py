@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fft.health.detectors.base import Level
-from fft.health.detectors.hang import (
+from fft.health.detectors.trainer import (
     Atomic,
     Begun,
     Ended,

@@ -23,8 +23,7 @@ import pytest
 from fft.bus import open_bus, serve_tcp
 from fft.health.death_mutex import supported
 from fft.health.detectors.base import Level
-from fft.health.detectors.pulse import Pulse, Reading
-from fft.health.detectors.trainer import Look, Monitor, MonitorConfig
+from fft.health.detectors.trainer import Look, Monitor, MonitorConfig, Pulse, Reading
 from fft.health.hosts import ROLL, beat_name
 from fft.health.monitor import Charge, MonitorError, MonitorProcess
 from fft.messages.protocol import BusMessage, Death, Suspect, decode

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fft.health.detectors.hang import (
+from fft.health.detectors.trainer import (
     Atomic,
     Begun,
     Ended,
@@ -17,10 +17,13 @@ from fft.health.detectors.hang import (
     Moved,
     ProgressConfig,
     ProgressDetector,
+    Pulse,
+    PulseReader,
+    Reading,
     Waiting,
+    changes,
 )
-from fft.health.detectors.pulse import Pulse, PulseReader, Reading, changes
-from fft.health.main_thread_probe import MainThreadProbe
+from fft.health.monitor_client import MainThreadProbe
 
 LIMIT_S = 60.0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fft.health.detectors.base import Level
-from fft.health.detectors.hosts import BEATS, Beating, HostJudge, Looked
+from fft.health.detectors.silence import BEATS, Beating, HostJudge, Looked
 
 LIMIT = 5.0
 PAUSE = LIMIT / BEATS

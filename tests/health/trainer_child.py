@@ -17,10 +17,9 @@ import sys
 import threading
 import time
 
-from fft.health.detectors.pulse import Pulse
-from fft.health.detectors.trainer import MonitorConfig
-from fft.health.main_thread_probe import MainThreadProbe
+from fft.health.detectors.trainer import MonitorConfig, Pulse
 from fft.health.monitor import MonitorProcess
+from fft.health.monitor_client import MainThreadProbe
 
 CONFIG = MonitorConfig(
     max_s=float(os.environ.get("MAX_S", "2.5")), grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2

@@ -10,7 +10,7 @@ import pytest
 from forked_run import running
 from waiting import wait_until
 
-from fft.launch.compiled import FOLDER, SETTING, compile_cache
+from fft.launch.resuming import FOLDER, SETTING, compile_cache
 from fft.launch.supervisor import RunConfig, SupervisorError
 from fft.train.checkpoint.files import Checkpointing
 

@@ -28,7 +28,7 @@ from fft.errors import (
     UnfitCheckpoint,
 )
 from fft.launch import script_runner
-from fft.launch.supervisor.mistakes import Mistakes, is_the_scripts
+from fft.launch.supervisor.judgement import Mistakes, is_the_scripts
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of

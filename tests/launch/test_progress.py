@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fft.launch.supervisor.fault_plan_watch import PlanWatch
+from fft.launch.supervisor.loop import PlanWatch
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Peer
 from fft.protocol.load import load_spec

@@ -163,10 +163,10 @@ def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
 
 ORPHANS = """
 import ctypes, os, time
-from fft.launch.supervisor import orphans
+from fft.launch.supervisor import children
 assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
-orphans._LOOK_S = orphans._OWN_S = 0.0
-made = orphans.Orphans()
+children._LOOK_S = children._OWN_S = 0.0
+made = children.Orphans()
 made._is_init = True
 own = os.fork()
 if own == 0:
@@ -174,11 +174,11 @@ if own == 0:
         os._exit(0)
     os._exit(0)
 until = time.monotonic() + 30
-while len(found := orphans._zombies()) < 2:
+while len(found := children._zombies()) < 2:
     assert time.monotonic() < until
 made.reap([own])
 made.reap([own])
-assert orphans._zombies() == {own}, orphans._zombies()
+assert children._zombies() == {own}, children._zombies()
 """
 
 

@@ -19,9 +19,9 @@ from test_supervisor import at_work, record, trace
 from waiting import wait_until
 
 from fft.launch import script_runner
-from fft.launch.supervisor import spares as spares_module
+from fft.launch.supervisor import reforming
 from fft.launch.supervisor.children import Child
-from fft.launch.supervisor.spares import Spares
+from fft.launch.supervisor.reforming import Spares
 
 SCRIPT = """\
 '''What the script is.'''
@@ -113,7 +113,7 @@ def test_a_spare_that_is_never_ready_is_late(script: Path, tmp_path: Path) -> No
 def test_no_spare_is_started_while_the_job_drains(
     run_job: Any, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spares_module, "_REFILL_S", 0.0)
+    monkeypatch.setattr(reforming, "_REFILL_S", 0.0)
     with run_job(groups=1, ranks=1, spares=1) as job:
         (actor,) = stage.enter(1).values()
         log = tmp_path / "run" / "logs" / "spare-1.log"
@@ -152,7 +152,7 @@ def test_spares_that_have_ended_in_vain_count_only_in_a_row(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job of weeks loses one now and then."""
-    monkeypatch.setattr(spares_module, "_REFILL_S", 0.0)
+    monkeypatch.setattr(reforming, "_REFILL_S", 0.0)
     script.write_text("import json\n")
     children: list[Child] = []
 
@@ -186,7 +186,7 @@ def test_next_spare_is_called_for_a_successor_that_took_no_part(
     run_job: Any, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spare is used before its group is restarted as a whole."""
-    monkeypatch.setattr(spares_module, "_REFILL_S", 600.0)
+    monkeypatch.setattr(reforming, "_REFILL_S", 600.0)
     with run_job(groups=2, ranks=2, spares=2) as job:
         actors = stage.enter(4)
         spares = job.supervisor._reforming.spares

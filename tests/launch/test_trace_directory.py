@@ -22,7 +22,7 @@ from fft.launch.supervisor import SupervisorError
 from fft.launch.trace_directory import folder_for, held_traces, refuse_launcher
 from fft.trace.resumed import audit_job
 from fft.trace.starts import folder_of, start_folder
-from fft.util.new_file import claimed
+from fft.util.files import claimed
 
 LIMIT_S = 60.0
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "several-machines.md"

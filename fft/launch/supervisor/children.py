@@ -10,22 +10,25 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from fft.errors import JobEnded
 from fft.health.death_mutex import DeathMutex, supported
 from fft.launch import script_runner
+from fft.messages.protocol import MAX_MESSAGE, Suspect, UnreadableMessage, decode
 from fft.util import pidfd
 from fft.util.die_with_parent import tied
 from fft.util.error_places import Place
 
 logger = logging.getLogger(__name__)
+
 
 _REAP_S = 10.0  # time that a child may take to end after SIGKILL before that is logged
 _TAIL_LINES = 12
@@ -244,3 +247,105 @@ def _tail(log: Path) -> list[str]:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
     return list(deque(text.splitlines(), maxlen=_TAIL_LINES))
+
+
+# --- orphans ---
+# Reap orphans, whose parent is `fft run` if it is PID 1, as in a container.
+#
+# Reads ``/proc``.
+
+_LOOK_S = 1.0
+"""Interval between two scans, in seconds."""
+_OWN_S = 5.0
+"""Time that a zombie is left to the code that may have started it, in seconds."""
+
+
+class Orphans:
+    """Reaps zombies that no other code collects. Does nothing unless this process is PID 1."""
+
+    def __init__(self) -> None:
+        self._is_init = os.getpid() == 1
+        self._look_at = 0.0
+        self._since: dict[int, float] = {}
+        """Zombies by pid, with the time of the first sight in seconds."""
+
+    def reap(self, own: Iterable[int]) -> None:
+        """Collect orphans that have ended, except ``own``, which their owner collects."""
+        now = time.monotonic()
+        if not self._is_init or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        zombies = _zombies() - set(own)
+        self._since = {pid: self._since.get(pid, now) for pid in zombies}
+        for pid, since in list(self._since.items()):
+            if now >= since + _OWN_S:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                del self._since[pid]
+
+
+def _zombies() -> set[int]:
+    """Return our children that have ended and were not collected."""
+    found, me = set[int](), str(os.getpid()).encode()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_bytes().rpartition(b") ")[2].split()[:2]
+        except (OSError, ValueError):  # collected meanwhile
+            continue
+        if state == b"Z" and parent == me:
+            found.add(int(stat.parent.name))
+    return found
+
+
+# --- hang reports ---
+# Hang reports from the monitors of children to the supervisor, over its own pair of sockets.
+
+_REPORTS_A_TURN = 16  # bounded, so that many reports cannot delay the handling of deaths
+
+
+class HangReports:
+    """Receives hang reports about our children. Any process started by a child can write here."""
+
+    def __init__(self) -> None:
+        # Datagrams keep the messages of several writers separate.
+        self.socket, self._children = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that children write to."""
+        return self._children.fileno()
+
+    def take(self, living: Sequence[Child]) -> Iterator[Suspect]:
+        """Yield the reports about one of the ``living``; reads at most 16 messages per call."""
+        known = {(child.group, child.rank, child.pid) for child in living}
+        with suppress(BlockingIOError):
+            for _ in range(_REPORTS_A_TURN):
+                report = self.socket.recv(MAX_MESSAGE)
+                if (message := _about(known, report)) is not None:
+                    yield message
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.socket.close()
+        self._children.close()
+
+
+def _about(known: set[tuple[str, int, int]], report: bytes) -> Suspect | None:
+    """Return the reported hang if it concerns a known child, else log the message.
+
+    The sender need not be a monitor.
+    """
+    try:
+        message = decode(report)
+    except UnreadableMessage as error:
+        logger.warning("a process of the job sent something that is no message: %s", error)
+        return None
+    if (
+        isinstance(message, Suspect)
+        and message.host == socket.gethostname()
+        and (message.group, message.rank, message.pid) in known
+    ):
+        return message
+    logger.warning("a process of the job sent a message that it may not send: %r", report[:200])
+    return None

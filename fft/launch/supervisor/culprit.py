@@ -16,8 +16,7 @@ from pathlib import Path
 from fft.bus.token import JobToken
 from fft.errors import FftError
 from fft.operate.client import JobClient
-from fft.operate.diagnosis.rounds import Report, diagnose
-from fft.operate.diagnosis.show import evict_group
+from fft.operate.diagnosis.rounds import Report, diagnose, evict_group
 from fft.trace.blame import Rollback
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
 from fft.trace.tail import JobView
 from fft.util.error_places import Place
-from fft.util.new_file import claimed
+from fft.util.files import claimed
 
 logger = logging.getLogger(__name__)
 

@@ -7,24 +7,216 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import own_address
+from fft.bus.resubscribing import ResubscribingListener
 from fft.bus.token import JobToken
 from fft.errors import BusError
+from fft.health.detectors.straggler import Change, Stragglers
 from fft.health.hosts import HostWatch, Process
 from fft.launch.supervisor.claims import Claims
-from fft.launch.supervisor.commands import CommandEar
 from fft.launch.supervisor.ending import complete
-from fft.launch.supervisor.progress import ProgressEar
+from fft.launch.supervisor.groups import Group
+from fft.messages.commands import (
+    Answer,
+    AnswerKind,
+    Command,
+    Evict,
+    Inject,
+    RollCall,
+    answer_inbox,
+    decode_command,
+    encode_answer,
+    fresh_id,
+)
+from fft.messages.fault_plans import ServiceFault
+from fft.messages.progress import (
+    CheckpointReport,
+    Mark,
+    Report,
+    SpeedReport,
+    TraceReport,
+    decode_report,
+    encode_report,
+)
 from fft.messages.protocol import Death, Drain, Suspect, UnreadableMessage, encode
 from fft.messages.wire import SCOPES
 from fft.protocol.timeouts import bus_operation
 from fft.trace.tail import JobView
 
 logger = logging.getLogger(__name__)
+
+
+# --- commands ---
+# Commands of operators to the supervisor, received on the bus's thread and taken by the loop.
+#
+# Owns one subscription and sends answers. Never acts by itself.
+
+
+class CommandEar:
+    """Receives commands from construction on; calls ``wake``, from any thread, for each."""
+
+    def __init__(self, bus: ErrorBus, wake: Callable[[], None]) -> None:
+        self._bus = bus
+        self._wake = wake
+        self._heard: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._subscription = ResubscribingListener(bus, "commands", self._hear, "the supervisor")
+
+    def take(self) -> Iterator[Command]:
+        """Yield the commands received since the last call."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._heard.get_nowait()
+
+    def answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
+        """Answer the requester. Its wait is bounded, so a lost bus is only logged."""
+        word = encode_answer(Answer(command.id, "the supervisor", verdict, text))
+        try:
+            self._bus.send(answer_inbox(command.id), word)
+        except BusError as error:
+            logger.error("could not answer a command on the bus: %s", error)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._subscription.close()
+
+    def _hear(self, payload: bytes) -> None:
+        with suppress(UnreadableMessage):  # the participants trace it
+            if not isinstance(
+                command := decode_command(payload), RollCall
+            ):  # only ranks answer a roll call
+                self._heard.put(command)
+                self._wake()
+
+
+def is_anothers(
+    command: Evict | Inject, groups: Mapping[str, Group], serves: bool, alone: bool
+) -> bool:
+    """Return whether the supervisor of another host may have to answer the command.
+
+    Args:
+        serves: This supervisor serves the bus.
+        alone: No other host has been found.
+    """
+    if isinstance(command, Inject):
+        return not serves and isinstance(command.fault, ServiceFault)
+    return command.group not in groups and not alone
+
+
+def why_refused(
+    command: Evict | Inject, groups: Mapping[str, Group], may_inject: bool, is_ending: bool
+) -> str | None:
+    """Return why the supervisor of ``groups`` refuses the command, or None if it does not."""
+    if isinstance(command, Inject):
+        is_refused = isinstance(command.fault, ServiceFault) and not may_inject
+        return "it runs without --injectable" if is_refused else None
+    group = groups.get(command.group)
+    if group is None:
+        return f"no group {command.group!r} here; the groups: {', '.join(groups)}"
+    if command.rank is not None and command.rank >= group.ranks:
+        return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+    if is_ending:
+        return "the job is ending"
+    if group.loss is not None:
+        return f"group {group.name} was taken over by {group.loss.by}"
+    if group.eviction is not None:
+        return f"group {group.name} is being evicted already"
+    return None
+
+
+# --- progress ---
+# Receive the reports of ranks to the supervisor, and find the slow ranks.
+#
+# Owns one subscription. Never acts by itself.
+
+_CATCH_UP_S = 2.0
+
+
+class ProgressEar:
+    """Receives progress reports from construction on; one thread asks for the results."""
+
+    def __init__(self, bus: ErrorBus) -> None:
+        self.stragglers = Stragglers()
+        self._bus = bus
+        self._mark, self._is_at_mark = Mark(fresh_id()), threading.Event()
+        self._speeds: queue.SimpleQueue[SpeedReport] = queue.SimpleQueue()
+        self._others: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._subscription = ResubscribingListener(bus, "progress", self._hear, "the supervisor")
+
+    def news(self) -> list[Change]:
+        """Return the ranks that became slow, or are no longer slow, since the last call."""
+        changes: list[Change] = []
+        with suppress(queue.Empty):
+            while True:
+                word = self._speeds.get_nowait()
+                rank = f"{word.group}/{word.rank}"
+                changes += self.stragglers.hear(rank, word.inc, word.compute)
+        return changes
+
+    def too_slow(self, limit: float | None) -> set[str]:
+        """Log the ranks that became slow or are no longer slow.
+
+        Returns:
+            The ranks that are slower than the median by the factor ``limit``.
+        """
+        for change in self.news():
+            what = "straggler" if change.slow else "no longer a straggler"
+            logger.warning("%s: %s", what, change.evidence)
+        slow = self.stragglers.slow.items()
+        return {rank for rank, factor in slow if limit is not None and factor >= limit}
+
+    def tell_troubles(self, view: JobView) -> None:
+        """Log gaps in traces and checkpoints that were not taken.
+
+        They come from the reports, which are added to ``view``, and from the traces in ``view``.
+        """
+        with suppress(queue.Empty):
+            while True:
+                word = self._others.get_nowait()
+                if isinstance(word, CheckpointReport):
+                    view.checkpoints.hear(word)
+                elif isinstance(word, TraceReport):
+                    rank = word.group, word.rank
+                    known, view.gaps[rank] = view.gaps.get(rank), word.inc
+                    if known == word.inc:  # logged already
+                        continue
+                    logger.warning(
+                        "the trace of rank %s/%d cannot be written: %s; training continues, and "
+                        "`fft audit` and `fft report` will lack what is lost",
+                        word.group,
+                        word.rank,
+                        word.why,
+                    )
+        while troubles := view.checkpoints.troubles:
+            logger.warning("%s; training continues", troubles.pop(0))
+
+    def catch_up(self) -> None:
+        """Wait until all earlier reports have arrived, for at most 2 s."""
+        try:
+            self._bus.broadcast(encode_report(self._mark), "progress")
+        except BusError as error:
+            logger.debug("what ranks said last may not be heard: %s", error)
+            return
+        self._is_at_mark.wait(_CATCH_UP_S)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._subscription.close()
+
+    def _hear(self, payload: bytes) -> None:
+        with suppress(UnreadableMessage):  # reports are only informative
+            word = decode_report(payload)
+            if isinstance(word, SpeedReport):
+                self._speeds.put(word)
+            elif word == self._mark:
+                self._is_at_mark.set()
+            else:
+                self._others.put(word)
 
 
 class Links:

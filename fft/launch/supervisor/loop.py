@@ -5,18 +5,23 @@ job, and writes to the given display. It installs no signal handlers; a handler 
 `Supervisor.interrupt`. It waits only in one `select` with a bound. It carries out commands of
 operators that concern processes or services (`fft evict`, `fft inject`), and the faults of a plan
 that concern its services.
+
+A supervisor with enough spares adopts the groups of a lost host. The `Adopter` reads the bus and
+sends requests over it, but starts no process. It owns one thread, because it waits for answers.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import queue
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,26 +31,18 @@ from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError, Services
-from fft.launch.supervisor.adopting import Adopter
-from fft.launch.supervisor.children import Child, cause_of, reap_all
+from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
-from fft.launch.supervisor.commands import is_anothers, why_refused
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.deaths import Deaths
-from fft.launch.supervisor.ending import last_on
-from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
+from fft.launch.supervisor.ending import Absent, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
-from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
-from fft.launch.supervisor.judgement import JobOutcome, Judgement
+from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
 from fft.launch.supervisor.launching import Launcher
-from fft.launch.supervisor.links import Links
+from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
-from fft.launch.supervisor.mistakes import Mistake, Mistakes
-from fft.launch.supervisor.orphans import Orphans
 from fft.launch.supervisor.reforming import Reforming
-from fft.launch.supervisor.screen import snapshot
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -56,17 +53,231 @@ from fft.messages.commands import (
     encode_command,
     fresh_id,
 )
-from fft.messages.fault_plans import AnyServiceFault, BusRestartFault, FaultPlan, ServiceFault
+from fft.messages.fault_plans import (
+    AnyServiceFault,
+    BusRestartFault,
+    DrainFault,
+    FaultPlan,
+    ServiceFault,
+)
 from fft.messages.protocol import Death, Drain, UnreadableMessage
-from fft.trace.display import Display
+from fft.protocol.roles import AT_WORK
+from fft.trace.display import Display, Row, Snapshot, row_of
 from fft.trace.report import save_plan
-from fft.trace.tail import JobView, TraceTail
+from fft.trace.tail import Injected, JobView, TraceTail
+from fft.util.log_sampler import LogSampler
+
+logger = logging.getLogger(__name__)
+
+
+# --- adopting ---
+
+LOOK_S = 1.0
+"""Interval between two reads of the epoch, in seconds."""
+_AGAIN_S = 15.0
+"""Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
+restarts the group itself."""
+_END_S = 2.0
+
+
+class Adopter:
+    """Claims lost groups for one supervisor, which keeps ``room`` current and takes `claimed`."""
+
+    def __init__(self, config: RunConfig, links: Links, wake: Callable[[], None]) -> None:
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            wake: Called on the thread after a group was claimed.
+        """
+        self.room = 0
+        """Number of groups that the spares suffice for."""
+        self._links, self._wake = links, wake
+        own = range(config.first_group, config.first_group + config.groups)
+        others = [str(n) for n in range(config.groups_in_all) if n not in own]
+        self._can = bool(others) and config.spares >= config.ranks
+        self._absent = Absent(others)
+        self._missed: frozenset[str] = frozenset()
+        self._ask_at: dict[str, float] = {}
+        self._claimed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._troubles = LogSampler()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fft-adopting", daemon=True)
+
+    def start(self) -> None:
+        """Start looking for lost groups, if there can be any; the links must be open."""
+        if self._can:
+            self._thread.start()
+
+    def claimed(self) -> Iterator[str]:
+        """Yield the groups claimed since the last call, which the supervisor is to start."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._claimed.get_nowait()
+
+    def close(self) -> None:
+        """Stop looking. Idempotent; takes at most 2 s."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            if self._is_full():
+                self._missed = frozenset()
+                continue
+            try:
+                self._look()
+            except (BusError, UnreadableMessage, SupervisorError) as error:
+                if (count := self._troubles.add("look")) is not None:
+                    logger.warning("cannot look for lost groups (%d by now): %s", count, error)
+
+    def _is_full(self) -> bool:
+        return self._stop.is_set() or self.room < 1
+
+    def _is_wanted_no_more(self, group: str) -> bool:
+        return self._is_full() or group not in self._absent.look(self._links.bus)
+
+    def _look(self) -> None:
+        """Claim one group that was missing in two looks in a row and whose holder is silent."""
+        missing = self._absent.look(self._links.bus)
+        again, self._missed = missing & self._missed, missing
+        now = time.monotonic()
+        for group in sorted(again):
+            if self._ask_at.get(group, now) > now:
+                continue
+            if self._links.claims.adopt(group, partial(self._is_wanted_no_more, group)):
+                self._claimed.put(group)
+                self.room -= 1
+                self._wake()
+                return
+            self._ask_at[group] = time.monotonic() + _AGAIN_S
+
+
+# --- fault plan watch ---
+# Decide from the view of a job when its fault plan is finished. Pure: it does no I/O.
+
+_LEAVES_EPOCH = frozenset({"kill", "drain"})
+
+
+class PlanWatch:
+    """Detects that every fault has fired and was recovered from, and that enough steps followed."""
+
+    def __init__(
+        self, plan: FaultPlan, groups: list[str], further_steps: int, min_steps: int
+    ) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._further = further_steps
+        self._min_steps = min_steps
+        self._settled_at: int | None = None
+        self._done = False
+
+    def unfired(self, view: JobView) -> list[str]:
+        """Return the names of the plan's faults that have not fired."""
+        return [fault.name for fault in self._plan.faults if fault.name not in view.injected]
+
+    def due(self, view: JobView) -> bool:
+        """Return True in the first call that finds the plan finished, else False."""
+        if self._done or not self._settled(view):
+            return False
+        if self._settled_at is None:
+            self._settled_at = view.step
+        self._done = view.step >= max(self._settled_at + self._further, self._min_steps)
+        return self._done
+
+    def unfinished(self, view: JobView) -> str | None:
+        """Return why the plan was not finished when the job ended, or None if it was."""
+        if self._done:
+            return None
+        if self.unfired(view):
+            return "not all of its faults fired"
+        if self._settled_at is None:
+            return "the groups were not all back in one epoch after the last fault"
+        goal = max(self._settled_at + self._further, self._min_steps)
+        return f"the job ended at step {view.step}, before step {goal}"
+
+    def _settled(self, view: JobView) -> bool:
+        """Return whether all faults fired and all expected groups were in one epoch since."""
+        if self.unfired(view):
+            return False
+        gone = {
+            fault.group
+            for fault in self._plan.faults
+            if isinstance(fault, DrainFault) and fault.return_after_steps is None
+        }
+        expected = tuple(sorted(set(self._groups) - gone))
+        ranks = [rank for group in expected for rank in view.of(group)]
+        epochs: dict[int, set[int]] = {}
+        for (group, number), rank in view.ranks.items():
+            if group in expected:  # ranks with the same number are in the same scope
+                epochs.setdefault(number, set()).add(rank.epoch)
+        if not epochs or any(not view.of(group) for group in expected):
+            return False
+        if any(rank.role == "apart" for rank in ranks):  # a local group is often in no epoch
+            together = all(rank.role not in ("leaving", "terminal") for rank in ranks)
+        else:
+            together = all(len(of_one) == 1 for of_one in epochs.values()) and all(
+                rank.role in AT_WORK and rank.members == expected for rank in ranks
+            )
+        step = min(rank.step for rank in ranks)
+        return together and all(
+            _recovered(
+                injected, step, min(epochs.get(injected.rank) or min(epochs.values(), key=min))
+            )
+            for injected in view.injected.values()
+        )
+
+
+def _recovered(injected: Injected, step: int, epoch: int) -> bool:
+    """Return whether a step was committed since, and a group that left has returned."""
+    is_back = epoch > injected.epoch or injected.kind not in _LEAVES_EPOCH
+    return step > injected.step and is_back
+
+
+def return_step(plan: FaultPlan, group: str, view: JobView, seen: set[str]) -> int | None:
+    """Return the step of the job at which a drained group is to return.
+
+    Args:
+        seen: Names of the planned drains that were handled; this call adds to them.
+
+    Returns:
+        The step, or None if no new planned drain took the group away, or if it stays away.
+    """
+    step = None
+    for fault in plan.faults:
+        if not isinstance(fault, DrainFault) or fault.group != group:
+            continue
+        if fault.name in view.injected and fault.name not in seen:
+            seen.add(fault.name)
+            left_at = max((rank.step for rank in view.of(group)), default=view.step)
+            if fault.return_after_steps is not None:
+                step = left_at + fault.return_after_steps
+    return step
+
+
+# --- screen ---
+# The contents of the screen for a job: its groups, and the faults of its plan.
+
+
+def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPlan) -> Snapshot:
+    """Return the present state of the job.
+
+    ``began`` is its start on the monotonic clock, in seconds.
+    """
+    rows = [_row(group, view) for group in groups]
+    names = {fault.name for fault in plan.faults}
+    return Snapshot(time.monotonic() - began, rows, len(names & view.injected.keys()), len(names))
+
+
+def _row(group: Group, view: JobView) -> Row:
+    """Return the group's row, which leaves out the last acts of dead incarnations."""
+    is_old = group.living and view.incs(group.name) == group.known_incs
+    return Row(group.name, group.doing()) if is_old else row_of(view, group.name, group.doing())
+
 
 _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
-
-logger = logging.getLogger(__name__)
 
 
 class Supervisor:

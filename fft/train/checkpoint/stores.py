@@ -22,8 +22,7 @@ from typing import IO, Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from fft.errors import CheckpointError
-from fft.util.file_lock import locked
-from fft.util.full_disk import is_disk_full
+from fft.util.files import is_disk_full, locked
 
 PARTIAL = ".partial-"
 """Separates the name of a checkpoint from the attempt in the name of a directory being written."""

@@ -47,7 +47,7 @@ from fft.train.data.worker import (
     same,
     seeded,
 )
-from fft.util.temp_dir import refuse_long_temp_dir
+from fft.util.files import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of, runs_no_code
 from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
-from fft.util.temp_dir import refuse_long_temp_dir
+from fft.util.files import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
