@@ -7,15 +7,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from fft.messages.fault_plans import FaultPlan
 
 
+# --- options ---
+
+
 class BusKind(StrEnum):
     """The kinds of buses that ``fft serve`` and ``fft run`` can host."""
 
@@ -37,6 +40,37 @@ class BusKind(StrEnum):
     nats = "nats"
 
 
+_SCRIPT = Annotated[Path, typer.Argument(help="The training script.")]
+_ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
+_GROUPS = Annotated[
+    int,
+    typer.Option(
+        "--groups", "--nnodes", min=0, help="Number of replica groups; 0 for a host of spares only."
+    ),
+]
+_RANKS = Annotated[
+    int, typer.Option("--ranks", "--nproc-per-node", min=1, help="Ranks in each group.")
+]
+_FAULTS = Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")]
+_TRACE_DIR = Annotated[
+    Path | None, typer.Option(help="Directory of traces and logs. Default: runs/<time>.")
+]
+_MIN_GROUPS = Annotated[int, typer.Option(help="Drain the job if fewer groups can be used.")]
+_MAX_RESTARTS = Annotated[
+    int, typer.Option(help="Give a group up after this number of restarts without a commit.")
+]
+_STOP_AFTER_PLAN = Annotated[
+    int | None,
+    typer.Option(help="Drain the job this number of steps after the fault plan is finished."),
+]
+_MIN_STEPS = Annotated[
+    int, typer.Option(help="With --stop-after-plan: the earliest step to drain at.")
+]
+_TIMEOUT = Annotated[float | None, typer.Option(help="Seconds after which the job is killed.")]
+_DRAIN_TIMEOUT = Annotated[
+    float, typer.Option(help="Seconds that a drain may take before the job is killed.")
+]
+_FIRST_GROUP = Annotated[int, typer.Option(min=0, help="Number of the first group here.")]
 _BUS_KIND = Annotated[
     BusKind,
     typer.Option(help="Kind of bus: served by this process, or by NATS servers that it starts."),
@@ -100,7 +134,7 @@ _REFORM = Annotated[
 _SPARES = Annotated[
     int,
     typer.Option(
-        help="Number of processes that wait, with imports loaded, to replace a lost rank."
+        min=0, help="Number of processes that wait, with imports loaded, to replace a lost rank."
     ),
 ]
 _REFORM_WINDOW = Annotated[
@@ -114,8 +148,6 @@ _TAKE_OVER = Annotated[
     bool,
     typer.Option("--take-over", help="Take these groups over from the supervisor that runs them."),
 ]
-
-
 _WITH_PARENT = Annotated[
     bool, typer.Option("--with-parent", help="End when the process that started this one ends.")
 ]
@@ -242,46 +274,26 @@ def serve(
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="The training script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    groups: Annotated[
-        int,
-        typer.Option(
-            "--groups", "--nnodes", help="Number of replica groups; 0 for a host of spares only."
-        ),
-    ] = 1,
-    ranks: Annotated[
-        int, typer.Option("--ranks", "--nproc-per-node", help="Ranks in each group.")
-    ] = 1,
-    faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
+    script: _SCRIPT,
+    arguments: _ARGUMENTS = None,
+    groups: _GROUPS = 1,
+    ranks: _RANKS = 1,
+    faults: _FAULTS = None,
     injectable: _INJECTABLE = False,
-    trace_dir: Annotated[
-        Path | None, typer.Option(help="Directory of traces and logs. Default: runs/<time>.")
-    ] = None,
-    min_groups: Annotated[int, typer.Option(help="Drain the job if fewer groups can be used.")] = 1,
-    max_restarts: Annotated[
-        int, typer.Option(help="Give a group up after this number of restarts without a commit.")
-    ] = 10,
-    stop_after_plan: Annotated[
-        int | None,
-        typer.Option(help="Drain the job this number of steps after the fault plan is finished."),
-    ] = None,
-    min_steps: Annotated[
-        int, typer.Option(help="With --stop-after-plan: the earliest step to drain at.")
-    ] = 0,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which the job is killed.")
-    ] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that a drain may take before the job is killed.")
-    ] = 60.0,
+    trace_dir: _TRACE_DIR = None,
+    min_groups: _MIN_GROUPS = 1,
+    max_restarts: _MAX_RESTARTS = 10,
+    stop_after_plan: _STOP_AFTER_PLAN = None,
+    min_steps: _MIN_STEPS = 0,
+    timeout: _TIMEOUT = None,
+    drain_timeout: _DRAIN_TIMEOUT = 60.0,
     evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
     diagnose_after: _DIAGNOSE_AFTER = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     join: _JOIN = False,
-    first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
+    first_group: _FIRST_GROUP = 0,
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,
     host_limit: _HOST_LIMIT = HOST_LIMIT_S,
@@ -299,49 +311,45 @@ def run(
 
     SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP drain the job; a second SIGINT or SIGTERM kills it.
     """
+    options = locals()
     with _interrupts() as interrupts, plain_errors():
         from fft.launch.resuming import Resumptions, begun, held
-        from fft.launch.supervisor import RunConfig
-        from fft.launch.trace_directory import refuse_launcher
-        from fft.messages.fault_plans import FaultPlan, load_plan
 
-        if not join:
-            refuse_launcher()
-
-        config = RunConfig(
-            script=[str(script), *(arguments or [])],
-            groups=groups,
-            ranks=ranks,
-            trace_dir=trace_dir or own_folder(Path("runs"), f"{datetime.now():%Y%m%d-%H%M%S}"),
-            faults=faults,
-            injectable=injectable,
-            min_groups=min_groups,
-            max_restarts=max_restarts,
-            stop_after_plan=stop_after_plan,
-            min_steps=min_steps,
-            timeout=timeout,
-            drain_timeout=drain_timeout,
-            evict_stragglers=evict_stragglers,
-            diagnose_after=diagnose_after,
-            host_limit=host_limit,
-            first_group=first_group,
-            all_groups=all_groups,
-            checkpoint=_checkpointing(checkpoint, every, keep, resume),
-            auto_resume=auto_resume,
-            take_over=take_over,
-            reform=reform,
-            spares=spares,
-            reform_window=reform_window,
-        )
-        traces, serve = config.trace_dir, None if join else (bus, cluster, lighthouse)
+        options["script"] = [str(script), *(arguments or [])]
+        options["checkpoint"] = _checkpointing(checkpoint, every, keep, resume)
+        config = _config(options, join)
+        serve = None if join else (bus, cluster, lighthouse)
         supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
-        config.check(join)
-        total = config.groups_in_all
-        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
+        plan, traces = _plan(config), config.trace_dir
         with held(config, join) as config:
             config = begun(config, join)
             verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
         _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
+
+
+def _config(options: Mapping[str, Any], join: bool) -> RunConfig:
+    """Make the configuration of which ``options`` has the fields. Raises SupervisorError."""
+    from fft.launch.supervisor import RunConfig
+    from fft.launch.trace_directory import refuse_launcher
+
+    if not join:
+        refuse_launcher()
+    given = {each.name: options[each.name] for each in fields(RunConfig) if each.name in options}
+    given["trace_dir"] = options["trace_dir"] or own_folder(
+        Path("runs"), f"{datetime.now():%Y%m%d-%H%M%S}"
+    )
+    config = RunConfig(**given)
+    config.check(join)
+    return config
+
+
+def _plan(config: RunConfig) -> FaultPlan:
+    """Load the fault plan, which is empty if none is given."""
+    from fft.messages.fault_plans import FaultPlan, load_plan
+
+    if config.faults is None:
+        return FaultPlan(faults=[])
+    return load_plan(config.faults, config.groups_in_all, config.ranks)
 
 
 def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:

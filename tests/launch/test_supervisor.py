@@ -478,7 +478,6 @@ def test_group_without_state_restarts_while_others_hold_it(run_job: StartJob, st
         ({"groups": 0}, "--groups 0 is a host of spares only"),
         ({"min_groups": 3}, "--min-groups 3: expected 1 to 2"),
         ({"min_steps": 5}, "give both or neither"),
-        ({"first_group": -1}, "--first-group -1: expected at least 0"),
         ({"first_group": 2, "all_groups": 3}, "--all-groups 3: expected at least 4"),
         ({"host_limit": 0.0}, "--host-limit 0: expected a positive number"),
     ],

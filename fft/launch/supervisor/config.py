@@ -18,37 +18,41 @@ class SupervisorError(ConfigError):
     """The job cannot be started as asked; the message names the fix."""
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The job to run. Times are in seconds; the job needs ``min_groups`` groups to continue."""
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """The part of this host in a job that may have several."""
 
-    script: Sequence[str]
-    groups: int
-    ranks: int
-    trace_dir: Path
-    faults: Path | None = None
-    injectable: bool = False
-    min_groups: int = 1
-    max_restarts: int = 10
-    stop_after_plan: int | None = None
-    min_steps: int = 0
-    timeout: float | None = None
-    drain_timeout: float = 60.0
-    evict_stragglers: float | None = None
-    """Restart the group of a rank, once, if the rank is this many times as slow as the median."""
-    diagnose_after: int = AFTER
-    host_limit: float = HOST_LIMIT_S
-    """Maximum silence of this host after which the other hosts continue without it."""
     first_group: int = 0
     """Number of the first group on this host; other hosts have other numbers."""
     all_groups: int | None = None
     """Number of groups on all hosts; by default ``first_group + groups``."""
-    checkpoint: Checkpointing | None = None
-    """Settings of durable checkpoints; None leaves them to the script."""
-    auto_resume: bool = True
-    """Resume from the newest checkpoint when the job has lost its state."""
-    resume_step: int | None = None
-    """Step of the checkpoint that the job begins with, or None to begin without one."""
+    host_limit: float = HOST_LIMIT_S
+    """Maximum silence of this host after which the other hosts continue without it."""
+    take_over: bool = False
+    """Ask another supervisor of these groups to hand them over, instead of giving up."""
+    bus_url: str | None = None
+    """The bus of the start that this process joins; None if it serves the bus itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    """The faults that are injected into the job."""
+
+    faults: Path | None = None
+    injectable: bool = False
+    stop_after_plan: int | None = None
+    min_steps: int = 0
+
+    @property
+    def may_inject(self) -> bool:
+        """Whether faults may be injected: by option, or because there is a fault plan."""
+        return self.injectable or self.faults is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReformOptions:
+    """The replacement of single lost ranks."""
+
     reform: bool = True
     """A group that loses one rank keeps the others, where its script allows it."""
     spares: int = 0
@@ -56,12 +60,31 @@ class RunConfig:
     reform_window: float | None = None
     """How long the others wait for the successor of a lost rank; None: the window of the spec if
     a spare is ready, else no wait."""
+
+
+@dataclass(frozen=True)
+class RunConfig(HostOptions, FaultOptions, ReformOptions):
+    """The job to run. Times are in seconds; the job needs ``min_groups`` groups to continue."""
+
+    script: Sequence[str]
+    groups: int
+    ranks: int
+    trace_dir: Path
+    min_groups: int = 1
+    max_restarts: int = 10
+    timeout: float | None = None
+    drain_timeout: float = 60.0
+    evict_stragglers: float | None = None
+    """Restart the group of a rank, once, if the rank is this many times as slow as the median."""
+    diagnose_after: int = AFTER
+    checkpoint: Checkpointing | None = None
+    """Settings of durable checkpoints; None leaves them to the script."""
+    auto_resume: bool = True
+    """Resume from the newest checkpoint when the job has lost its state."""
+    resume_step: int | None = None
+    """Step of the checkpoint that the job begins with, or None to begin without one."""
     compiled: Path | None = None
     """Folder for code that inductor compiles; None leaves it to the environment."""
-    bus_url: str | None = None
-    """The bus of the start that this process joins; None if it serves the bus itself."""
-    take_over: bool = False
-    """Ask another supervisor of these groups to hand them over, instead of giving up."""
 
     def make_place(self) -> None:
         """Create the folder for traces and logs.
@@ -94,19 +117,11 @@ class RunConfig:
                 "--groups 0 is a host of spares only: give --join, --all-groups, and at least as "
                 f"many --spares as a group has ranks ({self.ranks}); found {self.spares}"
             )
-        if self.groups < 0:
-            raise SupervisorError(
-                f"--groups {self.groups}: expected at least 1, or 0 for a host of spares only"
-            )
-        if self.ranks < 1:
-            raise SupervisorError(f"--ranks {self.ranks}: expected at least 1")
         if self.groups and not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(
                 f"--min-groups {self.min_groups}: expected 1 to {self.groups}, the number of "
                 "--groups"
             )
-        if self.first_group < 0:
-            raise SupervisorError(f"--first-group {self.first_group}: expected at least 0")
         if self.groups_in_all < self.first_group + self.groups:
             raise SupervisorError(
                 f"--all-groups {self.all_groups}: expected at least "
@@ -117,10 +132,6 @@ class RunConfig:
             raise SupervisorError(
                 f"--host-limit {self.host_limit:g}: expected a positive number of seconds"
             )
-        if self.diagnose_after < 0:
-            raise SupervisorError(
-                f"--diagnose-after {self.diagnose_after}: expected at least 0, which means never"
-            )
         if self.min_steps and self.stop_after_plan is None:
             raise SupervisorError(
                 f"--min-steps {self.min_steps} needs --stop-after-plan: give both or neither"
@@ -130,8 +141,6 @@ class RunConfig:
                 f"--evict-stragglers {self.evict_stragglers:g}: expected more than 1, the "
                 "factor by which a rank is slower than the median rank"
             )
-        if self.spares < 0:
-            raise SupervisorError(f"--spares {self.spares}: expected at least 0")
         if self.reform_window is not None and not 0 <= self.reform_window < math.inf:
             raise SupervisorError(
                 f"--reform-window {self.reform_window:g}: expected a number of seconds, at least 0"
@@ -164,8 +173,3 @@ class RunConfig:
         """Whether a job that has lost its state resumes from a checkpoint; only on one host."""
         is_whole = self.groups_in_all == self.groups
         return self.checkpoint is not None and self.auto_resume and is_whole
-
-    @property
-    def may_inject(self) -> bool:
-        """Whether faults may be injected: by option, or because there is a fault plan."""
-        return self.injectable or self.faults is not None
