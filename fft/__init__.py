@@ -12,7 +12,7 @@ from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fft.train.checkpoint.files import Checkpointing
+    from fft.train.checkpoint.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fft.train.settings import ManagerConfig
 
 _HOME = {
-    "Checkpointing": "fft.train.checkpoint.files",
+    "Checkpointing": "fft.train.checkpoint.plan",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.paradigms.periodic.algorithms",

@@ -23,7 +23,7 @@ from rich.console import Console
 from fft.cli.shared import plain_errors
 from fft.errors import FftError
 from fft.protocol.timeouts import HOST_LIMIT_S
-from fft.train.checkpoint.files import EVERY, KEEP, Checkpointing
+from fft.train.checkpoint.plan import EVERY, KEEP, Checkpointing
 
 if TYPE_CHECKING:
     from fft.launch.supervisor import JobOutcome, RunConfig

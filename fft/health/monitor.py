@@ -329,8 +329,7 @@ class MonitorProcess:
         bus_url: Bus for the monitor's messages, if this process has no supervisor.
         supervisor: Descriptor of a datagram socket to the supervisor.
         on_line: Called with each parsed line, on a thread of this object; it gets verdicts only
-            while the interpreter can run.
-        out: Descriptor that receives the lines instead.
+            while the interpreter can run. A descriptor receives the lines itself.
     """
 
     def __init__(
@@ -342,20 +341,17 @@ class MonitorProcess:
         rank: int,
         bus_url: str | None = None,
         supervisor: int | None = None,
-        on_line: Callable[[dict[str, Any]], None] | None = None,
-        out: int | None = None,
+        on_line: Callable[[dict[str, Any]], None] | int | None = None,
     ) -> None:
         """Start the monitor. Main thread only: with a bus, this thread's end counts as that of the
         process.
 
         Raises:
             OSError: The process cannot be started.
-            MonitorError: Both ``on_line`` and ``out`` are given.
         """
-        if on_line is not None and out is not None:
-            raise MonitorError("give on_line or out, not both: a line is written once")
         self._pulse = pulse
-        self._on_line = on_line
+        self._on_line = on_line if callable(on_line) else None
+        silent = subprocess.DEVNULL if on_line is None else on_line
         pid = os.getpid()
         own = os.pidfd_open(pid)
         config = config or MonitorConfig()
@@ -368,7 +364,7 @@ class MonitorProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__],
                 stdin=subprocess.PIPE,
-                stdout=_stdout(on_line is not None, out),
+                stdout=silent if isinstance(silent, int) else subprocess.PIPE,
                 pass_fds=[fd for fd in passed if fd is not None],
                 env=_env(),
                 # a signal to the trainer's process group must not end its monitor
@@ -387,7 +383,7 @@ class MonitorProcess:
             if death_mutex is not None:
                 death_mutex.close()
         self._thread: threading.Thread | None = None
-        if on_line is not None:
+        if self._on_line is not None:
             self._thread = threading.Thread(target=self._read, name="fft-monitor", daemon=True)
             self._thread.start()
 
@@ -425,12 +421,6 @@ class MonitorProcess:
             self._thread.join(limit_s)
         if stdout is not None:
             stdout.close()
-
-
-def _stdout(piped: bool, out: int | None) -> int:
-    if piped:
-        return subprocess.PIPE
-    return subprocess.DEVNULL if out is None else out
 
 
 def _env() -> dict[str, str]:

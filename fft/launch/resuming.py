@@ -31,7 +31,8 @@ from fft.launch.supervisor.config import SupervisorError
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
-from fft.train.checkpoint.files import Checkpointing, Checkpoints, choose, name_of
+from fft.train.checkpoint.files import Checkpoints, choose, name_of
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.checkpoint.stores import NoRoom, open_store
 from fft.util.remove_after_death import vanishing
 

@@ -27,7 +27,7 @@ from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.lighthouse import construct

@@ -29,7 +29,7 @@ from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, from_env, resolve
-from fft.train.checkpoint.files import Checkpointing, checkpointing_of
+from fft.train.checkpoint.plan import Checkpointing, checkpointing_of
 from fft.train.lighthouse import Membership, membership_of
 from fft.train.progress_reporter import interval_from
 from fft.train.state.equality_checks import refuse_interval

@@ -433,7 +433,7 @@ def _mapped(pid: int) -> str:
 def test_the_password_of_a_bus_is_in_no_command_line() -> None:
     pulse = Pulse(time.monotonic)
     url = "nats://somebody:secret@127.0.0.1:9/job"
-    monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url, out=None)
+    monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url)
     try:
         told = Path(f"/proc/{monitor.pid}/cmdline")
         while not (line := told.read_bytes()):  # between fork and exec; pytest bounds it
@@ -442,10 +442,3 @@ def test_the_password_of_a_bus_is_in_no_command_line() -> None:
     finally:
         monitor.close()
         pulse.close()
-
-
-def test_a_line_goes_to_one_place() -> None:
-    pulse = Pulse(time.monotonic)
-    with pytest.raises(MonitorError, match="not both"):
-        MonitorProcess(pulse, group="0", rank=0, on_line=print, out=1)
-    pulse.close()

@@ -137,7 +137,7 @@ def main(mode: str, out: str, url: str, supervisor: str = "") -> None:
         rank=2,
         bus_url=url or None,
         supervisor=int(supervisor) if supervisor else None,
-        out=int(out),
+        on_line=int(out),
     )
     os.close(int(out))
     number = 0

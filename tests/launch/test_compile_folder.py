@@ -12,7 +12,7 @@ from waiting import wait_until
 
 from fft.launch.resuming import FOLDER, SETTING, compile_cache
 from fft.launch.supervisor import RunConfig, SupervisorError
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 
 LIMIT_S = 60.0
 

@@ -25,7 +25,7 @@ from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
 from fft.trace.inputs import SHARD_ENDED
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 

@@ -22,7 +22,7 @@ from fft.launch.exit_status import ExitStatus
 from fft.launch.resuming import Resumptions, begun, held
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.checkpoint.stores import NoRoom, open_store
 
 RESTARTS = 2

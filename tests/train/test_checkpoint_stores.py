@@ -20,12 +20,10 @@ from fft.errors import CheckpointError
 from fft.launch.resuming import about_newest
 from fft.launch.supervisor import JobOutcome
 from fft.train.checkpoint.files import (
-    Checkpointing,
     Checkpoints,
     Manifest,
     Passed,
     attempt_name,
-    checkpointing_of,
     choose,
     file_stem,
     life_of,
@@ -33,6 +31,7 @@ from fft.train.checkpoint.files import (
     sealed,
     step_of,
 )
+from fft.train.checkpoint.plan import Checkpointing, checkpointing_of
 from fft.train.checkpoint.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
 
 

@@ -19,7 +19,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
 from fft.train.checkpoint.due import AT, DueByRecord
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.asynchronous import DueToLocal
 
 INTERVAL_S = 0.2

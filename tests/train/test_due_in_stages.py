@@ -27,7 +27,7 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
 from fft.train.checkpoint.due import AT, Due, Named, words_on
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.stages.due import DueToFirst, DueToLater, refuse_forks
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from fft.errors import ConfigError
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 
 
 class SupervisorError(ConfigError):

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fft.bus.token import JobToken
@@ -280,6 +280,105 @@ _OVER_S = 0.5  # interval between checks whether the job is over that a group is
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 
+@dataclass
+class Ending:
+    """How far a job has come to its end."""
+
+    began: float = field(default_factory=time.monotonic)
+    """Start of the job on the monotonic clock, in seconds."""
+    interrupted: bool = False
+    drain_until: float | None = None
+    """End of the time to drain, if the job is being drained."""
+    forgot: bool = False
+    """The bus has lost the job's registers, so no process can continue with it."""
+    lost: str | None = None
+    """The reason why no process has the state of the job; a checkpoint may have it."""
+    in_vain: str | None = None
+    """The reason why the job is being ended before its work is done."""
+    over: bool = False
+    """All groups that had the state have left or ended well, so none is restarted."""
+    look_over_at: float = 0.0
+    """Time of the next look whether the job is over."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether no process may be started any more."""
+        return self.drain_until is not None or self.forgot or self.over
+
+
+class PlannedFaults:
+    """The fault plan of a job, as far as the supervisor takes part in it."""
+
+    def __init__(self, config: RunConfig, plan: FaultPlan, groups: list[str]) -> None:
+        self.plan = plan
+        self.pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
+        """Faults of services that the supervisor has yet to carry out."""
+        self.drains_seen: set[str] = set()
+        more, least = config.stop_after_plan, config.min_steps
+        self.watch = None if more is None else PlanWatch(plan, groups, more, least)
+
+    def are_over(self, view: JobView) -> bool:
+        """Return True in the first call that finds the plan finished, if the job is to end then."""
+        return self.watch is not None and self.watch.due(view)
+
+
+class Waits:
+    """What the supervisor waits for: children, sockets, and wake-ups from other threads."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._dying: deque[Child] = deque()
+        self._out, self._in = socket.socketpair()
+        self._in.setblocking(False)
+        self.register(self._out)
+
+    def register(self, file: socket.socket) -> None:
+        """Wait for ``file``, too."""
+        self._selector.register(file, selectors.EVENT_READ)
+
+    def unregister(self, fd: int) -> None:
+        """Wait no longer for a file or a child."""
+        self._selector.unregister(fd)
+
+    def look_after(self, child: Child) -> None:
+        """Wait for the end of a child; idempotent."""
+        if (known := self._selector.get_map().get(child.fd)) is not None:
+            if known.data is child:  # registered when it was a spare
+                return
+            self.unregister(child.fd)  # a reaped spare had the same descriptor number
+        self._selector.register(child.fd, selectors.EVENT_READ, child)
+        child.watch(partial(self._is_dying, child))
+
+    def _is_dying(self, child: Child) -> None:
+        """Queue a child that is being killed but still exists; runs on the death mutex's thread."""
+        self._dying.append(child)
+        self.wake(b".")
+
+    def wake(self, word: bytes) -> None:
+        """End the current or the next `select`. Any thread, and signal handlers."""
+        with suppress(OSError):  # the socket is full, so the loop wakes anyway, or closed
+            self._in.send(word)
+
+    def select(self, timeout: float) -> list[selectors.SelectorKey]:
+        """Return what has happened, waiting for at most ``timeout`` seconds."""
+        return [key for key, _ in self._selector.select(timeout)]
+
+    def taken_dying(self) -> Iterator[Child]:
+        """Yield the children that are being killed since the last call."""
+        while self._dying:
+            yield self._dying.popleft()
+
+    def interrupts(self) -> int:
+        """Take the wake-ups and return how many of them were interrupts."""
+        return self._out.recv(64).count(b"!")
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        self._selector.close()
+        for end in (self._in, self._out):
+            end.close()
+
+
 class Supervisor:
     """Runs one job to its end. Call `run` once, on a thread that lives as long as the job."""
 
@@ -304,60 +403,38 @@ class Supervisor:
             SupervisorError: The job cannot be started as asked.
         """
         config.check(joins=isinstance(services, Joined))
-        self._config = config
-        self._plan = plan
-        self._services = services
-        self._display = display
-        self._token = token
+        self._config, self._services, self._display = config, services, display
         first = config.first_group
         names = [str(number) for number in range(first, first + config.groups)]
         self._groups = {name: Group(name, config.ranks) for name in names}
-        self._drains_seen: set[str] = set()
-        self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
+        self._faults = PlannedFaults(config, plan, names)
+        self._ending = Ending()
         self._told: set[str] = set()
         """Ids of commands that this supervisor sent itself."""
-        self._forgot = False
-        """The bus has lost the job's registers, so no process can continue with it."""
-        self._lost: str | None = None
-        """The reason why no process has the state of the job; a checkpoint may have it."""
-        self._in_vain: str | None = None
-        """The reason why the job is being ended before its work is done."""
-        more, least = config.stop_after_plan, config.min_steps
-        self._watch = None if more is None else PlanWatch(plan, names, more, least)
-        serves = not isinstance(services, Joined)
-        self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), serves)
+        self._too_slow: set[str] = set()
+        """Slow ranks whose groups were restarted; a second restart would not help either."""
+        self._waits = Waits()
+        serves, wake = not isinstance(services, Joined), partial(self._waits.wake, b"?")
+        self._links = Links(token, config.host_limit, wake, serves)
         self._mistakes = Mistakes(names, config.groups_in_all)
         self._deaths = Deaths()
         self._orphans = Orphans()
         self._judgement = Judgement(self._groups.values(), plan, serves)
-        self._over = False
-        """All groups that had the state have left or ended well, so none is restarted."""
-        self._look_over_at = 0.0
-        self._too_slow: set[str] = set()
-        """Slow ranks whose groups were restarted; a second restart would not help either."""
         self._diagnoser = Diagnoser(
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
-        self._selector = selectors.DefaultSelector()
-        self._dying: deque[Child] = deque()
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._hangs = HangReports()
+        self._waits.register(self._hangs.socket)
         self._launcher = Launcher(config, services, token, self._hangs.fd)
         self._reforming = Reforming(config, self._launcher)
-        self._adopter = Adopter(config, self._links, lambda: self._wake(b"?"))
-        self._selector.register(self._hangs.socket, selectors.EVENT_READ)
-        self._began = time.monotonic()
-        self._drain_until: float | None = None
-        self._interrupted = False
+        self._adopter = Adopter(config, self._links, wake)
 
     # --- from outside ------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Drain the job; a second call kills it. Safe on any thread and in signal handlers."""
-        self._interrupted = True
-        self._wake(b"!")
+        self._ending.interrupted = True
+        self._waits.wake(b"!")
 
     def run(self) -> JobOutcome:
         """Start all groups, supervise them until the job has ended, and judge it.
@@ -367,12 +444,13 @@ class Supervisor:
             BusError: The bus cannot be reached at the start.
         """
         self._config.make_place()
-        save_plan(self._config.trace_dir, self._plan)
+        save_plan(self._config.trace_dir, self._faults.plan)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
         try:
             self._links.open(self._services.bus_url)
-            self._links.claims.take(self._groups, self._config.take_over, lambda: self._interrupted)
-            if self._interrupted:
+            stops, takes_over = (lambda: self._ending.interrupted), self._config.take_over
+            self._links.claims.take(self._groups, takes_over, stops)
+            if self._ending.interrupted:
                 text = "interrupted before anything was started"
                 return JobOutcome(True, (text,), status=ExitStatus.DRAINED)
             for group in self._groups.values():
@@ -383,9 +461,9 @@ class Supervisor:
             self._links.progress.catch_up()
             self._look()
             view = self._tail.view
-            unfinished = None if self._watch is None else self._watch.unfinished(view)
-            outcome = self._judgement.outcome(view, self._over, unfinished)
-            lost = self._lost if self._config.can_resume else None
+            unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
+            outcome = self._judgement.outcome(view, self._ending.over, unfinished)
+            lost = self._ending.lost if self._config.can_resume else None
             if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
             deaths = self._deaths.signatures(view) if lost else frozenset()
@@ -397,7 +475,7 @@ class Supervisor:
 
     def _going_on(self) -> bool:
         groups = self._groups.values()
-        waits = self._config.groups == 0 and not self._is_ending  # a host of spares only
+        waits = self._config.groups == 0 and not self._ending.has_begun  # a host of spares only
         return waits or any(group.living or group.restart_at is not None for group in groups)
 
     def _turn(self) -> None:
@@ -405,9 +483,11 @@ class Supervisor:
         groups = self._groups.values()
         due = [at for group in groups for at in (group.restart_at, group.kill_at) if at is not None]
         timeout = max(0.0, min([_POLL_S, *(at - now for at in due)]))
-        found = self._selector.select(timeout)
-        self._tell_dying()
-        for key, _ in found:
+        found = self._waits.select(timeout)
+        for child in self._waits.taken_dying():
+            if child.alive:
+                self._tell_dead(child, "it was killed, or ended without leaving", by_itself=True)
+        for key in found:
             if isinstance(key.data, Child):
                 self._on_death(key.data)
             elif key.fileobj is self._hangs.socket:
@@ -415,7 +495,7 @@ class Supervisor:
                     self._deaths.suspected[message.pid] = message.cause
                     self._links.broadcast(message)
             else:
-                self._on_interrupts(self._wake_out.recv(64).count(b"!"))
+                self._on_interrupts(self._waits.interrupts())
         self._obey()
         for rank in self._links.progress.too_slow(self._config.evict_stragglers) - self._too_slow:
             self._restart_straggler(rank)
@@ -423,8 +503,8 @@ class Supervisor:
         for group in self._groups.values():
             if group.restart_at is not None and group.restart_at <= time.monotonic():
                 self._start(group)
-        for spare in [] if self._is_ending else self._reforming.spares.started():
-            self._look_after(spare)
+        for spare in [] if self._ending.has_begun else self._reforming.spares.started():
+            self._waits.look_after(spare)
         self._adopt()
         self._check_deadlines()
         self._orphans.reap(child.pid for child in (*self._living(), *self._reforming.spares))
@@ -439,31 +519,32 @@ class Supervisor:
     def _look(self) -> None:
         """Act on the traces: progress, drained groups that return, the end of the plan."""
         view = self._poll()
-        for fault in [fault for fault in self._pending if view.step >= fault.step]:
-            self._pending.remove(fault)
+        for fault in [fault for fault in self._faults.pending if view.step >= fault.step]:
+            self._faults.pending.remove(fault)
             self._restart_service(fault)
         for group in self._groups.values():
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
         self._look_for_early_ends(view)
         self._deaths.warn_of_idle(self._groups.values(), view)
-        if self._drain_until is None:
+        if self._ending.drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
             self._look_whether_over()
-        if self._watch is not None and self._drain_until is None and self._watch.due(view):
+        if self._ending.drain_until is None and self._faults.are_over(view):
             self._judgement.is_plan_through = True
             self._drain("the fault plan is finished", forward=False)
         if self._display is not None:
-            self._display.show(snapshot(self._groups.values(), view, self._began, self._plan))
+            began, plan = self._ending.began, self._faults.plan
+            self._display.show(snapshot(self._groups.values(), view, began, plan))
 
     def _check_deadlines(self) -> None:
-        now, limit = time.monotonic(), self._config.timeout
-        if limit is not None and now > self._began + limit:
+        now, limit, until = time.monotonic(), self._config.timeout, self._ending.drain_until
+        if limit is not None and now > self._ending.began + limit:
             self._kill_all(f"the job had not finished within --timeout {limit:g} s")
-        elif self._drain_until is not None and now > self._drain_until and self._in_vain:
-            self._kill(self._living(), self._in_vain)
-        elif self._drain_until is not None and now > self._drain_until:
+        elif until is not None and now > until and self._ending.in_vain:
+            self._kill(self._living(), self._ending.in_vain)
+        elif until is not None and now > until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
         for child, text in self._reforming.late(self._groups, self._tail.view):
@@ -471,13 +552,8 @@ class Supervisor:
         for group in self._groups.values():
             if group.kill_at is not None and now >= group.kill_at:
                 group.kill_at = None
-                over = "the job is over" if self._over else "it was evicted"
+                over = "the job is over" if self._ending.over else "it was evicted"
                 self._kill(group.living, over)
-
-    @property
-    def _is_ending(self) -> bool:
-        """Whether no process may be started any more."""
-        return self._drain_until is not None or self._forgot or self._over
 
     def _has_committed(self, group: Group) -> bool:
         """Return whether the group has committed a step since its last start."""
@@ -487,14 +563,6 @@ class Supervisor:
         return [child for group in self._groups.values() for child in group.living]
 
     # --- starting ----------------------------------------------------------------------
-
-    def _look_after(self, child: Child) -> None:
-        if (known := self._selector.get_map().get(child.fd)) is not None:
-            if known.data is child:  # registered when it was a spare
-                return
-            self._selector.unregister(child.fd)  # a reaped spare had the same descriptor number
-        self._selector.register(child.fd, selectors.EVENT_READ, child)
-        child.watch(partial(self._is_dying, child))
 
     def _start(self, group: Group) -> None:
         group.known_incs = self._tail.view.incs(group.name)
@@ -509,14 +577,14 @@ class Supervisor:
             self._on_no_start(group, why_not_started(group, error))
             return
         for child in children:
-            self._look_after(child)
+            self._waits.look_after(child)
 
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
-        ready = 0 if self._is_ending else self._reforming.spares.ready
+        ready = 0 if self._ending.has_begun else self._reforming.spares.ready
         self._adopter.room = ready // self._config.ranks
         for name in self._adopter.claimed():
-            if self._is_ending or (name in self._groups and self._groups[name].living):
+            if self._ending.has_begun or (name in self._groups and self._groups[name].living):
                 continue  # the claim is released at the end
             group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
@@ -535,17 +603,6 @@ class Supervisor:
 
     # --- deaths ------------------------------------------------------------------------
 
-    def _is_dying(self, child: Child) -> None:
-        """Queue a child that is being killed but still exists; runs on the death mutex's thread."""
-        self._dying.append(child)
-        self._wake(b".")
-
-    def _tell_dying(self) -> None:
-        while self._dying:
-            child = self._dying.popleft()
-            if child.alive:
-                self._tell_dead(child, "it was killed, or ended without leaving", by_itself=True)
-
     def _on_death(self, child: Child) -> None:
         """Report the death of a child first, then replace it or end the rest of its group."""
         if not child.alive:
@@ -554,13 +611,13 @@ class Supervisor:
         child.left_early = code == 0 and self._deaths.is_early(child, self._groups, self._poll())
         if code != 0 or child.left_early:
             self._tell_dead(child, cause_of(code), by_itself=True)
-        self._selector.unregister(child.fd)
+        self._waits.unregister(child.fd)
         child.reap()
         if child.group not in self._groups:
             self._reforming.spares.ended(child)
             return
         group = self._groups[child.group]
-        if child.has_failed and not self._is_ending:
+        if child.has_failed and not self._ending.has_begun:
             view = self._poll()
             self._deaths.tell(child, group, view)
             if (verdict := self._deaths.verdict(view)) is not None:
@@ -591,7 +648,7 @@ class Supervisor:
             early = [
                 child for child in group.children if self._deaths.has_been_left(child, group, view)
             ]
-            if not early or group.evicted or not group.is_to_go_on or self._is_ending:
+            if not early or group.evicted or not group.is_to_go_on or self._ending.has_begun:
                 continue
             for child in early:
                 child.left_early = True
@@ -606,7 +663,7 @@ class Supervisor:
         if child.told_dead or child.group not in self._groups:
             return
         child.told_dead = True
-        goes_on = by_itself and not self._is_ending
+        goes_on = by_itself and not self._ending.has_begun
         group, view = self._groups[child.group], self._tail.view
         child.is_replaced = goes_on and self._reforming.may_replace(
             group, child, view, self._groups.values()
@@ -616,10 +673,10 @@ class Supervisor:
 
     def _replace(self, group: Group, lost: Child) -> bool:
         """Start a successor of ``lost``; return whether there is one."""
-        ends = self._drain_until is not None  # a drain may have begun since the report
+        ends = self._ending.drain_until is not None  # a drain may have begun since the report
         child = None if ends else self._reforming.replace(group, lost, self._tail.view)
         if child is not None:
-            self._look_after(child)
+            self._waits.look_after(child)
         return child is not None
 
     def _on_group_down(self, group: Group) -> None:
@@ -634,26 +691,26 @@ class Supervisor:
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._is_ending or group.evicted:
+        if self._ending.has_begun or group.evicted:
             return
         if group.finished:
-            step = return_step(self._plan, group.name, view, self._drains_seen)
+            step = return_step(self._faults.plan, group.name, view, self._faults.drains_seen)
             group.return_at_step = step or group.return_at_step
             return
         words = None if group.came_too_late and self._links.has_stages else group.last_words
         mistake = self._mistakes.ended(group.name, words, view.committed)
         if mistake is None or not mistake.is_for_good(self._config):
             self._look_whether_state_is_lost(group)
-            if self._drain_until is not None:
+            if self._ending.drain_until is not None:
                 return
         if mistake is not None:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
-        if not self._over and group.came_too_late and self._links.has_stages:
+        if not self._ending.over and group.came_too_late and self._links.has_stages:
             self._judgement.remarks.append(group.why_not_back)
             self._give_up(group)
-        elif not self._over:
+        elif not self._ending.over:
             self._start_later(group, f"group {group.name} was given up after its last restart")
 
     def _start_later(self, group: Group, problem: str) -> None:
@@ -671,8 +728,8 @@ class Supervisor:
             return
         if loss == ALL_DIED:  # they may have died after the last step
             self._look_whether_over(at_once=True)
-        if not self._over:
-            self._lost = loss
+        if not self._ending.over:
+            self._ending.lost = loss
             self._end_in_vain(loss, in_order=not self._config.can_resume)
 
     def _say_what_nobody_holds(self, group: Group) -> None:
@@ -695,7 +752,7 @@ class Supervisor:
         Args:
             in_order: Give processes time to leave after a commit.
         """
-        self._in_vain = reason
+        self._ending.in_vain = reason
         self._drain(reason, forward=in_order, within=_LEAVE_S if in_order else 0.0)
 
     def _give_up(self, group: Group, *problem: str) -> None:
@@ -712,7 +769,7 @@ class Supervisor:
                 "of the group's deaths, raise --max-restarts, or lower min_replica_size"
             )
             self._end_in_vain(reason, in_order=True)
-        elif len(self._groups) - given_up < self._config.min_groups or self._watch is not None:
+        elif self._faults.watch or len(self._groups) - given_up < self._config.min_groups:
             self._drain(f"group {group.name} cannot be brought back", forward=True)
 
     def _forget_mistakes(self) -> None:
@@ -725,7 +782,7 @@ class Supervisor:
         text = self._judgement.shown_mistake(group, mistake)
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
-            self._judgement.hopeless = self._in_vain is not None
+            self._judgement.hopeless = self._ending.in_vain is not None
             return
         self._judgement.problems.append(f"{text}{self._judgement.what_ended} was ended")
         self._judgement.hopeless = True
@@ -744,11 +801,11 @@ class Supervisor:
             group.living and not self._has_committed(group) for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
-        if self._over or not (waiting or at_once):
+        if self._ending.over or not (waiting or at_once):
             return
-        if now < self._look_over_at and not at_once:
+        if now < self._ending.look_over_at and not at_once:
             return
-        self._look_over_at = now + _OVER_S
+        self._ending.look_over_at = now + _OVER_S
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
         except (BusError, UnreadableMessage) as error:
@@ -761,7 +818,7 @@ class Supervisor:
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """End waiting processes of a job that is over, except the pids ``inside``, which leave."""
-        self._over = True
+        self._ending.over = True
         logger.info("the job is over since step %d", self._tail.view.step)
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
@@ -770,7 +827,7 @@ class Supervisor:
 
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
-            if self._drain_until is None:
+            if self._ending.drain_until is None:
                 self._judgement.note_interrupt(self._tail.view)
                 self._drain("interrupted", forward=True)
             else:
@@ -785,7 +842,7 @@ class Supervisor:
             within: Time before they are killed, in seconds; at most ``drain_timeout``.
         """
         logger.info("draining the job: %s", reason)
-        self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
+        self._ending.drain_until = time.monotonic() + min(within, self._config.drain_timeout)
         ours = (group.name for group in self._groups.values() if group.loss is None)
         self._links.broadcast(Drain(tuple(ours), by="supervisor"))
         for group in self._groups.values():
@@ -796,7 +853,7 @@ class Supervisor:
     def _kill_all(self, reason: str) -> None:
         if reason not in self._judgement.problems:
             self._judgement.problems.append(reason)
-        self._drain_until = self._drain_until or time.monotonic()
+        self._ending.drain_until = self._ending.drain_until or time.monotonic()
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             self._kill(group.living, reason)
@@ -827,10 +884,10 @@ class Supervisor:
             elif isinstance(command.fault, ServiceFault):
                 text = f"armed for step {command.fault.step}"
                 self._links.commands.answer(command, "accepted", text)
-                self._pending.append(command.fault)
+                self._faults.pending.append(command.fault)
 
     def _refusal(self, command: Evict | Inject) -> str | None:
-        is_ending = self._drain_until is not None
+        is_ending = self._ending.drain_until is not None
         return why_refused(command, self._groups, self._config.may_inject, is_ending)
 
     def _hand_over(self, group: Group, loss: Loss) -> None:
@@ -865,7 +922,7 @@ class Supervisor:
         group.eviction, group.kill_at, group.evicted = None, None, True
         ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
         after = "it is not started again"
-        if command.restart and not (self._drain_until or self._forgot or group.loss):
+        if command.restart and not (self._ending.drain_until or self._ending.forgot or group.loss):
             group.restart_at, after = time.monotonic(), "it is started again"
         self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 
@@ -909,14 +966,14 @@ class Supervisor:
             self._judgement.problems.append(f"{fault.name}: {error}")
 
     def _restart_bus(self) -> None:
-        self._forgot = True
+        self._ending.forgot = True
         self._judgement.note_forgotten()
         self._links.close()
         self._services.restart_bus()
         self._links.open(self._services.bus_url)
         if self._config.can_resume:  # otherwise the processes detect and report it
-            self._lost = "the bus has forgotten the job"
-            self._end_in_vain(self._lost, in_order=False)
+            self._ending.lost = "the bus has forgotten the job"
+            self._end_in_vain(self._ending.lost, in_order=False)
 
     # --- the end -----------------------------------------------------------------------
 
@@ -932,14 +989,8 @@ class Supervisor:
         for group in self._groups.values():
             group.close()
         self._tail.close()
-        self._selector.close()
-        for end in (self._wake_in, self._wake_out):
-            end.close()
+        self._waits.close()
         self._hangs.close()
         self._links.close()
         if self._display is not None:
             self._display.close()
-
-    def _wake(self, word: bytes) -> None:
-        with suppress(OSError):  # the socket is full, so the loop wakes anyway, or closed
-            self._wake_in.send(word)

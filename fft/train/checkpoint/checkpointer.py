@@ -28,8 +28,9 @@ from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
 from fft.train.checkpoint.due import Due, Named, tell_left_out
-from fft.train.checkpoint.files import Checkpointing, Checkpoints
+from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.loading import Loader, refuse_at_once
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.checkpoint.stores import open_store
 from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, WriterContext, Writers
 from fft.train.rank import Rank

@@ -29,7 +29,8 @@ from fft.errors import BusError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Peer, Record, Token
 from fft.trace.checkpoint_notes import TOO_OFTEN
-from fft.train.checkpoint.files import Checkpointing, attempt_name
+from fft.train.checkpoint.files import attempt_name
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"

@@ -1,4 +1,4 @@
-"""Durable checkpoints as files: the settings, the manifest, and the checkpoints of a store.
+"""Durable checkpoints as files: the manifest and the checkpoints of a store.
 
 Without torch: `fft run` and `fft checkpoint` use this module, too. A checkpoint is a directory
 ``step-N`` with files of every rank and a manifest, which is written last; `contents` defines what
@@ -18,13 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,101 +31,6 @@ from fft.train.checkpoint.stores import MANIFEST, PARTIAL, REMOVED, Store
 from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)
-
-# --- settings ---
-
-EVERY = "300s"
-KEEP = 3
-_TIME = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(s|m|h)$")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """Settings for a job's durable checkpoints; they must be equal on all ranks of all groups.
-
-    Args:
-        place: A directory that all hosts share, or an fsspec URL such as ``s3://bucket/run7``.
-        every: Steps between two checkpoints (``100``), or the time between them (``"90s"``,
-            ``"10m"``).
-        keep: Number of newest checkpoints to keep; 0 keeps all.
-        resume: ``True`` resumes from the newest checkpoint that verifies; a number resumes from the
-            checkpoint of that step; ``False`` begins a new job and requires that no checkpoint
-            exists yet.
-
-    Raises:
-        CheckpointError: A value is invalid.
-    """
-
-    place: str | Path
-    every: int | str = EVERY
-    keep: int = KEEP
-    resume: bool | int = False
-
-    def __post_init__(self) -> None:
-        if not str(self.place):
-            raise CheckpointError("no place for checkpoints: give a directory, or a URL")
-        if self.keep < 0:
-            raise CheckpointError(f"keep={self.keep}: keep at least 1 checkpoint; 0 keeps all")
-        if self.steps is None and self.seconds is None:
-            raise CheckpointError(
-                f"every={self.every!r}: give a number of steps, such as 100, or a time, such as "
-                "90s, 10m or 2h"
-            )
-
-    @property
-    def steps(self) -> int | None:
-        """Steps between two checkpoints, or None if the interval is a time."""
-        text = str(self.every)
-        return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds between two checkpoints, or None if the interval is in steps."""
-        found = _TIME.match(str(self.every))
-        seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-        return seconds if 0 < seconds < math.inf else None
-
-    def to_env(self, step: int | None) -> dict[str, str]:
-        """Return these settings as environment variables for the processes of a job.
-
-        Args:
-            step: Step of the checkpoint to resume from, or None to begin from the start.
-        """
-        resume = {} if step is None else {"FFT_RESUME": str(step)}
-        place = str(self.place)
-        place = place if "://" in place else str(Path(place).absolute())
-        every, keep = str(self.every), str(self.keep)
-        told = {"FFT_CHECKPOINT": place, "FFT_CHECKPOINT_EVERY": every}
-        return {**told, "FFT_CHECKPOINT_KEEP": keep, "FFT_RESUME": "never", **resume}
-
-
-def checkpointing_of(
-    given: Checkpointing | str | Path | None, env: Mapping[str, str] = os.environ
-) -> Checkpointing | None:
-    """Return the settings from the environment if it has them, else those of the script.
-
-    The environment has priority because the operator controls it. Raises CheckpointError.
-    """
-    if given is not None and not isinstance(given, Checkpointing):
-        given = Checkpointing(given)
-    if not (place := env.get("FFT_CHECKPOINT")):
-        return given
-    keep = env.get("FFT_CHECKPOINT_KEEP") or str(KEEP)
-    if not keep.isdigit():
-        raise CheckpointError(f"FFT_CHECKPOINT_KEEP={keep!r}: give a number of checkpoints")
-    every = env.get("FFT_CHECKPOINT_EVERY") or EVERY
-    return Checkpointing(place, every, int(keep), _resume_of(env.get("FFT_RESUME") or "never"))
-
-
-def _resume_of(text: str) -> bool | int:
-    words: dict[str, Literal[True, False]] = {"newest": True, "never": False}
-    if text in words:
-        return words[text]
-    if not text.isdigit():
-        raise CheckpointError(f"FFT_RESUME={text!r}: give newest, never, or a step")
-    return int(text)
-
 
 # --- receipts and manifests ---
 
@@ -659,7 +561,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
     """Return the checkpoint to begin with, or None to begin from the start.
 
     Args:
-        resume: As in `Checkpointing`.
+        resume: As in `fft.train.checkpoint.plan.Checkpointing`.
 
     Raises:
         CheckpointError: Checkpoints exist but ``resume`` is False, none of them can be used, or the

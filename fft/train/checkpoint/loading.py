@@ -31,7 +31,6 @@ from fft.train.checkpoint.contents import (
     unpacked,
 )
 from fft.train.checkpoint.files import (
-    Checkpointing,
     Checkpoints,
     DamagedCheckpoint,
     Manifest,
@@ -40,6 +39,7 @@ from fft.train.checkpoint.files import (
     choose,
     name_of,
 )
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.local_tensors import local_of, same_bits
 from fft.train.rank import Rank
 from fft.train.rank_state import RankState

@@ -18,7 +18,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
 from fft.train.checkpoint.due import Due, DueByWord
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.source import LeasedInputs
 from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic

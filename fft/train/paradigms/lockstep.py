@@ -11,8 +11,8 @@ from torch import nn
 
 from fft.errors import FftError
 from fft.train.checkpoint.due import Due, DueByRecord
-from fft.train.checkpoint.files import Checkpointing
 from fft.train.checkpoint.loading import completed, refuse_other_kind
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.lighthouse_vote import preconditions_of

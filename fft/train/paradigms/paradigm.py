@@ -22,7 +22,7 @@ from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
 from fft.protocol.state import Config
 from fft.train.checkpoint.due import Due
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.reducer import Reducer

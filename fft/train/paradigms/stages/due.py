@@ -39,7 +39,8 @@ from fft.train.checkpoint.due import (
     is_first,
     words_on,
 )
-from fft.train.checkpoint.files import Checkpointing, attempt_name
+from fft.train.checkpoint.files import attempt_name
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.stages.scope import StageScope
 from fft.train.participation import Participation
 

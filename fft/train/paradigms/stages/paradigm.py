@@ -10,7 +10,7 @@ from fft.engine.loop import Engine
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.checkpoint.due import Due
-from fft.train.checkpoint.files import Checkpointing
+from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.paradigms.lockstep import no_shares
