@@ -26,16 +26,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fft.bus.base import HEAD, BusClosed, BusForged, BusForgot, ErrorBus
 from fft.errors import BusError
 from fft.health.detectors.silence import BEATS, Beating, HostJudge, Looked
-from fft.messages.protocol import Count, Name, Suspect, UnreadableMessage, encode, unreadable
+from fft.messages.codec import Codec
+from fft.messages.protocol import Count, Name, Suspect, UnreadableMessage, encode
 from fft.messages.wire import EPOCH, Wire, decode_packed
 from fft.util.log_sampler import LogSampler
 
@@ -86,27 +86,14 @@ class Roll:
     v: Literal[1] = 1
 
 
-@cache
-def _beats() -> TypeAdapter[Beat]:
-    return TypeAdapter(Beat)
-
-
-@cache
-def _rolls() -> TypeAdapter[Roll]:
-    return TypeAdapter(Roll)
-
-
-def _read(adapter: TypeAdapter[_Form], held: bytes) -> _Form:
-    try:
-        return adapter.validate_json(held)
-    except ValidationError as error:
-        raise unreadable(error) from None
+_BEATS = Codec[Beat](Beat)
+_ROLLS = Codec[Roll](Roll)
 
 
 def is_roll(held: bytes) -> bool:
     """Whether ``held`` can be read as a roll."""
     try:
-        _read(_rolls(), held)
+        _ROLLS.decode(held)
     except UnreadableMessage:
         return False
     return True
@@ -183,7 +170,7 @@ class HostWatch:
         self._beats += 1
         limit = max(self._limit, BEATS * self._pause)
         beat = Beat(self._beats, self._host, limit, self.processes)
-        self._bus.write(beat_name(self.sender), _beats().dump_json(beat))
+        self._bus.write(beat_name(self.sender), _BEATS.encode(beat))
         roll = self._enrolled()
         self._keep_pace(len(roll))
         found = self._found(self._whom(roll))
@@ -212,7 +199,7 @@ class HostWatch:
         for sender in senders:
             try:
                 if (held := self._bus.read(beat_name(sender))) is not None:
-                    found[sender] = _read(_beats(), held)
+                    found[sender] = _BEATS.decode(held)
             # one bad register must hide only its own sender
             except (BusForged, UnreadableMessage) as error:
                 self._complain("an unreadable heartbeat", error)
@@ -286,11 +273,11 @@ class HostWatch:
             wanted = to(roll.senders)
             if wanted == roll.senders:
                 return wanted
-            desired = _rolls().dump_json(Roll(wanted))
+            desired = _ROLLS.encode(Roll(wanted))
             if self._bus.compare_set(ROLL, held, desired) == desired:
                 return wanted
         raise BusError(f"the roll of hosts on {self._bus.url} keeps changing; trying again")
 
     def _roll(self) -> tuple[bytes | None, Roll]:
         held = self._bus.read(ROLL)
-        return held, Roll() if held is None else _read(_rolls(), held)
+        return held, Roll() if held is None else _ROLLS.decode(held)

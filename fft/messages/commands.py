@@ -8,14 +8,14 @@ topic ``commands``. Its answers go to an inbox named after the command, which on
 from __future__ import annotations
 
 import uuid
-from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from fft.messages.codec import Codec
 from fft.messages.fault_plans import AnyFault
-from fft.messages.protocol import MAX_MESSAGE, Count, Name, Text, UnreadableMessage, unreadable
+from fft.messages.protocol import MAX_MESSAGE, Count, Name, Text
 
 BY_SUPERVISOR = "supervisor"
 """Sender name of the supervisor when it announces a fault of its services."""
@@ -144,19 +144,19 @@ class Holder:
         return f"fft run with pid {self.pid} on {self.host}"
 
 
-@cache
-def _commands() -> TypeAdapter[Command | RollCall]:
-    return TypeAdapter(Annotated[Command | RollCall, Field(discriminator="type")])
-
-
-@cache
-def _answers() -> TypeAdapter[Answer]:
-    return TypeAdapter(Answer)
-
-
-@cache
-def _holders() -> TypeAdapter[Holder]:
-    return TypeAdapter(Holder)
+_COMMANDS = Codec[Command | RollCall](
+    Annotated[Command | RollCall, Field(discriminator="type")], MAX_MESSAGE
+)
+_ANSWERS = Codec[Answer](Answer)
+_HOLDERS = Codec[Holder](Holder)
+encode_command, decode_command = _COMMANDS.encode, _COMMANDS.decode
+"""Encode and decode a command of the topic ``commands``."""
+command_to_json = _COMMANDS.plain
+"""Convert a command to plain data for the trace."""
+encode_answer, decode_answer = _ANSWERS.encode, _ANSWERS.decode
+"""Encode and decode an answer for the inbox of the sender of the command."""
+encode_holder, decode_holder = _HOLDERS.encode, _HOLDERS.decode
+"""Encode and decode a holder for its register."""
 
 
 def holder_register(group: str) -> str:
@@ -164,53 +164,6 @@ def holder_register(group: str) -> str:
     return f"supervisor/{group}"
 
 
-def encode_holder(holder: Holder) -> bytes:
-    """Encode a holder for the register."""
-    return _holders().dump_json(holder)
-
-
-def decode_holder(data: bytes) -> Holder:
-    """Decode a holder. Raises ``UnreadableMessage``."""
-    try:
-        return _holders().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
 def answer_inbox(command_id: str) -> str:
     """Return the inbox for the answers to a command."""
     return f"answer/{command_id}"
-
-
-def encode_command(command: Command | RollCall) -> bytes:
-    """Encode a command for the topic ``commands``."""
-    return _commands().dump_json(command)
-
-
-def decode_command(payload: bytes) -> Command | RollCall:
-    """Decode a command of the topic ``commands``. Raises ``UnreadableMessage``."""
-    if len(payload) > MAX_MESSAGE:
-        raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
-    try:
-        return _commands().validate_json(payload)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def encode_answer(answer: Answer) -> bytes:
-    """Encode an answer for the inbox of the sender of the command."""
-    return _answers().dump_json(answer)
-
-
-def decode_answer(data: bytes) -> Answer:
-    """Decode an answer. Raises ``UnreadableMessage``."""
-    try:
-        return _answers().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def command_to_json(command: Command) -> dict[str, Any]:
-    """Convert a command to plain data for the trace."""
-    data: dict[str, Any] = _commands().dump_python(command, mode="json")
-    return data

@@ -7,14 +7,14 @@ decision depends on one. Pure data in a strict form.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from fft.messages.codec import Codec
 from fft.messages.commands import Id
-from fft.messages.protocol import Count, Name, Text, UnreadableMessage, unreadable
+from fft.messages.protocol import Count, Name, Text
 
 MAX_WORD = 4096
 """Maximum size of a report in bytes."""
@@ -130,27 +130,12 @@ def register_of(word: Report) -> str | None:
     return "report/trace" if isinstance(word, TraceReport) else None
 
 
-@cache
-def _adapter() -> TypeAdapter[Report]:
-    return TypeAdapter(Annotated[Report, Field(discriminator="type")])
-
-
 def fitting(text: str) -> str:
     """Return a cause that fits into a report: truncated, and without lone surrogates, which file
     names may contain."""
     return text[:MAX_WHY].encode(errors="replace").decode()
 
 
-def encode_report(word: Report) -> bytes:
-    """Encode a report for the topic ``progress``."""
-    return _adapter().dump_json(word, exclude_none=True)
-
-
-def decode_report(payload: bytes) -> Report:
-    """Decode a report of the topic ``progress``. Raises ``UnreadableMessage``."""
-    if len(payload) > MAX_WORD:
-        raise UnreadableMessage(f"report of {len(payload)} bytes; the limit is {MAX_WORD}")
-    try:
-        return _adapter().validate_json(payload)
-    except ValidationError as error:
-        raise unreadable(error) from None
+_REPORTS = Codec[Report](Annotated[Report, Field(discriminator="type")], MAX_WORD, omit="none")
+encode_report, decode_report = _REPORTS.encode, _REPORTS.decode
+"""Encode and decode a report of the topic ``progress``."""

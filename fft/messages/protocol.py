@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from fft.errors import FftError
 from fft.messages.causes import Cause, CauseCode
+from fft.messages.codec import Codec
+from fft.messages.codec import UnreadableMessage as UnreadableMessage
 from fft.messages.identities import CONFIG as _CONFIG
 from fft.messages.identities import Count as Count
 from fft.messages.identities import GroupEntry as GroupEntry
@@ -500,91 +501,21 @@ Event = (
 # --- codec ------------------------------------------------------------------------------------
 
 
-class UnreadableMessage(FftError):
-    """Bytes from the bus are not a message of FFT."""
+_BUS = Codec[BusMessage](Annotated[BusMessage, Field(discriminator="type")], MAX_MESSAGE)
+_EVENTS = Codec[Event](Annotated[Event, Field(discriminator="type")])
+_RECORDS = Codec[Record](Record)
+_VOTES = Codec[Vote](Vote)
 
-
-@cache
-def _bus_adapter() -> TypeAdapter[BusMessage]:
-    return TypeAdapter(Annotated[BusMessage, Field(discriminator="type")])
-
-
-@cache
-def _event_adapter() -> TypeAdapter[Event]:
-    return TypeAdapter(Annotated[Event, Field(discriminator="type")])
-
-
-@cache
-def _record_adapter() -> TypeAdapter[Record]:
-    return TypeAdapter(Record)
-
-
-@cache
-def _vote_adapter() -> TypeAdapter[Vote]:
-    return TypeAdapter(Vote)
-
-
-def encode(message: BusMessage) -> bytes:
-    """Encode a message for the bus."""
-    return _bus_adapter().dump_json(message)
-
-
-def decode(data: bytes) -> BusMessage:
-    """Decode a message from the bus.
-
-    Raises:
-        UnreadableMessage: It is too long, not JSON, or not exactly in the form of a message.
-    """
-    if len(data) > MAX_MESSAGE:
-        raise UnreadableMessage(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE}")
-    try:
-        return _bus_adapter().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def encode_record(record: Record) -> bytes:
-    """Encode a record canonically: equal records have equal bytes."""
-    return _record_adapter().dump_json(record)
-
-
-def decode_record(data: bytes) -> Record:
-    """Decode a record of the head register. Raises ``UnreadableMessage``."""
-    try:
-        return _record_adapter().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def encode_vote(vote: Vote) -> bytes:
-    """Encode a vote for the ballot."""
-    return _vote_adapter().dump_json(vote)
-
-
-def decode_vote(data: bytes) -> Vote:
-    """Decode a vote of a ballot. Raises ``UnreadableMessage``."""
-    try:
-        return _vote_adapter().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def event_to_json(event: Event) -> dict[str, Any]:
-    """Convert an event to plain data for the trace."""
-    data: dict[str, Any] = _event_adapter().dump_python(event, mode="json", exclude_defaults=False)
-    return data
+encode, decode = _BUS.encode, _BUS.decode
+"""Encode and decode a message of the bus."""
+encode_record, decode_record = _RECORDS.encode, _RECORDS.decode
+"""Encode and decode a record of the head register."""
+encode_vote, decode_vote = _VOTES.encode, _VOTES.decode
+"""Encode and decode a vote of a ballot."""
+event_to_json = _EVENTS.plain
+"""Convert an event to plain data for the trace."""
 
 
 def event_from_json(data: dict[str, Any] | bytes) -> Event:
     """Convert plain data of a trace, or its bytes, to an event. Raises ``UnreadableMessage``."""
-    try:
-        return _event_adapter().validate_json(data if isinstance(data, bytes) else json.dumps(data))
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def unreadable(error: ValidationError) -> UnreadableMessage:
-    """Return the error for input that a codec refuses; it names the place in at most 500
-    characters."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:500])
+    return _EVENTS.decode(data if isinstance(data, bytes) else json.dumps(data).encode())

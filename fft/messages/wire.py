@@ -17,14 +17,14 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
 from typing import Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 import fft.messages.protocol as core
 from fft.errors import FftError
+from fft.messages.codec import Codec
 from fft.messages.protocol import (
     MAX_MESSAGE,
     BusMessage,
@@ -36,7 +36,6 @@ from fft.messages.protocol import (
     Seen,
     UnreadableMessage,
     Vote,
-    unreadable,
 )
 
 SCOPES = "scopes"
@@ -89,19 +88,12 @@ class MissingList(FftError):
     """The member list of a record is missing from its register."""
 
 
-@cache
-def _packed() -> TypeAdapter[Packed]:
-    return TypeAdapter(Packed)
+_PACKED = Codec[Packed](Packed)
+_MEMBERS = Codec[Members](Members)
+_BALLOTS = Codec[tuple[_Ballots, ...]](tuple[_Ballots, ...], omit="defaults")
 
-
-@cache
-def _members() -> TypeAdapter[Members]:
-    return TypeAdapter(Members)
-
-
-@cache
-def _word() -> TypeAdapter[tuple[_Ballots, ...]]:
-    return TypeAdapter(tuple[_Ballots, ...])
+encode_packed = _PACKED.encode
+"""Encode a packed record canonically: equal records have equal bytes."""
 
 
 # --- names on the bus -----------------------------------------------------------------------
@@ -136,7 +128,7 @@ def _digest_of(members: Members) -> str:
     global _digested
     digest = next((digest for held, digest in _digested if held is members), None)
     if digest is None:
-        digest = hashlib.blake2b(_members().dump_json(members), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(_MEMBERS.encode(members), digest_size=16).hexdigest()
         _digested = ((members, digest), *_digested[: _KEEP - 1])
     return digest
 
@@ -155,7 +147,7 @@ def encode_votes(votes: Iterable[Vote]) -> bytes:
         key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest, vote.seen)
         alike.setdefault(key, []).append(vote.peer)
     word = tuple(_Ballots(key[0], tuple(peers), *key[1:]) for key, peers in alike.items())
-    return _word().dump_json(word, exclude_defaults=True)
+    return _BALLOTS.encode(word)
 
 
 def decode_votes(data: bytes) -> tuple[Vote, ...]:
@@ -164,13 +156,9 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     Raises:
         UnreadableMessage: The data are not a ballot entry.
     """
-    try:
-        word = _word().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
     return tuple(
         Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest, some.seen)
-        for some in word
+        for some in _BALLOTS.decode(data)
         for peer in some.peers
     )
 
@@ -193,18 +181,10 @@ def decode(payload: bytes) -> BusMessage | Packed:
 
 def decode_packed(data: bytes) -> Packed:
     """Decode a record without its members. Raises ``UnreadableMessage``."""
-    try:
-        packed = _packed().validate_json(data)
-    except ValidationError as error:
-        raise unreadable(error) from None
+    packed = _PACKED.decode(data)
     if packed.record.members:
         raise UnreadableMessage("record.members: a packed record names its members by digest")
     return packed
-
-
-def encode_packed(packed: Packed) -> bytes:
-    """Encode a packed record canonically: equal records have equal bytes."""
-    return _packed().dump_json(packed)
 
 
 class Wire:
@@ -282,7 +262,7 @@ def encode_register(value: Register) -> bytes:
         return encode_packed(value)
     if isinstance(value, int):
         return b"%d" % value
-    return zlib.compress(_members().dump_json(value), 1)
+    return zlib.compress(_MEMBERS.encode(value), 1)
 
 
 def _read_members(data: bytes, where: str) -> Members:
@@ -291,8 +271,8 @@ def _read_members(data: bytes, where: str) -> Members:
         plain = unpacking.decompress(data, MAX_LIST)
         if not unpacking.eof:
             raise MissingList(f"{where} is truncated, or unpacks to more than {MAX_LIST} bytes")
-        return _members().validate_json(plain)
-    except (zlib.error, ValidationError) as error:
+        return _MEMBERS.decode(plain)
+    except (zlib.error, UnreadableMessage) as error:
         raise MissingList(f"{where} has no list of members: {error}"[:500]) from None
 
 

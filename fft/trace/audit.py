@@ -302,7 +302,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
     """
     root = Path(directory)
     paths = trace_files(root)
-    whole, found = Finding("trace_whole"), _Findings()
+    found = _Findings()
     lines = [_Line(path, found) for path in paths]
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
@@ -318,10 +318,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
             if flow is not None:
                 flow.move(item)
     judged = judge.finish()
-    for line in lines:
-        said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
-        whole.expect(said is None, said or "", line.file.path.name)
-    findings = [whole, found.replay, *judged]
+    findings = [_wholeness(lines, judge), found.replay, *judged]
     findings += [barriers.finding(is_whole=not cut and not judge.truncated)]
     shards = judge_shards(found.inputs, found.given)
     findings += [found.inner_steps, found.inputs, judge_digests([line.digests for line in lines])]
@@ -354,6 +351,15 @@ def audit_dir(directory: str | Path) -> AuditReport:
         stages=stages,
         flow=flow,
     )
+
+
+def _wholeness(lines: list[_Line], judge: Judge) -> Finding:
+    """Report the files that are damaged, or cut off before the end that others know."""
+    whole = Finding("trace_whole")
+    for line in lines:
+        said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
+        whole.expect(said is None, said or "", line.file.path.name)
+    return whole
 
 
 _ALIKE = ("world", "leases", "bound", "flow", "quorum", "min_groups", "on_divergence")

@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Literal, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from fft.bus import ErrorBus
 from fft.errors import BusError
 from fft.launch.supervisor.config import SupervisorError
+from fft.messages.codec import Codec
 from fft.messages.commands import (
     Answer,
     Holder,
@@ -87,9 +87,7 @@ class Loss(NamedTuple):
     claim: str | None
 
 
-@cache
-def _claims() -> TypeAdapter[Claim]:
-    return TypeAdapter(Claim)
+_CLAIMS = Codec[Claim](Claim)
 
 
 class Claims:
@@ -160,7 +158,7 @@ class Claims:
         claim = Claim(fresh_id(), (group,), str(self._me), probes=True)
         deadline = time.monotonic() + _patience(holder)
         with self._answers_to(claim) as ear:
-            self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
+            self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             while (now := time.monotonic()) < deadline:
                 if is_unwanted() or any(ear.until(min(deadline, now + _AGAIN_S))):
                     return False
@@ -263,7 +261,7 @@ class Claims:
                 if holder.id not in asked:
                     asked.add(holder.id)
                     deadline = max(deadline, time.monotonic() + _patience(holder))
-                    self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
+                    self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
                     logger.warning("group %s was claimed by %s; asking", list(others), holder)
             for _, payload in ear.until(min(deadline, time.monotonic() + _AGAIN_S)):
                 with suppress(UnreadableMessage):
@@ -285,7 +283,7 @@ class Claims:
             logger.warning("group %s is taken over: %s does not answer", group, holder)
             self._set(group, held)
             # a holder that was only stopped receives this when it continues
-            self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
+            self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             if _is_gone(holder):
                 self._bus.delete(f"supervisor/{holder.id}")
 
@@ -295,8 +293,8 @@ class Claims:
         """Answer a request on the listener's thread, since starting processes may keep the
         supervisor busy for long."""
         try:
-            claim = _claims().validate_json(payload)
-        except ValidationError as error:
+            claim = _CLAIMS.decode(payload)
+        except UnreadableMessage as error:
             logger.warning("what another supervisor says is not in FFT's format: %s", error)
             return
         held = [group for group in claim.groups if group in self._mine]
