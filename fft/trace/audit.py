@@ -300,10 +300,8 @@ def audit_dir(directory: str | Path) -> AuditReport:
     Raises:
         FftError: The directory contains no trace.
     """
-    root = Path(directory)
-    paths = trace_files(root)
-    found = _Findings()
-    lines = [_Line(path, found) for path in paths]
+    root, found = Path(directory), _Findings()
+    lines = [_Line(path, found) for path in trace_files(root)]
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
@@ -333,7 +331,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         findings += [judge_flow(flows), judge_entries(flows)]
     return AuditReport(
         directory=root,
-        files=len(paths),
+        files=len(lines),
         events=sum(line.file.count for line in lines),
         findings=findings,
         torn=[line.file.path.name for line in lines if line.file.torn],
