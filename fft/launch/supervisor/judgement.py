@@ -1,4 +1,4 @@
-"""What the deaths of processes mean: mistakes, deaths that recur, and the verdict on the job.
+"""The judgement of the deaths of processes: mistakes, recurring deaths, the verdict on the job.
 
 Reads the logs of processes. `Mistakes` is pure: it distinguishes mistakes in the script from faults
 of a machine by the errors of processes. A mistake recurs wherever the script runs. So the failure

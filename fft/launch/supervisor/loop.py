@@ -323,7 +323,7 @@ class PlannedFaults:
 
 
 class Waits:
-    """What the supervisor waits for: children, sockets, and wake-ups from other threads."""
+    """The events that end a wait of the supervisor: ends of children, data, wake-ups."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()

@@ -116,7 +116,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What the writers of one rank have in common.
+    """The settings and tools that the writers of one rank share.
 
     Attributes:
         due: Tells which groups have left, and whether others are still awaited.
