@@ -111,7 +111,7 @@ class CommitExecutor:
         it must not be, because all groups may hang alike, in a write to one disk, for example.
         """
         local = self._job.local
-        if local is None or self.by_loop.is_made or not self._job.say_stuck(reason):
+        if local is None or self.by_loop.is_made or not self._job.broadcast_hang(reason):
             return
         self._hung_at = local.token, reason
         for event in local.deferred:
@@ -146,7 +146,9 @@ class CommitExecutor:
         if (torn := self.by_loop.take_torn()) is not None:
             self.fail(RuntimeError(torn))
             return
-        if not thread.leaves("applying", "applied"):  # another thread has reported its failure
+        if not thread.transition_if(
+            "applying", "applied"
+        ):  # another thread has reported its failure
             return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
@@ -156,7 +158,7 @@ class CommitExecutor:
     def fail(self, error: BaseException) -> None:
         """Report to the engine that the update of the last commit has failed, if one is open."""
         local = self._job.local
-        if local is None or not self._job.thread.leaves("applying", "apply_failed"):
+        if local is None or not self._job.thread.transition_if("applying", "apply_failed"):
             return
         self.by_loop.failed()
         self._state.lost = error

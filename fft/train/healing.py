@@ -164,7 +164,7 @@ class Healer:
     def __init__(self, rank: Rank, transfer: StateTransfer | None) -> None:
         self._manager, self._job = rank.manager, rank.job
         self._state, self._groups = rank.state, rank.groups
-        self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.tell_fetch)
+        self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.report_fetch)
         self._learners = rank.settings.config.learners
         self._unreached = ""
         """The place to which the last fetch could not connect, or empty."""
@@ -194,7 +194,7 @@ class Healer:
             if command.send_to:
                 self._send(command)
             size, source = 0, ""
-            if self._job.thread.awaits("connected"):
+            if self._job.thread.has_row("connected"):
                 self._begin_to_learn(command)
                 return
             if command.fetch_from is not None:

@@ -148,13 +148,13 @@ class Parts:
         """
         job, plan, local = self.job, self.worker.txn, self.job.local
         if local is not None and local.role == "apart":  # groups that wait for this one go on
-            job.say_stuck(reason)
+            job.broadcast_hang(reason)
         if job.thread.role == "applying":
             self.commits.hangs(reason)
         if plan is None or job.thread.role == "applying":
             return
         waits = self.groups.pending()
-        if self.reductions.raises or waits or not job.say_stuck(reason):
+        if self.reductions.raises or waits or not job.broadcast_hang(reason):
             job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Parts:
         self.commits.finish()
         if not _is_failing():
             self.state.checkpoints.take()
-            self.state.end_gathering()
+            self.state.reshard_models()
         self.leaving.end_notices()
         self.job.leave()
         self.paradigm.left(_is_failing())

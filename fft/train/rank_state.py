@@ -145,7 +145,7 @@ class RankState:
         assert self.step is not None, "loops refuse to begin without one"
         return self.step
 
-    def end_gathering(self) -> None:
+    def reshard_models(self) -> None:
         """Reshard FSDP2's modules after the last txn, because an evaluation may have gathered them.
 
         All groups do so, since a rank that takes the last checkpoint has done it already.
@@ -203,8 +203,9 @@ class RankState:
 
     def digest_for_audit(self) -> str | None:
         """Digest that the audit compares between replicas; None if none is owed."""
-        if self._settings.config.digest != "commit" or self.shared is None:
+        if not self.owes_digests:
             return None
+        assert self.shared is not None, "owes_digests checks it"
         return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:

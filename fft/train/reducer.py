@@ -64,9 +64,8 @@ class Reductions(Protocol):
             op: Reduction operation.
         """
 
-    def reduced(self) -> None:
-        """Mark all begun reductions as done. Raises if one failed and the step function must
-        end."""
+    def raise_if_failed(self) -> None:
+        """Mark all issued reductions as done, and raise if one failed in FFT's own loop."""
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -495,7 +494,7 @@ class Reducer:
             self._manager.reduce_gradients(self._flags, self._layout.digest).wait()
         for bucket in buckets:
             bucket.wait()
-        self._manager.reduced()
+        self._manager.raise_if_failed()
         offset = 0
         for bucket in buckets:
             flags, count = self._flags, len(bucket.slots)
@@ -517,7 +516,7 @@ class Reducer:
         for work in works:
             work.wait()
         if works:
-            self._manager.reduced()
+            self._manager.raise_if_failed()
 
     def _refuse_unknown(self) -> None:
         for name, parameter in self._layout.frozen:

@@ -469,7 +469,7 @@ class Transaction:
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
             loop.refuse_undone(self._plan, self._drawn, mistake)
-        command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
+        command = loop.worker.vote_and_wait(last=self._is_last, consumes=self._consumption())
         if command is not None:
             loop.body_failures.committed()
             loop.is_over = self._is_last and not command.skip

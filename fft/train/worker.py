@@ -1,8 +1,8 @@
 """The main thread's side of the engine: carries out what it commands, and says what came of it.
 
 ``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` come between two txns (`Worker.begin`), ``Apply``
-after a vote (`Worker.prepare`); `fft.train.commits` carries it out. Nothing here decides: the core
-has the protocol.
+after a vote (`Worker.vote_and_wait`); `fft.train.commits` carries it out. Nothing here decides: the
+core has the protocol.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Worker:
         while self._finish is None:
             command = self._wait(engine, limit)
             facts = self._healer.facts(command) if isinstance(command, Heal) else NO_FACTS
-            thread.obey(command, self._work, facts)
+            thread.execute(command, self._work, facts)
             if isinstance(command, StartTxn) and thread.role == "computing":
                 self._begun += 1
                 return command
@@ -253,7 +253,7 @@ class Worker:
 
     # --- the end of a txn ---
 
-    def prepare(
+    def vote_and_wait(
         self,
         skip: bool = False,
         last: bool = False,
@@ -271,7 +271,7 @@ class Worker:
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
-            self._job.tell_if_fixed(self._groups.can_reform)
+            self._job.report_not_replaceable(self._groups.can_reform)
             self._voter.vote(plan, skip, last, consumes)
             self.voted = "skip" if skip else "step"
             self.body_unwound()  # before the state came that a vote needs
@@ -284,7 +284,7 @@ class Worker:
             self._commits.decided(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:
-            self._job.thread.obey(command, self._work)
+            self._job.thread.execute(command, self._work)
         return None
 
     # --- errors ---

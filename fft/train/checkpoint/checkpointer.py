@@ -312,7 +312,7 @@ class Checkpointer(CheckpointHooks):
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        tell_left_out(self._job.tell, attempt.named.step, why, too_often)
+        tell_left_out(self._job.report_checkpoint, attempt.named.step, why, too_often)
         self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:
@@ -368,7 +368,7 @@ class Checkpointer(CheckpointHooks):
             self._snapshot = Snapshot(*given)
         except (TypeError, FftError, RuntimeError) as error:
             logger.error("no checkpoint of step %d: %s", step, error)
-            self._job.tell("checkpoint_failed", {"step": step, "error": str(error)})
+            self._job.report_checkpoint("checkpoint_failed", {"step": step, "error": str(error)})
             return None
         stall_ms = round((time.monotonic() - began) * 1e3, 3)
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
@@ -385,7 +385,7 @@ class Checkpointer(CheckpointHooks):
             snapshot,
             (group or peer.group, peer.rank),
             self.plan.keep,
-            self._job.tell,
+            self._job.report_checkpoint,
             partial(self._due.left, record, epoch),
             partial(self._due.is_awaited, record),
             self._closing,

@@ -343,7 +343,7 @@ class DueByWord(Due):
         return not self._words or time.monotonic() - self._since >= seconds
 
     def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
-        tell_left_out(self._job.tell, step, why, too_often)
+        tell_left_out(self._job.report_checkpoint, step, why, too_often)
 
 
 def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:

@@ -96,7 +96,7 @@ class Lockstep(Paradigm[TransactionLoop]):
         self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
     ) -> Iterator[Transaction]:
         yield from loop.txns(source, max_steps)
-        self._rank.state.end_gathering()
+        self._rank.state.reshard_models()
 
     # --- checkpoints ---
 

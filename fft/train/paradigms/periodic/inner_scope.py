@@ -200,7 +200,7 @@ class InnerScope:
         while (command := self._next()) is not None:
             if isinstance(command, StartTxn) and not self._groups.shard_is_void:
                 return True
-            self._thread.obey(command, self._work)
+            self._thread.execute(command, self._work)
         return False
 
     def leave(self) -> None:
@@ -249,7 +249,7 @@ class InnerScope:
                 manifest.add(local_of(parameter.grad), "gradient")
         self._thread.report(Prepared(self._token, True, manifest.build(), skip=skip))
         while self._thread.role == "waiting" and (command := self._next()) is not None:
-            self._thread.obey(command, self._work)
+            self._thread.execute(command, self._work)
 
     # --- words of this scope's engine ---
 
@@ -311,7 +311,7 @@ class InnerScope:
             assert self._plan is not None, "a txn of the job is open"
             text = "the update of an inner step has failed; its group begins anew"
             self._job.post(Fault(self._plan.token, text, CauseCode.SCOPE_RESET, "inner"))
-        if self._thread.leaves("applying", "applied"):
+        if self._thread.transition_if("applying", "applied"):
             self._engine.post(Applied(self._engine.local.token))
 
     def _begin_anew(self, why: str) -> None:

@@ -167,7 +167,7 @@ class Periodic(Lockstep):
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.takers, number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
-        self._rank.state.end_gathering()
+        self._rank.state.reshard_models()
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         """Return the loop of this group's inner steps."""

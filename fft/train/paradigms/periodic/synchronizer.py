@@ -343,7 +343,7 @@ class Synchronizer(ABC):
         if self._contribution is None:
             raise FftError("what was being reduced is void: this group has begun anew meanwhile")
         self._contribution.wait()
-        self._rank.manager.reduced()
+        self._rank.manager.raise_if_failed()
 
     # --- what a COMMIT does ---
 

@@ -70,7 +70,7 @@ class Ahead(Pipelined):
         is_still_in = yield from loop.txns(source, max_steps, make_others)
         if not is_still_in:
             loop.is_over |= self._has_ended_with_its_data(max_steps)
-        rank.state.end_gathering()
+        rank.state.reshard_models()
         loop.is_over |= is_still_in
         with rank.watchers.waiting():
             self._end(loop.is_over, is_still_in)
