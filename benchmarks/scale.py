@@ -447,9 +447,7 @@ def main() -> None:
     parser.add_argument("--start", type=numbers, default=[2, 5, 10], help="sizes that start, too")
     parser.add_argument("--largest-kill", type=int, default=100, help="groups; none lost above")
     parser.add_argument("--largest-rollback", type=int, default=1000, help="groups; none above")
-    parser.add_argument(
-        "--meter", type=numbers, default=[4, 10, 20], help="sizes timed"
-    )
+    parser.add_argument("--meter", type=numbers, default=[4, 10, 20], help="sizes timed")
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
     parser.add_argument("--label", default="", help="the commit of the engine")
     parser.add_argument("--render", action="store_true", help="only table and plot")

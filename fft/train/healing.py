@@ -241,7 +241,7 @@ class Healer:
 
     def _warn_of_unlike(self, command: Heal) -> None:
         """Warn of ``extra`` and buffers that differ between groups that hold the job's state."""
-        if (unlike := self._groups.unlike(command)) is None:
+        if (unlike := self._groups.differing_digests(command)) is None:
             return
         self._compared.append(command.record.step)
         for name, group in sorted(unlike.items()):

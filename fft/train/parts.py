@@ -479,13 +479,13 @@ class EngineHost:
 
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:
-            parts.groups.abort(cause, may_put_off=lambda: _may_meet(parts.job))
+            parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
             parts.healer.exchange.interrupt()
             parts.paradigm.interrupted(cause)  # perhaps because the engine has failed
 
     def members_lost(self) -> None:
         if (parts := self._parts()) is not None and not _may_meet(parts.job):
-            parts.groups.abort_if_put_off()
+            parts.groups.run_deferred_abort()
 
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:

@@ -197,7 +197,7 @@ class Worker:
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
-        self._groups.abort_if_put_off()  # the command is older than the abort
+        self._groups.run_deferred_abort()  # the command is older than the abort
         self._healer.exchange.end_service(plan)
         manager._torchft.errored = None
         self._reductions.begin()

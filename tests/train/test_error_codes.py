@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fft.errors import BusError, NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.train.injector import InjectedFault
-from fft.train.process_group.op_names import CollectiveFailed, GroupAborted
+from fft.train.process_group.op_errors import CollectiveFailed, GroupAborted
 from fft.train.reported import code_of
 from fft.train.state.transfer import TransferError
 

@@ -79,13 +79,13 @@ class InnerScope:
         Raises:
             FftError: the ranks have no process group that they could meet in.
         """
-        if not rank.groups.can_meet:
+        if not rank.groups.has_shard_group:
             raise FftError(
                 f"spec {rank.settings.spec.name!r} with {rank.world} ranks in a replica group, "
                 "which commit their steps together: pass shard_pg=fft.ShardProcessGroupGloo(), and "
                 "shard the model over manager.shard_mesh()"
             )
-        rank.groups.shard_apart = True
+        rank.groups.shard_has_own_scope = True
         self.synchronizer: Synchronizer | None = None
         """Synchronizes this group with the others; set before the loop begins."""
         self._job, self._watchers = rank.job, rank.watchers
@@ -198,7 +198,7 @@ class InnerScope:
         """Do what this scope's engine asks, until a step may begin. False: the job has a word."""
         self._plan, self._entered = plan, True
         while (command := self._next()) is not None:
-            if isinstance(command, StartTxn) and not self._groups.shard_is_void:
+            if isinstance(command, StartTxn) and not self._groups.shard_aborted:
                 return True
             self._thread.execute(command, self._work)
         return False
