@@ -12,9 +12,9 @@ from collections.abc import Callable
 from fft.errors import FftError
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import Applied, ApplyFailed, Decision, Peer, Record, Token
+from fft.train.error_reports import text_of
 from fft.train.interrupt import Interrupted
-from fft.train.rank import Rank
-from fft.train.reported import text_of
+from fft.train.rank_context import RankContext
 from fft.train.updates import LoopUpdates
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class CommitExecutor:
         by_loop: Watches the updates that the user's loop makes.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self._torchft, self._injector = rank.manager._torchft, rank.injector
         self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
         self.by_loop = LoopUpdates()

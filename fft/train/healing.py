@@ -20,9 +20,9 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.trace.format import progress_in_words
-from fft.train.rank import Rank
+from fft.train.error_reports import code_of, text_of
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
-from fft.train.reported import code_of, text_of
 from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
 from fft.util.error_places import fingerprint, may_pass
 
@@ -101,7 +101,7 @@ class StateExchange:
         only."""
         if self.transfer is not None:
             rank = self._manager._torchft.group_rank
-            self.transfer.about = f"{rank} {record.n} {record.epoch} {record.lineage}"
+            self.transfer.state_id = f"{rank} {record.n} {record.epoch} {record.lineage}"
 
     def send(self, command: Heal) -> None:
         """Serve the state to the peers that need it."""
@@ -161,7 +161,7 @@ class StateExchange:
 class Healer:
     """Executes ``Heal``: at once, or for a joiner in the background of its first step."""
 
-    def __init__(self, rank: Rank, transfer: StateTransfer | None) -> None:
+    def __init__(self, rank: RankContext, transfer: StateTransfer | None) -> None:
         self._manager, self._job = rank.manager, rank.job
         self._state, self._groups = rank.state, rank.groups
         self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.report_fetch)

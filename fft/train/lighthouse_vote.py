@@ -11,10 +11,10 @@ from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault, Suspect, Token, encode
-from fft.train.body_failures import ANY
 from fft.train.lighthouse import Beacon, Quorums
 from fft.train.participation import Participation
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
+from fft.train.step_failures import MAX_FAILURES
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ class LighthouseDoubter:
 class LighthouseVote(Quorums):
     """Vote precondition that fails unless a lighthouse quorum lists all members of the epoch."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         limits, most = rank.limits, rank.settings.config.max_body_failures
         limits_s = limits["quorum_timeout"].seconds, limits["lighthouse_window"].seconds
         beacon, doubter = cast("Beacon", rank.manager._torchft.manager), LighthouseDoubter(rank.job)
         super().__init__(beacon, rank.job.peer, *limits_s, doubter)
-        self._job, self._most_failures = rank.job, ANY if most is None else most
+        self._job, self._most_failures = rank.job, MAX_FAILURES if most is None else most
 
     def ask(self, plan: StartTxn) -> None:
         """Ask for the quorum of the txn that begins.
@@ -83,7 +83,7 @@ class LighthouseVote(Quorums):
         return None if why is None else NoLighthouseQuorum(why)
 
 
-def preconditions_of(rank: Rank) -> list[LighthouseVote]:
+def preconditions_of(rank: RankContext) -> list[LighthouseVote]:
     """Return the precondition, if the lighthouse decides and this is the rank that asks it."""
     asks = rank.manager._torchft.group_rank == 0
     decides = rank.settings.config.membership == "lighthouse"

@@ -30,11 +30,11 @@ from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
+from fft.train.error_reports import QuietLogger
 from fft.train.lighthouse import construct
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
-from fft.train.reported import QuietLogger
 from fft.train.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_adapter import TorchftAdapter

@@ -53,15 +53,15 @@ from fft.trace.writer import TraceWriter, header
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.commits import CommitExecutor
 from fft.train.epoch_groups import EpochGroups
+from fft.train.error_reports import Reported
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.paradigms.selection import paradigm_of, scope_of
 from fft.train.participation import Participation
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.reported import Reported
 from fft.train.settings import (
     Settings,
     common_settings,
@@ -123,7 +123,7 @@ class Parts:
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = Rank(manager, settings, limits, *own, self.injector)
+        self.rank = rank = RankContext(manager, settings, limits, *own, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:

@@ -19,7 +19,7 @@ from fft.durable.manifest import Scope
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
-from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
+from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, ShardStateStore
 from fft.train.data.source import DataSource, Identify, Inputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
@@ -235,7 +235,7 @@ class RankState:
         none."""
         self.paradigm.refuse_sharded(kind)
         rank = self._manager._torchft.group_rank
-        shelf = Shelf(bus.read, bus.write)
+        shelf = ShardStateStore(bus.read, bus.write)
         return ShardedSource(loader, kind, group, rank, self.paradigm.takers, shelf, identify)
 
     def consumed(self, plan: StartTxn) -> None:

@@ -38,8 +38,8 @@ from fft.train.buckets import (
     CommHook,
     GradBucket,
     Slot,
+    describe,
     fill,
-    in_words,
     sparse_parameters,
 )
 
@@ -150,7 +150,7 @@ class ModelParameters:
     def describe(self, options: str) -> str:
         """Describe the whole model, with a digest that also depends on ``options``."""
         named = self._trained + self._frozen
-        text = f"{in_words(named)}|{options}"
+        text = f"{describe(named)}|{options}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         numbers = sum(p.numel() for _, p in named)
         return f"{len(named)} parameters with {numbers} numbers ({digest})"
@@ -167,7 +167,7 @@ class ModelParameters:
         trained, sparse = self._trained + more, sparse_parameters(self._model)
         inwards = [*reversed(self._trained), *reversed(more)]
         buckets = fill([(n, p) for n, p in inwards if p not in sparse], cap_mb, dtype)
-        text = f"{index}|{in_words(trained)}|{[b.size for b in buckets]}|{dtype}"
+        text = f"{index}|{describe(trained)}|{[b.size for b in buckets]}|{dtype}"
         return Layout(
             dict.fromkeys(p for _, p in trained),
             [(n, p) for n, p in self._frozen if not p.requires_grad],

@@ -22,17 +22,17 @@ from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
-from fft.train.body_failures import BodyFailures, hopeless
 from fft.train.commits import CommitExecutor
-from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, DataSource, Identify, named
+from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
+from fft.train.data.step_input import StepInput
 from fft.train.interrupt import Interrupted
 from fft.train.process_group import GroupAborted
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
+from fft.train.step_failures import StepFailures, retries_exceeded
 from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
 from fft.train.worker import Worker
@@ -44,10 +44,12 @@ logger = logging.getLogger(__name__)
 class TransactionLoop:
     """The loop of one manager over its data."""
 
-    def __init__(self, rank: Rank, voter: Voter, commits: CommitExecutor, worker: Worker) -> None:
+    def __init__(
+        self, rank: RankContext, voter: Voter, commits: CommitExecutor, worker: Worker
+    ) -> None:
         self.job = rank.job
         self.commits, self.worker = commits, worker
-        self.body_failures = BodyFailures(rank.settings.config.max_body_failures)
+        self.step_failures = StepFailures(rank.settings.config.max_body_failures)
         self.paradigm = rank.state.paradigm
         self.is_over = False
         """The last txn of the job has committed."""
@@ -179,10 +181,10 @@ class TransactionLoop:
             "must call backward() of the same models; multiply the loss of a batch that must "
             "not count by 0"
         ).with_traceback(traceback_of_caller())
-        why = self.body_failures.failed(plan.step, plan.members, error)
+        why = self.step_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
-            raise hopeless(why, error) from error
+            raise retries_exceeded(why, error) from error
 
     def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
         """Return the error for ranks that drew different data; a replay would draw it again."""
@@ -192,8 +194,8 @@ class TransactionLoop:
             "fixes: (1) each group, or each rank, passes a loader over its own share of the data: "
             'call transactions(loader, sharded="group"), or "rank". (2) The seeds or other '
             "settings of the loaders differ: give all ranks the same. (3) The order was not "
-            f"restored for a rank that joined: {ORDER_MEND}. (4) Only random augmentation differs: "
-            f"{AUGMENTATION_MEND}"
+            f"restored for a rank that joined: {ORDER_FIX}. (4) Only random augmentation differs: "
+            f"{AUGMENTATION_FIX}"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error
@@ -254,14 +256,14 @@ class TransactionLoop:
         error = self._manager._torchft.errored
         return None if error is None else error.original_exception
 
-    def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
+    def unwound(self, plan: StartTxn, drawn: StepInput | None, error: BaseException) -> bool:
         """Handle an exception that left the step function. Return whether to suppress it."""
         self.worker.body_unwound()
         if isinstance(error, Exception):
             self.body_failed(plan, drawn, error)
         return isinstance(error, Exception | Interrupted)
 
-    def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
+    def body_failed(self, plan: StartTxn, drawn: StepInput | None, error: Exception) -> None:
         """Report an exception of the step function.
 
         Raises:
@@ -284,11 +286,11 @@ class TransactionLoop:
     def give_up_if_hopeless(
         self,
         plan: StartTxn,
-        drawn: Drawn | None,
+        drawn: StepInput | None,
         error: Exception,
         number: int,
         where: str = "",
-        counted: BodyFailures | None = None,
+        counted: StepFailures | None = None,
     ) -> None:
         """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
 
@@ -296,26 +298,28 @@ class TransactionLoop:
             where: Description of the step for the message; empty names its number.
             counted: The earlier failures of the same kind; None: those of step functions.
         """
-        failures = counted or self.body_failures
+        failures = counted or self.step_failures
         why = failures.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
+        batch = "" if drawn is None else drawn.describe(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
             self.job.note_error(error)
-            raise hopeless(why, error) from error
+            raise retries_exceeded(why, error) from error
 
-    def refuse_undone(self, plan: StartTxn, drawn: Drawn | None, mistake: FftError) -> NoReturn:
+    def refuse_undone(self, plan: StartTxn, drawn: StepInput | None, mistake: FftError) -> NoReturn:
         """Raise StepRetriesExceeded for a step function that returned before its ``backward()``.
 
         It is raised at once, because a replay of the same batch would end the same way, and because
         Python ignores the errors of an iterator that a script drops by leaving its loop.
         """
         mistake = mistake.with_traceback(traceback_of_caller())
-        if drawn is not None and (batch := drawn.in_words(plan.step, self.job.peer)):
+        if drawn is not None and (batch := drawn.describe(plan.step, self.job.peer)):
             mistake.add_note(batch)
         self.job.note_error(mistake)
-        raise hopeless(f"a replay of step {plan.step} would end the same way", mistake) from mistake
+        raise retries_exceeded(
+            f"a replay of step {plan.step} would end the same way", mistake
+        ) from mistake
 
     def left_undone(self) -> FftError | None:
         """Return the mistake of a step function that returned incompletely, or None."""
@@ -345,7 +349,7 @@ class TransactionLoop:
         return None
 
 
-def _place(drawn: Drawn) -> dict[str, Any]:
+def _place(drawn: StepInput) -> dict[str, Any]:
     """Return the position of a batch in the data, for the trace."""
     place: dict[str, Any] = {"item": drawn.item}
     if drawn.shard:
@@ -381,7 +385,7 @@ class Transaction:
         self,
         loop: TransactionLoop,
         plan: StartTxn,
-        drawn: Drawn,
+        drawn: StepInput,
         last: bool,
         consumes: dict[str, Any],
     ) -> None:
@@ -471,7 +475,7 @@ class Transaction:
             loop.refuse_undone(self._plan, self._drawn, mistake)
         command = loop.worker.vote_and_wait(last=self._is_last, consumes=self._consumption())
         if command is not None:
-            loop.body_failures.committed()
+            loop.step_failures.committed()
             loop.is_over = self._is_last and not command.skip
             self.committed, self.skipped = loop.commits.apply(command), command.skip
             loop.paradigm.txn_committed(self)

@@ -11,11 +11,11 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
-from fft.train.data.drawn import Drawn
+from fft.train.data.step_input import StepInput
+from fft.train.error_reports import Reported, code_of, text_of
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
-from fft.train.rank import Rank
-from fft.train.reported import Reported, code_of, text_of
+from fft.train.rank_context import RankContext
 
 
 class Voter:
@@ -25,7 +25,7 @@ class Voter:
         preconditions: The conditions outside the job that a YES waits for.
     """
 
-    def __init__(self, rank: Rank, healer: Healer) -> None:
+    def __init__(self, rank: RankContext, healer: Healer) -> None:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._reductions = rank.state, rank.reductions
@@ -53,7 +53,7 @@ class Voter:
         checks = None if self._has_learned else self._state.checks
         self._equality = None if checks is None else checks.digest(step)
 
-    def note_data(self, drawn: Drawn) -> None:
+    def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""
         self._data, self._shard = drawn.digest, drawn.shard
 

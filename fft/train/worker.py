@@ -22,11 +22,11 @@ from fft.messages.protocol import Fault
 from fft.protocol.main_thread import NO_FACTS
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
+from fft.train.error_reports import Reported, code_of, error_of, text_of
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.process_group import GroupAborted
-from fft.train.rank import Rank
-from fft.train.reported import Reported, code_of, error_of, text_of
+from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
 from fft.train.voting import Voter
 
@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankContext,
         healer: Healer,
         voter: Voter,
         leaving: Leaving,

@@ -32,11 +32,11 @@ from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
-from fft.train.checkpoint.due import Due, Named, tell_left_out
+from fft.train.checkpoint.due import CheckpointSchedule, Named, tell_left_out
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, Cleared, RankWriter
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import CheckpointHooks
 from fft.util.version import __version__
 
@@ -131,7 +131,7 @@ class Checkpointer(CheckpointHooks):
     def __init__(
         self,
         plan: Checkpointing,
-        rank: Rank,
+        rank: RankContext,
     ) -> None:
         """Open the checkpoint store.
 
@@ -153,7 +153,7 @@ class Checkpointer(CheckpointHooks):
         self._cleared = Cleared(self.checkpoints)
         self._writers: dict[threading.Event, RankWriter] = {}
         """The writers still at work, by the event that is set when their thread is done."""
-        self._due: Due = rank.state.paradigm.schedule(plan, self._is_writing)
+        self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         self._pending: _Pending | None = None
         """The checkpoint that is due with the last commit."""
         self._closing = threading.Event()

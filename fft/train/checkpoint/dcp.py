@@ -29,7 +29,7 @@ from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.resharding import part_of, unsharded
-from fft.train.state.composite import CLASS, is_marked
+from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__
 
 WRITER = "import"

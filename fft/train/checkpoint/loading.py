@@ -27,8 +27,8 @@ from fft.train.local_tensors import same_bits
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.scope import RankScope
+from fft.train.state.plain_state import with_layout_of
 from fft.train.state.random_states import load_random
-from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Loader:
             state.paradigm.load_checkpoint(tree["state"], own, local.get("buffers"))
         for key, load in loads.items():
             try:
-                load(spread_as(tree["user"][key], None, f"state_dict of {key!r}"))
+                load(with_layout_of(tree["user"][key], None, f"state_dict of {key!r}"))
             except Exception as error:  # the script's own
                 error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
                 raise

@@ -15,7 +15,7 @@ from fft.errors import CheckpointError, UnfitCheckpoint
 from fft.train.checkpoint.snapshot import Layout, layout_of
 from fft.train.local_tensors import local_of
 from fft.train.rank_state import RankState
-from fft.train.state.composite import CLASS, is_marked
+from fft.train.state.tensor_subclasses import CLASS, is_marked
 
 Part = tuple[Layout, torch.Tensor]
 

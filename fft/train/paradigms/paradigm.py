@@ -22,7 +22,7 @@ from fft.durable.plan import Checkpointing
 from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
 from fft.protocol.state import Config
-from fft.train.checkpoint.due import Due
+from fft.train.checkpoint.due import CheckpointSchedule
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.reducer import Reducer
@@ -230,7 +230,7 @@ class Paradigm(ABC, Generic[LoopT]):
     # --- checkpoints ---
 
     @abstractmethod
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         """Return the checkpoint schedule of this rank.
 
         Args:

@@ -49,12 +49,12 @@ from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
 from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
+from fft.train.error_reports import code_of, error_of, text_of
 from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.participation import Participation, bus_url
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.reductions import ManifestBuilder
-from fft.train.reported import code_of, error_of, text_of
 from fft.train.state.step_state import TornState
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Attempt(Protocol):
 class InnerScope:
     """Of one rank. The main thread's, unless said otherwise."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         """
         Raises:
             FftError: the ranks have no process group that they could meet in.
