@@ -42,7 +42,7 @@ class CommitExecutor:
         self._torchft.commit_failures = 0
         self.by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
-        self._state.stands_at(record)
+        self._state.set_position(record)
         self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:

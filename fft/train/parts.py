@@ -116,7 +116,7 @@ class Parts:
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
         store = store_address(manager, settings.bus_url)
-        alone, address = settings.is_successor, own_address(settings.bus_url)
+        alone, address = settings.is_replacement, own_address(settings.bus_url)
         self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone, address)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
@@ -168,7 +168,7 @@ class Parts:
         self.paradigm.left(_is_failing())
         for each in self.voter.preconditions:
             each.close()
-        self.healer.stop_learning()
+        self.healer.cancel_fetch()
         self.paradigm.close()
         self.leaving.close()
         self.state.close_source()
@@ -313,7 +313,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     participant = Participant(Table(scope.spec), config)
     local = _initial(manager, parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
-    owes = {DIGESTS: parts.state.owes_digests}
+    owes = {DIGESTS: parts.state.traces_digests}
     job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
     limit_s = parts.limits["quorum"].seconds
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
@@ -424,7 +424,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     state, step = parts.state, manager._torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
     fresh = own if manager._torchft.init_sync else GENESIS
-    if parts.settings.is_successor:  # its weights were built without its group
+    if parts.settings.is_replacement:  # its weights were built without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),

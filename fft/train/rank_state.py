@@ -197,15 +197,15 @@ class RankState:
         return self.step.digest()
 
     @property
-    def owes_digests(self) -> bool:
+    def traces_digests(self) -> bool:
         """Whether each commit and each heal of this rank has a digest for the audit."""
         return self._settings.config.digest == "commit" and self.shared is not None
 
     def digest_for_audit(self) -> str | None:
         """Digest that the audit compares between replicas; None if none is owed."""
-        if not self.owes_digests:
+        if not self.traces_digests:
             return None
-        assert self.shared is not None, "owes_digests checks it"
+        assert self.shared is not None, "traces_digests checks it"
         return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:
@@ -277,7 +277,7 @@ class RankState:
 
     # --- position ---
 
-    def stands_at(self, record: Record) -> None:
+    def set_position(self, record: Record) -> None:
         """Set the position: the state now corresponds to ``record``."""
         self.position = record
         self._manager._torchft.step = record.step

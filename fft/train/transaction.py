@@ -86,7 +86,7 @@ class TransactionLoop:
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        foreign = ForeignSteps(state, self._reductions)
+        foreign = UnregisteredStepGuard(state, self._reductions)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
@@ -124,7 +124,7 @@ class TransactionLoop:
         step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
         while (plan := self.worker.begin()) is not None:
-            self.refuse_unlike_again(plan)
+            self.raise_if_still_different(plan)
             if self.is_past(plan, max_steps):
                 return True
             try:
@@ -168,7 +168,7 @@ class TransactionLoop:
             logger.warning(text, plan.step, max_steps)
         return True
 
-    def refuse_unlike_again(self, plan: StartTxn) -> None:
+    def raise_if_still_different(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different gradients: no replay fixes that."""
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
         if cause.code == CauseCode.DATA_DIFFERS:
@@ -222,7 +222,7 @@ class TransactionLoop:
     # --- for Transaction ---
 
     @guarded
-    def open_body(self) -> None:
+    def enter_step(self) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
         self._state.updates.opened()
@@ -244,7 +244,7 @@ class TransactionLoop:
             interrupter.request("rolled back before it began")
 
     @guarded
-    def close_body(self) -> None:
+    def exit_step(self) -> None:
         """Disable interruptions: the step function has returned or raised."""
         self._state.updates.in_body = False
         if self._watchers.interrupter is not None:
@@ -307,7 +307,9 @@ class TransactionLoop:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
-    def refuse_undone(self, plan: StartTxn, drawn: StepInput | None, mistake: FftError) -> NoReturn:
+    def raise_incomplete(
+        self, plan: StartTxn, drawn: StepInput | None, mistake: FftError
+    ) -> NoReturn:
         """Raise StepRetriesExceeded for a step function that returned before its ``backward()``.
 
         It is raised at once, because a replay of the same batch would end the same way, and because
@@ -321,7 +323,7 @@ class TransactionLoop:
             f"a replay of step {plan.step} would end the same way", mistake
         ) from mistake
 
-    def left_undone(self) -> FftError | None:
+    def find_incomplete(self) -> FftError | None:
         """Return the mistake of a step function that returned incompletely, or None."""
         if self._manager._torchft.errored is not None:
             return None
@@ -455,7 +457,7 @@ class Transaction:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.open_body()
+        self._loop.enter_step()
         return self
 
     @guarded
@@ -466,13 +468,13 @@ class Transaction:
         trace: TracebackType | None,
     ) -> bool:
         loop = self._loop
-        loop.close_body()
+        loop.exit_step()
         self.closed = True
         if error is not None:
             return loop.unwound(self._plan, self._drawn, error)
-        if (mistake := loop.left_undone()) is not None:
+        if (mistake := loop.find_incomplete()) is not None:
             loop.worker.body_unwound()
-            loop.refuse_undone(self._plan, self._drawn, mistake)
+            loop.raise_incomplete(self._plan, self._drawn, mistake)
         command = loop.worker.vote_and_wait(last=self._is_last, consumes=self._consumption())
         if command is not None:
             loop.step_failures.committed()
@@ -492,7 +494,7 @@ class Transaction:
         }
 
 
-class ForeignSteps:
+class UnregisteredStepGuard:
     """Rejects steps of unregistered optimizers in a step function, and warns of others."""
 
     def __init__(self, state: RankState, reductions: TxnReductions) -> None:

@@ -189,7 +189,7 @@ class Worker:
     def _give_up_txn(self) -> None:
         """Nothing of it is done any more on this thread."""
         self._close_txn()
-        self._healer.stop_learning()
+        self._healer.cancel_fetch()
         self._watchers.txn_ended(committed=False)
 
     def _close_txn(self) -> None:

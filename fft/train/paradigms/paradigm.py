@@ -67,7 +67,7 @@ class VotePrecondition(Protocol):
             NoLighthouseQuorum: the condition has failed in too many attempts in a row.
         """
 
-    def unmet(self, plan: StartTxn) -> Exception | None:
+    def wait_until_met(self, plan: StartTxn) -> Exception | None:
         """Wait until the condition holds. Return the reason for a NO if it does not."""
 
     def end(self) -> None:

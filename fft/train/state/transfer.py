@@ -71,7 +71,7 @@ class TransferError(StateError):
     """State could not be fetched or sent; the message names the peer and the problem."""
 
 
-class Unreachable(TransferError):
+class PeerUnreachable(TransferError):
     """The peer's address cannot be connected to."""
 
     def __init__(self, where: str, reason: str) -> None:
@@ -309,9 +309,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             data = self._fetch(metadata, _what(step, self.state_id), deadline)
         except OSError as error:  # includes TimeoutError
             raise TransferError(f"state of step {step} from {metadata}: {error}") from error
-        except Unreachable as error:
+        except PeerUnreachable as error:
             text = f"state of step {step} from {metadata}: {error}"
-            raise Unreachable(metadata, text) from error.__cause__
+            raise PeerUnreachable(metadata, text) from error.__cause__
         except TransferError as error:
             raise TransferError(f"state of step {step} from {metadata}: {error}") from None
         try:
@@ -360,7 +360,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                 if not isinstance(error, TimeoutError) or time.monotonic() >= until:
                     where = joined(*address)
                     text = f"{where} cannot be reached from this host: {error}; {HOW_TO_REACH}"
-                    raise Unreachable(where, text) from error
+                    raise PeerUnreachable(where, text) from error
         with connection:
             with self._changed:
                 self._fetching.add(connection)

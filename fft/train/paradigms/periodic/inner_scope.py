@@ -217,14 +217,14 @@ class InnerScope:
         self._token = command.token
         return True
 
-    def open_body(self) -> None:
+    def enter_step(self) -> None:
         """Its body begins."""
         with self._gate:
             self._in_body = True
             if self._engine.superseded():  # rolled back before there was anything to unwind
                 self._watchers.interrupt("rolled back before it began")
 
-    def close_body(self) -> None:
+    def exit_step(self) -> None:
         """It has ended, however."""
         with self._gate:
             self._in_body = False

@@ -62,7 +62,7 @@ class PeriodicLoop:
         self.reductions.refused = _IN_A_STEP
         synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
-            loop.refuse_unlike_again(plan)
+            loop.raise_if_still_different(plan)
             if loop.is_past(plan, max_steps):
                 return
             if not inputs.suffice(plan):
@@ -169,7 +169,7 @@ class JobsPart:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.open_body()
+        self._loop.enter_step()
         return self
 
     @guarded
@@ -179,7 +179,7 @@ class JobsPart:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self._loop.close_body()
+        self._loop.exit_step()
         if error is None:
             return False
         self.failed = True
@@ -219,7 +219,7 @@ class InnerTransaction(Transaction):
         trace: TracebackType | None,
     ) -> bool:
         loop = self._loop
-        loop.close_body()
+        loop.exit_step()
         self.closed = True
         if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
             self.interrupted = True
@@ -248,7 +248,7 @@ class InnerTransaction(Transaction):
                 "the step would change nothing. Leave the loop between two transactions"
             )
         if mistake is not None:
-            self._loop.refuse_undone(self._plan, self._drawn, mistake)
+            self._loop.raise_incomplete(self._plan, self._drawn, mistake)
         return None
 
     def _commit(self) -> None:
@@ -342,7 +342,7 @@ class SharedInnerTransaction(InnerTransaction):
     @guarded
     def __enter__(self) -> Self:
         super().__enter__()
-        self._inner.open_body()
+        self._inner.enter_step()
         return self
 
     @guarded
@@ -353,8 +353,8 @@ class SharedInnerTransaction(InnerTransaction):
         trace: TracebackType | None,
     ) -> bool:
         periodic = self._periodic
-        self._loop.close_body()
-        self._inner.close_body()
+        self._loop.exit_step()
+        self._inner.exit_step()
         self.closed = True
         if error is not None and not isinstance(error, Exception | Interrupted):
             return self._loop.unwound(self._plan, self._drawn, error)
