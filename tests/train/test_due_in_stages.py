@@ -41,7 +41,7 @@ class Rank:
         self.is_busy = False
         self.due: CheckpointSchedule
 
-    def tell(self, name: str, data: dict[str, Any]) -> None:
+    def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
         self.notes.append(data["reason"])
 
