@@ -120,7 +120,8 @@ class ModelParameters:
             FftError: No parameter needs a gradient, or one is not initialized.
         """
         now: list[tuple[object, ...]] = [
-            (id(p), p.dtype, p.device, p.shape) for p in self._model.parameters()
+            (id(p), p.dtype, p.device, None if is_lazy(p) else p.shape)
+            for p in self._model.parameters()
         ]
         if now == self._seen:
             return False
