@@ -588,7 +588,7 @@ class World:
     def _lose_needed_groups(self) -> None:
         """If one group is too few, kill groups until one is left, just before all are asked to
         leave."""
-        if self.min_groups < 2 or self.spec.bound or self.beside:
+        if self.min_groups < 2 or self.behind or self.beside:
             return
         for group in list(self.groups.values())[1:]:
             if group.live and self.holds_state(without=group):
