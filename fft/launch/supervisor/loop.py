@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import selectors
 import signal
 import socket
@@ -59,6 +60,7 @@ from fft.messages.commands import (
 from fft.messages.fault_plans import AnyServiceFault, BusRestartFault, FaultPlan, ServiceFault
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.display import Display
+from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
 from fft.trace.tail import JobView, TraceTail
 
@@ -157,6 +159,8 @@ class Supervisor:
         """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._plan)
+        if self._judgement.has_services:
+            forget_ends(self._config.trace_dir)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
         try:
             self._links.open(self._services.bus_url)
@@ -718,6 +722,11 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         self._diagnoser.close()
         reap_all(left)
+        try:
+            note_ends(self._config.trace_dir, f"{socket.gethostname()}-{os.getpid()}")
+        except OSError as error:
+            text = "the ends of the traces cannot be noted, so an audit misses removed lines: %s"
+            logger.warning(text, error)
         for group in self._groups.values():
             group.close()
         self._tail.close()
