@@ -331,7 +331,7 @@ GATES = (
     Gate("functions", long_functions, limit=1, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
     Gate("paradigm-branches", paradigm_branches, limit=26, target=0),
-    Gate("code-lines", code_lines, limit=43675, target=30000),
+    Gate("code-lines", code_lines, limit=43820, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.6),
     _prose_gate("comments", 0.1),

@@ -38,7 +38,8 @@ Work = Mapping[str, Callable[[Any], None]]
 class StepExecutor:
     """Takes commands and reports by the table.
 
-    The main thread itself makes the transitions; only ``leaves`` may come from another thread.
+    The main thread itself makes the transitions; only ``transition_if`` may come from another
+    thread.
 
     Args:
         post: Gives an event to the engine.
@@ -67,13 +68,13 @@ class StepExecutor:
         """The role of the state. Any thread."""
         return self._table.role(self._state)
 
-    def awaits(self, event: str) -> bool:
+    def has_row(self, event: str) -> bool:
         """Return whether the state has a row for the event."""
         return self._table.has(self._state, event)
 
     # --- commands ---
 
-    def obey(self, command: Command, work: Work, facts: Set[str] = NO_FACTS) -> None:
+    def execute(self, command: Command, work: Work, facts: Set[str] = NO_FACTS) -> None:
         """Take a command from the engine's slot and carry out its effects in order.
 
         Args:
@@ -99,7 +100,7 @@ class StepExecutor:
         """Make the transition for a command; return its effects, for the caller to carry out."""
         if self.lost is not None:
             facts = {*facts, "torn"}
-        return self.move(COMMANDS[type(command)], facts)
+        return self.transition(COMMANDS[type(command)], facts)
 
     def _why(self) -> str:
         assert self.lost is not None, "the table refuses only then"
@@ -114,7 +115,7 @@ class StepExecutor:
             ProtocolError: No such command is being carried out.
         """
         says_no = isinstance(result, Prepared) and not result.yes
-        self.move(result.type, {"says_no"} if says_no else NO_FACTS)
+        self.transition(result.type, {"says_no"} if says_no else NO_FACTS)
         self._post(result)
 
     def restored(self, command: Restore) -> None:
@@ -127,9 +128,9 @@ class StepExecutor:
 
     def unwound(self) -> None:
         """End a step function without a vote, if it has not voted. The rollback follows."""
-        self.leaves("computing", "unwound")
+        self.transition_if("computing", "unwound")
 
-    def leaves(self, role: Role, event: str) -> bool:
+    def transition_if(self, role: Role, event: str) -> bool:
         """Make the transition if the state has this role; return whether it has. Any thread."""
         with self._lock:
             if self.role != role:
@@ -137,7 +138,7 @@ class StepExecutor:
             self._state, _ = self._table.react(self._state, event)
             return True
 
-    def move(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+    def transition(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
         """Make the transition for an event; return its effects.
 
         Raises:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from fft.protocol.invariants import Finding
 from fft.trace.audit import AuditReport, audit_dir
 from fft.trace.format import scope_folder, scope_folders
+from fft.trace.last_lines import judge_ends
 from fft.trace.starts import start_folders
 
 
@@ -70,13 +71,20 @@ class JobAudit:
 
     starts: list[AuditReport]
     resumed: Finding
+    ends: Finding
+    """Whether the traces still have the lines with which they ended."""
 
     @property
     def ok(self) -> bool:
         """Whether a step was committed, and no start, nor the transitions between, have
         findings."""
-        found = self.resumed.violation is not None or not all(start.ok for start in self.starts)
+        found = self._has_violation or not all(start.ok for start in self.starts)
         return self.has_commits and not found
+
+    @property
+    def _has_violation(self) -> bool:
+        """Whether there is a violation in what concerns the job rather than one start."""
+        return any(f.violation is not None for f in (self.resumed, self.ends))
 
     @property
     def has_commits(self) -> bool:
@@ -86,21 +94,20 @@ class JobAudit:
     @property
     def is_only_incomplete(self) -> bool:
         """Whether traces have gaps, and there is no other finding."""
-        is_sound = self.resumed.violation is None and all(start.is_sound for start in self.starts)
+        is_sound = not self._has_violation and all(start.is_sound for start in self.starts)
         return is_sound and not all(start.ok for start in self.starts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data; for a single start, that of `AuditReport`."""
+        ends = _plain(self.ends)
         if len(self.starts) == 1:
-            return {**self.starts[0].to_json(), "ok": self.ok}
-        found = self.resumed
-        told = {"checks": found.checks, "violation": found.violation, "place": found.place}
+            return {**self.starts[0].to_json(), "ok": self.ok, "ends": ends}
         starts = [start.to_json() for start in self.starts]
-        return {"ok": self.ok, "resumed": told, "starts": starts}
+        return {"ok": self.ok, "resumed": _plain(self.resumed), "ends": ends, "starts": starts}
 
     def render(self) -> str:
         """Return the report as text."""
-        if len(self.starts) == 1:
+        if len(self.starts) == 1 and not self._has_violation:
             return self.starts[0].render()
         lines = [start.render(is_only=False) for start in self.starts]
         verdict = "VIOLATED" if self.resumed.violation else "ok"
@@ -109,6 +116,9 @@ class JobAudit:
         text = f"{len(self.starts)} starts: resumed {self.resumed.checks} checks  {verdict}"
         if self.resumed.violation:
             text += f"\n    {self.resumed.place}: {self.resumed.violation}"
+        if self.ends.violation:
+            text += f"\nends {self.ends.checks} checks  VIOLATED"
+            text += f"\n    {self.ends.place}: {self.ends.violation}"
         verdict = "ok" if self.ok else "NOT OK" if self.has_commits else "NOTHING COMMITTED"
         if self.is_only_incomplete:
             verdict = "INCOMPLETE: no violation in what was written"
@@ -119,7 +129,12 @@ def audit_job(directory: str | Path) -> JobAudit:
     """Audit all starts of a job. Raises FftError if the job has no trace."""
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
-    return JobAudit([audit_dir(folder) for folder in (root, *later)], _judge(root, later))
+    starts = [audit_dir(folder) for folder in (root, *later)]
+    return JobAudit(starts, _judge(root, later), judge_ends(root))
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {"checks": finding.checks, "violation": finding.violation, "place": finding.place}
 
 
 def _judge(root: Path, later: list[Path]) -> Finding:

@@ -57,10 +57,19 @@ def start_folders(root: Path) -> list[Path]:
     return [root, *sorted(later, key=lambda path: int(path.name[5:]))]
 
 
+def number_of(folder: Path) -> int:
+    """Return the number of the start whose traces are in ``folder``."""
+    return int(folder.name[5:]) if _is_later(folder) else 1
+
+
+def root_of(folder: Path) -> Path:
+    """Return the directory of all starts of the job whose start has its traces in ``folder``."""
+    return folder.parent if _is_later(folder) else folder
+
+
 def start_after(folder: Path) -> Path | None:
     """Return the directory of the next start that left traces, or None for the last."""
-    number = int(folder.name[5:]) if _is_later(folder) else 1
-    root = folder.parent if number > 1 else folder
+    number, root = number_of(folder), root_of(folder)
     return next((f for f in start_folders(root)[1:] if int(f.name[5:]) > number and _used(f)), None)
 
 

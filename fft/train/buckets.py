@@ -268,7 +268,7 @@ def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
     }
 
 
-def in_words(named: list[tuple[str, nn.Parameter]]) -> str:
+def describe(named: list[tuple[str, nn.Parameter]]) -> str:
     """Return names, types and shapes as text."""
     return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 

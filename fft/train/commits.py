@@ -12,9 +12,9 @@ from collections.abc import Callable
 from fft.errors import FftError
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import Applied, ApplyFailed, Decision, Peer, Record, Token
+from fft.train.error_reports import text_of
 from fft.train.interrupt import Interrupted
-from fft.train.rank import Rank
-from fft.train.reported import text_of
+from fft.train.rank_context import RankContext
 from fft.train.updates import LoopUpdates
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class CommitExecutor:
         by_loop: Watches the updates that the user's loop makes.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self._torchft, self._injector = rank.manager._torchft, rank.injector
         self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
         self.by_loop = LoopUpdates()
@@ -42,7 +42,7 @@ class CommitExecutor:
         self._torchft.commit_failures = 0
         self.by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
-        self._state.stands_at(record)
+        self._state.set_position(record)
         self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:
@@ -111,7 +111,7 @@ class CommitExecutor:
         it must not be, because all groups may hang alike, in a write to one disk, for example.
         """
         local = self._job.local
-        if local is None or self.by_loop.is_made or not self._job.say_stuck(reason):
+        if local is None or self.by_loop.is_made or not self._job.broadcast_hang(reason):
             return
         self._hung_at = local.token, reason
         for event in local.deferred:
@@ -146,7 +146,9 @@ class CommitExecutor:
         if (torn := self.by_loop.take_torn()) is not None:
             self.fail(RuntimeError(torn))
             return
-        if not thread.leaves("applying", "applied"):  # another thread has reported its failure
+        if not thread.transition_if(
+            "applying", "applied"
+        ):  # another thread has reported its failure
             return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
@@ -156,7 +158,7 @@ class CommitExecutor:
     def fail(self, error: BaseException) -> None:
         """Report to the engine that the update of the last commit has failed, if one is open."""
         local = self._job.local
-        if local is None or not self._job.thread.leaves("applying", "apply_failed"):
+        if local is None or not self._job.thread.transition_if("applying", "apply_failed"):
             return
         self.by_loop.failed()
         self._state.lost = error

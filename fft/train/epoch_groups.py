@@ -44,7 +44,7 @@ class EpochGroups:
         store: str,
         pg: ProcessGroup,
         shard: ProcessGroup | None,
-        alone: bool,
+        is_replacement: bool,
         address: str,
     ) -> None:
         """Create the groups without connecting them.
@@ -55,28 +55,28 @@ class EpochGroups:
             store: Address of the store of this replica group.
             pg: Process group across the replica groups.
             shard: Process group over which the model is sharded, or None.
-            alone: Whether this process replaces a lost rank. The other ranks of its group are in
-                the job, and can be connected only in the first epoch of this process.
+            is_replacement: Whether this process replaces a lost rank. The other ranks of its group
+                are in the job, and can be connected only in the first epoch of this process.
             address: Address of this host for gloo's connections.
         """
         self._manager = manager
         self._peer = peer
         self.store = store
-        self._alone = alone
+        self._is_replacement = is_replacement
         self._has_stages = False
-        self._mates: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         """Incarnation of each rank of this replica group in the last epoch."""
         self.replicate = AbortableGroup(pg, "replicate")
         self.shard = _Shard(shard, self) if shard is not None else None
         for group in self:
             group.address = address
-        self.shard_is_void = False
+        self.shard_aborted = False
         """The shard group was aborted since it was built."""
-        self.shard_apart = False
+        self.shard_has_own_scope = False
         """The shard group is rebuilt for epochs of the group's own scope, not of the job."""
         self._warned_of: set[str] = set()
         """Places of foreign process groups that a warning has named."""
-        self._put_off: str | None = None
+        self._deferred_abort: str | None = None
         """The cause of a deferred abort of the shard group, or None."""
 
     def __iter__(self) -> Iterator[AbortableGroup]:
@@ -88,32 +88,32 @@ class EpochGroups:
         """Number of pending collectives of this rank."""
         return sum(group.pending() for group in self)
 
-    def abort(self, cause: str, may_put_off: Callable[[], bool] = lambda: False) -> None:
+    def abort(self, cause: str, may_defer: Callable[[], bool] = lambda: False) -> None:
         """Abort the groups, which releases threads blocked in a collective. Thread-safe.
 
-        If ``may_put_off()``, the shard group is aborted only in `abort_if_put_off` or `unwind`.
+        If ``may_defer()``, the shard group is aborted only in `run_deferred_abort` or `unwind`.
         """
         self.replicate.abort(cause)
         # set before the question: the main thread looks at it after it has changed the answer
-        self._put_off = cause
-        if self.shard_apart or not may_put_off():
-            self.abort_if_put_off()
+        self._deferred_abort = cause
+        if self.shard_has_own_scope or not may_defer():
+            self.run_deferred_abort()
 
-    def abort_if_put_off(self) -> None:
+    def run_deferred_abort(self) -> None:
         """Abort the shard group, if that was deferred. Thread-safe."""
-        if (cause := self._put_off) is not None:
-            self._put_off = None
+        if (cause := self._deferred_abort) is not None:
+            self._deferred_abort = None
             self.abort_shard(cause)
 
     def abort_shard(self, cause: str) -> None:
         """Abort the shard group, which releases threads blocked in its collectives. Thread-safe."""
-        self.shard_is_void = True
+        self.shard_aborted = True
         if self.shard is not None:
             self.shard.abort(cause)
 
     def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
         """Abort the groups, and wait, within ``waiting``, until no old operation can write."""
-        self.shard_is_void, self._put_off = True, None
+        self.shard_aborted, self._deferred_abort = True, None
         for group in self:
             group.abort(cause)
             with waiting:
@@ -145,7 +145,7 @@ class EpochGroups:
         shard = self._ready("stage_group")
         self._has_stages = True
         shard.mesh()
-        shard.be_default()
+        shard.register_as_default()
         return shard
 
     @property
@@ -189,7 +189,7 @@ class EpochGroups:
                 logger.warning("%s; keep that timeout short", text)
 
     @property
-    def can_meet(self) -> bool:
+    def has_shard_group(self) -> bool:
         """Whether the ranks of this replica group can exchange messages over their shard group."""
         return self.shard is not None and isinstance(self.shard.pg, ShardGroup)
 
@@ -201,16 +201,16 @@ class EpochGroups:
         exchanges: the stages of a pipeline send each other their shapes in their first step.
         """
         others = any(pg is not self.stages for pg in _world.pg_map)
-        return self.can_meet and not (others or self._has_stages)
+        return self.has_shard_group and not (others or self._has_stages)
 
     def _ready(self, asked: str) -> ShardGroup:
         if self.shard is None or not isinstance(self.shard.pg, ShardGroup):
             raise FftError(
                 f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...), or of NCCL on GPUs"
             )
-        if self.shard.pg._pg is None and self._alone:
+        if self.shard.pg._pg is None and self._is_replacement:
             torchft = self._manager._torchft
-            self.shard.pg.be_alone(torchft.group_rank, torchft.group_world_size)
+            self.shard.pg.use_fake_backend(torchft.group_rank, torchft.group_world_size)
         elif self.shard.pg._pg is None:
             # A rank that is replaced alone has another incarnation, so the name has none then.
             start = os.environ.get("FFT_START") or self._peer.inc
@@ -231,7 +231,7 @@ class EpochGroups:
             GroupNotReformable: A rank of this group was replaced, but the group uses a process
                 group that the new process cannot join.
         """
-        self._refuse_new_mates(command)
+        self._refuse_replaced_ranks(command)
         manager, record = self._manager, command.record
         rank, world, members = (
             manager._torchft.group_rank,
@@ -241,7 +241,7 @@ class EpochGroups:
         manager._torchft.quorum_id = record.epoch
         # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
         shard = None
-        if self.shard is not None and not self.shard_apart:
+        if self.shard is not None and not self.shard_has_own_scope:
             name = f"{record.n}"
             shard = manager._torchft.executor.submit(self._configure_shard, name, record.epoch)
         self.replicate.note = models
@@ -273,30 +273,30 @@ class EpochGroups:
             GroupAborted: ``is_superseded`` is true; the caller that makes it true aborts the group.
         """
         assert self.shard is not None, "asked before"
-        self.shard_is_void = False
+        self.shard_aborted = False
         if is_superseded():
-            self.shard_is_void = True
+            self.shard_aborted = True
             raise GroupAborted("another scope has rolled back")
         self.shard.note = note
         self._configure_shard(f"{record.n}", record.epoch)
         return self.shard.notes
 
-    def _refuse_new_mates(self, command: Heal) -> None:
+    def _refuse_replaced_ranks(self, command: Heal) -> None:
         """Raise GroupNotReformable if a rank of this group was replaced but cannot join it.
 
         The launcher checks this before it starts a replacement, but the script may have created a
         process group since.
         """
         ranks = command.record.members[command.index].ranks
-        mates = {entry.rank: entry.inc for entry in ranks}
-        new = [r for r, inc in mates.items() if self._mates.get(r, inc) != inc]
+        incarnations = {entry.rank: entry.inc for entry in ranks}
+        new = [r for r, inc in incarnations.items() if self._incarnations.get(r, inc) != inc]
         if new and not self.can_reform:
             raise GroupNotReformable(
                 f"rank {new[0]} of group {self._peer.group} is a new process, and this group also "
                 "uses a process group of torch's own, which that process cannot join, so the "
                 "group must be restarted. Use only manager.shard_mesh(), or fft run --no-reform"
             )
-        self._mates = mates
+        self._incarnations = incarnations
 
     def _check_layouts(self, command: Heal) -> None:
         """Raise if the groups reduce different gradients, because gloo would crash the process.
@@ -305,11 +305,11 @@ class EpochGroups:
         """
         mine, record = self.replicate.note.partition(_DIGESTS)[0], command.record
         notes = {r: note.partition(_DIGESTS)[0] for r, note in self.replicate.notes.items()}
-        unlike = {r: note for r, note in notes.items() if note != mine}
-        if not unlike:
+        different = {r: note for r, note in notes.items() if note != mine}
+        if not different:
             return
         held = [entry.entry(self._manager._torchft.group_rank).current for entry in record.members]
-        index, note = next(iter(unlike.items()))
+        index, note = next(iter(different.items()))
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
             f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups "
@@ -319,7 +319,7 @@ class EpochGroups:
         is_right = held[command.index] and not all(held)
         raise RuntimeError(text) if is_right else GradientLayoutMismatch(text)
 
-    def unlike(self, command: Heal) -> dict[str, str] | None:
+    def differing_digests(self, command: Heal) -> dict[str, str] | None:
         """Return the names of digests that differ from another group's, each with that group.
 
         Compares the digests that the members passed to `configure`. None if this member, or all
@@ -391,7 +391,7 @@ class _Shard(AbortableGroup):
         super().__init__(pg, "shard")
 
     def _begin(self, call: Any) -> Any:
-        era = super()._begin(call)
-        if self._groups.shard_apart and self._groups.shard_is_void:
+        generation = super()._begin(call)
+        if self._groups.shard_has_own_scope and self._groups.shard_aborted:
             self.abort("aborted as it began to be built")
-        return era
+        return generation

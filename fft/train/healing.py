@@ -20,17 +20,17 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.trace.format import progress_in_words
-from fft.train.rank import Rank
+from fft.train.error_reports import code_of, text_of
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
-from fft.train.reported import code_of, text_of
-from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
+from fft.train.state.transfer import PeerUnreachable, StateTransfer, UnloadableState
 from fft.util.error_places import fingerprint, may_pass
 
 logger = logging.getLogger(__name__)
 
 _NOTED_EVERY_S = 1.0
 _LOGGED_EVERY_S = 10.0
-_STOP_LEARNING_S = 5.0
+_CANCEL_FETCH_S = 5.0
 """Limit for a cancelled fetch to end."""
 
 
@@ -68,11 +68,16 @@ class FetchProgress:
             logger.warning(text, self._source, progress_in_words(got, total, left_s))
 
 
-class Unexportable(StateError):
+class StateNotExportable(StateError):
     """This rank cannot export its state, so every joiner would fail again."""
 
 
-_COMES_AGAIN = (GradientLayoutMismatch, GroupNotReformable, Unexportable, UnloadableState)
+_PERMANENT_ERRORS = (
+    GradientLayoutMismatch,
+    GroupNotReformable,
+    StateNotExportable,
+    UnloadableState,
+)
 """Errors that would fail the next epoch, too, so that they end this process."""
 
 
@@ -101,7 +106,7 @@ class StateExchange:
         only."""
         if self.transfer is not None:
             rank = self._manager._torchft.group_rank
-            self.transfer.about = f"{rank} {record.n} {record.epoch} {record.lineage}"
+            self.transfer.state_id = f"{rank} {record.n} {record.epoch} {record.lineage}"
 
     def send(self, command: Heal) -> None:
         """Serve the state to the peers that need it."""
@@ -161,14 +166,14 @@ class StateExchange:
 class Healer:
     """Executes ``Heal``: at once, or for a joiner in the background of its first step."""
 
-    def __init__(self, rank: Rank, transfer: StateTransfer | None) -> None:
+    def __init__(self, rank: RankContext, transfer: StateTransfer | None) -> None:
         self._manager, self._job = rank.manager, rank.job
         self._state, self._groups = rank.state, rank.groups
-        self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.tell_fetch)
+        self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.report_fetch)
         self._learners = rank.settings.config.learners
         self._unreached = ""
         """The place to which the last fetch could not connect, or empty."""
-        self.learning: Learning | None = None
+        self.background_fetch: BackgroundFetch | None = None
         """The fetch in progress beside the step function."""
         self._compared: list[int] = []
         """Steps of the epochs in which ``extra`` and buffers were compared with another group's."""
@@ -179,7 +184,7 @@ class Healer:
         """Return the facts about ``command`` that the main thread's table needs."""
         if command.fetch_from is None:
             return set()
-        return {"learns"} if self._learns(command) else {"fetches"}
+        return {"learns"} if self._may_overlap_fetch(command) else {"fetches"}
 
     def heal(self, command: Heal, models: str) -> None:
         """Enter the epoch of ``command``; ``models`` describes the gradients that are reduced
@@ -194,8 +199,8 @@ class Healer:
             if command.send_to:
                 self._send(command)
             size, source = 0, ""
-            if self._job.thread.awaits("connected"):
-                self._begin_to_learn(command)
+            if self._job.thread.has_row("connected"):
+                self._begin_background_fetch(command)
                 return
             if command.fetch_from is not None:
                 payload, size = self.exchange.fetch(command)
@@ -208,7 +213,7 @@ class Healer:
             self._job.note_error(error)
             # If the state does not fit here, or no living peer is reachable, another attempt would
             # only abort the others again.
-            if touched or isinstance(error, _COMES_AGAIN) or self._is_cut_off(error):
+            if touched or isinstance(error, _PERMANENT_ERRORS) or self._is_cut_off(error):
                 raise
             return
         self._healed(command.record, size, source)
@@ -220,7 +225,7 @@ class Healer:
         the epoch (`fft.train.parts`). A dead peer is not in the second epoch.
         """
         before, self._unreached = self._unreached, ""
-        if isinstance(error, Unreachable):
+        if isinstance(error, PeerUnreachable):
             self._unreached = error.where
         return bool(self._unreached) and self._unreached == before
 
@@ -241,7 +246,7 @@ class Healer:
 
     def _warn_of_unlike(self, command: Heal) -> None:
         """Warn of ``extra`` and buffers that differ between groups that hold the job's state."""
-        if (unlike := self._groups.unlike(command)) is None:
+        if (unlike := self._groups.differing_digests(command)) is None:
             return
         self._compared.append(command.record.step)
         for name, group in sorted(unlike.items()):
@@ -257,7 +262,7 @@ class Healer:
             self._job.note("unlike_state", {"name": name, "group": group})
 
     def _send(self, command: Heal) -> None:
-        """Serve the state. Raises Unexportable if the same error fails it twice in a row."""
+        """Serve the state. Raises StateNotExportable if the same error fails it twice in a row."""
         try:
             self.exchange.send(command)
         except Exception as error:
@@ -265,17 +270,17 @@ class Healer:
             again, self._export_error = this == self._export_error, this
             if this is None or not again:
                 raise
-            raise Unexportable(
+            raise StateNotExportable(
                 f"the state of this rank could not be exported in two epochs in a row: "
                 f"{text_of(error)}. Register only tensors, containers and plain values"
             ) from error
         self._export_error = None
 
     def _healed(self, record: Record, size: int, source: str) -> None:
-        self._state.stands_at(record)
+        self._state.set_position(record)
         self._job.thread.report(Healed(record.epoch, size, source, self._state.digest_for_audit()))
 
-    def _learns(self, command: Heal) -> bool:
+    def _may_overlap_fetch(self, command: Heal) -> bool:
         """Whether to fetch while the other groups compute; otherwise they wait for the fetch.
 
         The step function may change what a user's function exports or loads, and a data stream
@@ -290,11 +295,11 @@ class Healer:
         own = own and not self._manager._torchft.user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)
 
-    def _begin_to_learn(self, command: Heal) -> None:
+    def _begin_background_fetch(self, command: Heal) -> None:
         engine = self._job.engine
         assert engine is not None and command.fetch_from is not None
         self.exchange.bind(command.record)
-        self.learning = Learning(
+        self.background_fetch = BackgroundFetch(
             command.record,
             command.record.members[command.fetch_from].group,
             lambda: self.exchange.fetch(command),
@@ -303,16 +308,16 @@ class Healer:
         )
         self._job.thread.report(Connected(command.record.epoch))
 
-    def learn(self) -> bool:
+    def load_fetched(self) -> bool:
         """Load the state that arrived during the step. False after a rollback or a failure."""
-        learning, engine = self.learning, self._job.engine
-        assert learning is not None and engine is not None
-        if not engine.wait_for(lambda: learning.ended):
+        fetch, engine = self.background_fetch, self._job.engine
+        assert fetch is not None and engine is not None
+        if not engine.wait_for(lambda: fetch.ended):
             return False
-        self.learning = None
-        record, touched = learning.record, False
+        self.background_fetch = None
+        record, touched = fetch.record, False
         try:
-            payload, size = learning.result()
+            payload, size = fetch.result()
             touched = True
             self._state.load(payload, record, keep_gradients=True)
         except Exception as error:
@@ -322,14 +327,14 @@ class Healer:
             if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
                 raise
             return False
-        self._healed(record, size, learning.source)
+        self._healed(record, size, fetch.source)
         return True
 
-    def stop_learning(self) -> None:
+    def cancel_fetch(self) -> None:
         """Cancel the fetch in progress."""
-        learning, self.learning = self.learning, None
-        if learning is not None:
-            learning.close(_STOP_LEARNING_S)
+        fetch, self.background_fetch = self.background_fetch, None
+        if fetch is not None:
+            fetch.close(_CANCEL_FETCH_S)
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -352,7 +357,7 @@ Payload = dict[str, Any]
 _AGAIN_S = 0.05
 
 
-class Learning:
+class BackgroundFetch:
     """One fetch of the state with which the epoch of ``record`` begins.
 
     Args:
@@ -360,7 +365,7 @@ class Learning:
         source: The group that sends the state.
         fetch: Returns the state and its size in bytes, within its own time limit, or raises.
         stop: Makes a running ``fetch`` fail at once.
-        told: Called on the thread of the fetch when it has ended, with or without success.
+        on_done: Called on the thread of the fetch when it has ended, with or without success.
     """
 
     def __init__(
@@ -369,14 +374,14 @@ class Learning:
         source: str,
         fetch: Callable[[], tuple[Payload, int]],
         stop: Callable[[], None],
-        told: Callable[[], None],
+        on_done: Callable[[], None],
     ) -> None:
         self.record = record
         self.source = source
         """The group that sends the state."""
         self._fetch, self._stop = fetch, stop
         self._came: Future[tuple[Payload, int]] = Future()
-        self._came.add_done_callback(lambda _: told())
+        self._came.add_done_callback(lambda _: on_done())
         # not an executor, whose threads would delay the exit of a process that fails elsewhere
         threading.Thread(target=self._run, name="fft-learning", daemon=True).start()
 

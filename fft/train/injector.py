@@ -1,9 +1,9 @@
 """Fault injector: triggers faults inside one participant, at exact points of its steps.
 
 It raises, hangs, stops or kills its own process, sends itself a SIGTERM, and cuts its own
-connections through the given ``Hands``; it touches nothing else. A planned fault happens once per
-job, however often a process restarts; the caller's ``claim`` ensures that. A commanded fault is
-received once, by the live processes, and needs no claim.
+connections through the given ``ConnectionFaults``; it touches nothing else. A planned fault happens
+once per job, however often a process restarts; the caller's ``claim`` ensures that. A commanded
+fault is received once, by the live processes, and needs no claim.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Hands(Protocol):
+class ConnectionFaults(Protocol):
     """Actions that only the owner of the connections can perform."""
 
     def cut_network(self) -> None:
@@ -92,7 +92,7 @@ class Injector:
         claim: Claim,
         on_inject: Callable[[InjectedFault], None],
         drain: Callable[[], None] | None = None,
-        hands: Hands | None = None,
+        hands: ConnectionFaults | None = None,
     ) -> None:
         self._mine: list[Fault] = [
             f
@@ -104,7 +104,7 @@ class Injector:
         self._ranks = ranks
         self._claim = claim
         self._on_inject = on_inject
-        self._drain = drain or _terminate_oneself
+        self._drain = drain or _terminate_this_process
         self._hands = hands
         self._commanded: set[str] = set()
         self._incoming: queue.SimpleQueue[Fault] = queue.SimpleQueue()
@@ -124,7 +124,7 @@ class Injector:
         on_inject: Callable[[InjectedFault], None],
         drain: Callable[[], None] | None = None,
         env: Mapping[str, str] = os.environ,
-        hands: Hands | None = None,
+        hands: ConnectionFaults | None = None,
     ) -> Injector | None:
         """Create the injector that the environment configures, or return None if it enables none.
 
@@ -164,7 +164,7 @@ class Injector:
         """
         self._admit()
         for fault in list(self._armed):
-            if _is_place(fault, phase) and self._take(fault):
+            if _fires_at(fault, phase) and self._claim_firing(fault):
                 self._carry_out(fault, self._announce(fault, phase))
         if phase == "before_allreduce" and self._delays > 0 and not self._delayed:
             self._delayed = True
@@ -178,7 +178,7 @@ class Injector:
         """
         self._admit()
         for fault in list(self._armed):
-            if isinstance(fault, OneSidedFault) and self._take(fault):
+            if isinstance(fault, OneSidedFault) and self._claim_firing(fault):
                 self._announce(fault, "after_allreduce")
                 return True
         return False
@@ -190,7 +190,11 @@ class Injector:
         """
         self._admit()
         for fault in list(self._armed):
-            if isinstance(fault, NanGradientFault) and fault.where == where and self._take(fault):
+            if (
+                isinstance(fault, NanGradientFault)
+                and fault.where == where
+                and self._claim_firing(fault)
+            ):
                 self._announce(fault, f"{where}_allreduce")
                 return True
         return False
@@ -252,7 +256,7 @@ class Injector:
         """Fire an armed fault whose own hook was skipped, because the model is compiled."""
         for fault in list(self._armed):
             place = getattr(fault, "phase", None)
-            if place in phases and _is_place(fault, place) and self._take(fault):
+            if place in phases and _fires_at(fault, place) and self._claim_firing(fault):
                 self._carry_out(fault, self._announce(fault, "backward"))
 
     def _admit(self) -> None:
@@ -287,7 +291,7 @@ class Injector:
             case HangFault():
                 hang(fault.seconds, fault.holding_gil)
             case StopFault():
-                stop_oneself(fault.seconds)
+                stop_this_process(fault.seconds)
             case SlowFault():
                 self._delay, self._delays = fault.seconds, fault.steps
             case NetworkCutFault() if self._hands is not None:
@@ -300,7 +304,7 @@ class Injector:
     def _key(self, fault: Fault, rank: int | None = None) -> str:
         return f"faults/{fault.name}/{fault.group}/{self._rank if rank is None else rank}"
 
-    def _take(self, fault: Fault) -> bool:
+    def _claim_firing(self, fault: Fault) -> bool:
         """Disarm the fault, and return whether this rank fires it now."""
         self._armed.remove(fault)
         self._mine.remove(fault)
@@ -309,9 +313,9 @@ class Injector:
             return True
         if _whole_group(fault):
             self._held.discard(fault.name)
-            for mate in range(self._ranks):  # a rank that has not begun this txn must not fire
-                if mate != self._rank:
-                    self._claim(self._key(fault, mate))
+            for other in range(self._ranks):  # a rank that has not begun this txn must not fire
+                if other != self._rank:
+                    self._claim(self._key(fault, other))
             return True
         anyone = getattr(fault, "rank", None) is None
         return self._claim(f"faults/{fault.name}/{fault.group}" if anyone else self._key(fault))
@@ -333,7 +337,7 @@ def _concerns(fault: Fault, rank: int) -> bool:
     return getattr(fault, "rank", None) in (None, rank)
 
 
-def _is_place(fault: Fault, phase: str) -> bool:
+def _fires_at(fault: Fault, phase: str) -> bool:
     """Whether the fault fires in ``phase``."""
     match fault:
         case DrainFault():
@@ -344,7 +348,7 @@ def _is_place(fault: Fault, phase: str) -> bool:
     return place == phase or (place == "next" and phase != "apply")
 
 
-def _terminate_oneself() -> None:
+def _terminate_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -404,7 +408,7 @@ def hang(seconds: float, holding_gil: bool = False) -> None:
         libc.poll(None, 0, int(left * 1000) + 1)
 
 
-def stop_oneself(seconds: float) -> None:
+def stop_this_process(seconds: float) -> None:
     """Stop this process by SIGSTOP for ``seconds``.
 
     A helper process sends SIGCONT, after which this function returns.

@@ -45,22 +45,22 @@ from fft.health.compiling import never_compiled
 from fft.train.unsafe_places import Safety, guarded, look, owner
 
 DEFAULT_SIGNAL = signal.SIGUSR2
-_AGAIN_S = 0.02
+_REPEAT_S = 0.02
 """Seconds to wait for the exception to be raised or lost, before the signal is repeated."""
 
-_FIRST_S = 0.002
+_FIRST_WAIT_S = 0.002
 """The same after the first signal, which may have found the main thread in a call that waits. Each
 further wait is three times as long."""
 
-_UNSEEN = 25
+_MAX_UNHANDLED_SIGNALS = 25
 """Number of signals in a row that find the exception alive but not handled, before it counts as
 lost. (While it passes through C++ it is not handled, and a destructor may run Python code.)"""
 
-_STAYS = 2
+_SAME_BYTECODE_SIGNALS = 2
 """Number of signals in a row that find the main thread at the same bytecode before it counts as
 waiting in a call. One may be chance, because threads take turns."""
 
-_LOOKS = 500
+_MAX_RECHECKS = 500
 """Number of times that the handler checks again by itself after a signal of the sender. It covers a
 few milliseconds of a long ``__enter__``."""
 
@@ -98,7 +98,7 @@ class Interrupter:
         """A signal was sent, and its handler has not run yet."""
         self._body: FrameType | None = None
         """Frame of the function that opened the body."""
-        self._looks = 0
+        self._rechecks_left = 0
         """Number of checks that the handler may still trigger before the sender's next signal."""
         self._sent = False
         """The sender has sent a signal since the handler last ran."""
@@ -201,12 +201,12 @@ class Interrupter:
             self._previous(number, frame)
         if cause is None or frame is None or not self._open or self._atomic:
             return
-        if self._on_its_way() and not self._seems_lost():
+        if self._on_its_way() and not self._is_lost():
             return
         safety = look(frame, self._body)
         if safety is Safety.SAFE or (safety is Safety.SOON and self._waits(frame, sent)):
             self._raise(cause)
-        if safety is Safety.SOON and self._may_look_again(sent):
+        if safety is Safety.SOON and self._may_recheck(sent):
             again = map(_thread.interrupt_main, (self._number,))
             self._in_flight = True
             # No call from here on: the interpreter checks for signals after each call, so the
@@ -220,14 +220,14 @@ class Interrupter:
             return False
         before, self._seen = self._seen, (id(frame), frame.f_lasti)
         self._stays = self._stays + 1 if before == self._seen else 0
-        return self._stays >= _STAYS
+        return self._stays >= _SAME_BYTECODE_SIGNALS
 
-    def _may_look_again(self, sent: bool) -> bool:
-        self._looks = _LOOKS if sent else self._looks - 1
-        if self._looks <= 0:
+    def _may_recheck(self, sent: bool) -> bool:
+        self._rechecks_left = _MAX_RECHECKS if sent else self._rechecks_left - 1
+        if self._rechecks_left <= 0:
             self._seen = None  # the thread may have been elsewhere in between
             self._stays = 0
-        return self._looks > 0
+        return self._rechecks_left > 0
 
     def _raise(self, cause: str) -> NoReturn:
         if self._raised is not None:
@@ -243,23 +243,23 @@ class Interrupter:
     def _on_its_way(self) -> bool:
         return self._raised is not None and self._raised() is not None
 
-    def _seems_lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """Whether the exception is referenced but has not been handled for many signals."""
         assert self._raised is not None
         ours, error = self._raised(), sys.exc_info()[1]
         while error is not None and error is not ours:
             error = error.__context__
         self._unseen = 0 if error is not None else self._unseen + 1
-        return self._unseen >= _UNSEEN
+        return self._unseen >= _MAX_UNHANDLED_SIGNALS
 
     # --- the sender's thread ---
 
     def _send(self) -> None:
-        patience = _FIRST_S
+        patience = _FIRST_WAIT_S
         while True:
             with self._changed:
                 if not self._due():
-                    patience = _FIRST_S
+                    patience = _FIRST_WAIT_S
                 self._changed.wait_for(lambda: self._closed or self._due())
                 if self._closed:
                     return
@@ -268,9 +268,9 @@ class Interrupter:
                 self._in_flight = self._sent = True
                 signal.pthread_kill(self._main, self._number)
                 self._changed.wait_for(lambda: self._closed or not self._due(), patience)
-                patience = min(3 * patience, _AGAIN_S)
+                patience = min(3 * patience, _REPEAT_S)
                 if self._on_its_way():
-                    self._changed.wait_for(self._is_over, _AGAIN_S)
+                    self._changed.wait_for(self._is_over, _REPEAT_S)
 
     def _due(self) -> bool:
         return self._open and not self._atomic and self._cause is not None

@@ -96,7 +96,7 @@ class Leaving:
 
         signal.signal(number, handle)
 
-    def as_the_environment_says(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
+    def configure_from_env(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
         """Drain on the signal and the notices that the environment names.
 
         torchrun ends its processes by SIGTERM, so that is the signal there if none is named.

@@ -50,14 +50,14 @@ _RETRY_S = 1.0
 """Seconds between two attempts to reach a lighthouse."""
 _CALL_S = 1.0
 """Limit in seconds for one call. An unanswered call is repeated; `close` waits for it no longer."""
-_AGAIN_S = 0.01
+_POLL_S = 0.01
 """Seconds between an answer that does not decide a txn and the next call."""
-_REFUSED_S = 0.1
+_RETRY_AFTER_ERROR_S = 0.1
 """Seconds between a call that the lighthouse refused and the next one; torchft's heartbeat
 interval."""
-_IDLE_PART = 4
+_IDLE_CALLS_PER_WINDOW = 4
 """Number of calls per window of a group that needs no answer, which shows that it is alive."""
-_LONGEST_PAUSE = 64
+_MAX_PAUSE_WINDOWS = 64
 """Longest wait, in windows, before a group that gets no answer from the lighthouse rejoins."""
 
 
@@ -74,8 +74,8 @@ def membership_of(given: str | None = None) -> Membership:
     raise FftError(f"membership={wanted!r} (or FFT_MEMBERSHIP): expected {known_ones}")
 
 
-def construct(manager: Manager, called: BoundArguments) -> None:
-    """Run torchft's constructor, with `Beacon` for its server and a stub for its client.
+def init_torchft_manager(manager: Manager, called: BoundArguments) -> None:
+    """Run torchft's constructor, with `LazyManagerServer` for its server and a stub for its client.
 
     Replacing the classes in torchft's module would affect every manager of the process. So the
     constructor's code runs as a function with its own globals.
@@ -86,7 +86,7 @@ def construct(manager: Manager, called: BoundArguments) -> None:
     address = called.arguments.get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE")
     called.arguments["lighthouse_addr"] = address or _NOWHERE
     plain = Manager.__init__
-    names = {**plain.__globals__, "ManagerServer": Beacon, "ManagerClient": _NoClient}
+    names = {**plain.__globals__, "ManagerServer": LazyManagerServer, "ManagerClient": _NoClient}
     code, defaults, cells = plain.__code__, plain.__defaults__, plain.__closure__
     init = FunctionType(code, names, plain.__name__, defaults, cells)
     init.__kwdefaults__ = plain.__kwdefaults__
@@ -105,7 +105,7 @@ class _NoClient:
         pass
 
 
-class Beacon:
+class LazyManagerServer:
     """Replaces torchft's ManagerServer and creates one as soon as the lighthouse can be reached.
 
     That server provides the dashboard's kill button and sends the heartbeats, from threads of
@@ -123,7 +123,7 @@ class Beacon:
         self.lighthouse = None if lighthouse_addr == _NOWHERE else lighthouse_addr
         self.settings = settings
         self.server: Any = None
-        self.trouble = "it has not been reached yet"
+        self.unreachable_reason = "it has not been reached yet"
         """Why there is no server yet."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -158,7 +158,7 @@ class Beacon:
                 socket.create_connection(self._place, _CONNECT_S).close()
                 server = ManagerServer(lighthouse_addr=self.lighthouse, **self.settings)
             except (OSError, RuntimeError) as error:
-                self.trouble = str(error)[:200]
+                self.unreachable_reason = str(error)[:200]
                 if not told:
                     text = "torchft's lighthouse at %s gets no heartbeats until it can be reached"
                     logger.warning(f"{text} (%s)", self.lighthouse, error)
@@ -186,7 +186,7 @@ def _place(address: str) -> tuple[str, int]:
     )
 
 
-class Named(NamedTuple):
+class ListedGroup(NamedTuple):
     """A group in an answer: the incarnation that asked, and its txn."""
 
     inc: int
@@ -194,7 +194,7 @@ class Named(NamedTuple):
 
 
 @dataclass
-class Ask:
+class QuorumRequest:
     """A quorum request of one txn, with the answers so far.
 
     Pure: the caller passes times.
@@ -205,16 +205,16 @@ class Ask:
     """Groups of the epoch, each with the incarnation of its first rank."""
     window_s: float
     begun: float
-    had: bool = False
+    granted: bool = False
     """Whether a quorum of this txn lists all members."""
     failed: str | None = None
     """Why there was no quorum in time; None so far."""
     _unnamed: dict[str, float] = field(default_factory=dict)
 
-    def hear(self, answer: Mapping[str, Named], now: float) -> set[str]:
+    def on_reply(self, answer: Mapping[str, ListedGroup], now: float) -> set[str]:
         """Process an answer; return the groups that no answer has listed for ``window_s``."""
         here = {g: answer[g].token for g, inc in self.members.items() if _is_in(answer, g, inc)}
-        self.had = self.had or all(here.get(group) == self.token for group in self.members)
+        self.granted = self.granted or all(here.get(group) == self.token for group in self.members)
         missing = self.members.keys() - here.keys()
         self._unnamed = {group: self._unnamed.get(group, now) for group in missing}
         late = {group for group, since in self._unnamed.items() if now - since >= self.window_s}
@@ -222,21 +222,21 @@ class Ask:
         return late
 
 
-def _is_in(answer: Mapping[str, Named], group: str, inc: int) -> bool:
+def _is_in(answer: Mapping[str, ListedGroup], group: str, inc: int) -> bool:
     return group in answer and answer[group].inc == inc
 
 
-class Doubter(Protocol):
-    """Callbacks of `Quorums`, on its thread. They return soon and raise nothing."""
+class QuorumListener(Protocol):
+    """Callbacks of `QuorumClient`, on its thread. They return soon and raise nothing."""
 
-    def unnamed(self, token: Token, groups: set[str]) -> None:
+    def on_missing_groups(self, token: Token, groups: set[str]) -> None:
         """Handle groups of the epoch that the quorum of this txn does not list."""
 
-    def failed(self, token: Token, why: str) -> None:
+    def on_no_quorum(self, token: Token, why: str) -> None:
         """Handle that there was no quorum for this txn in time."""
 
 
-class Quorums:
+class QuorumClient:
     """Requests quorums from the lighthouse, on a thread of its own, while the manager lives.
 
     It also asks outside of txns and of the epoch: the lighthouse waits for every group whose
@@ -246,11 +246,11 @@ class Quorums:
 
     def __init__(
         self,
-        beacon: Beacon,
+        beacon: LazyManagerServer,
         me: Peer,
         timeout_s: float,
         window_s: float,
-        doubter: Doubter,
+        listener: QuorumListener,
     ) -> None:
         """Prepare the thread; `start` starts it.
 
@@ -268,10 +268,10 @@ class Quorums:
         self._beacon = beacon
         self._me = me
         self._timeout_s, self._window_s = timeout_s, window_s
-        self._doubter = doubter
+        self._listener = listener
         self._client: Any = None
         self._changed = threading.Condition()
-        self._ask: Ask | None = None
+        self._ask: QuorumRequest | None = None
         self._token, self._step = Token(0, 0), 0
         """Values of the last request, which are also sent outside of txns."""
         self._due = 0.0
@@ -293,7 +293,7 @@ class Quorums:
         """Begin a txn: request its quorum."""
         with self._changed:
             now = time.monotonic()
-            self._ask = Ask(token, members, self._window_s, now)
+            self._ask = QuorumRequest(token, members, self._window_s, now)
             self._token, self._step, self._due = token, step, now
             self._changed.notify_all()
 
@@ -303,7 +303,7 @@ class Quorums:
         The result is None if there is a quorum, or if the txn has ended meanwhile.
         """
         with self._changed:
-            while (ask := self._ask) is not None and ask.token == token and not ask.had:
+            while (ask := self._ask) is not None and ask.token == token and not ask.granted:
                 if ask.failed is not None:
                     return ask.failed
                 if not self._thread.is_alive():
@@ -316,7 +316,7 @@ class Quorums:
         with self._changed:
             ask, self._ask = self._ask, None
             now = time.monotonic()
-            if ask is not None and ask.had:
+            if ask is not None and ask.granted:
                 self._failures = 0
             elif ask is not None and self._answered < ask.begun < now - self._window_s / 2:
                 self._failures += 1
@@ -342,7 +342,7 @@ class Quorums:
             if self._failures == 0:
                 return
             now = time.monotonic()
-            units = min(2 ** (self._failures - 1), _LONGEST_PAUSE)
+            units = min(2 ** (self._failures - 1), _MAX_PAUSE_WINDOWS)
             self._due = now
             self._changed.notify_all()
             self._changed.wait_for(
@@ -373,14 +373,14 @@ class Quorums:
                     self._answered = now
                     progress = self._note(answer)
                     if (ask := self._ask) is not None:
-                        late = ask.hear(answer, now)
+                        late = ask.on_reply(answer, now)
                     self._due = now + self._pace(ask, progress)
                 failed = ask is self._ask and self._fail(ask, now)
                 self._changed.notify_all()
             if ask is not None and late:
-                self._doubter.unnamed(ask.token, late)
+                self._listener.on_missing_groups(ask.token, late)
             if ask is not None and failed:
-                self._doubter.failed(ask.token, ask.failed or "")
+                self._listener.on_no_quorum(ask.token, ask.failed or "")
 
     def _wait_until_due(self) -> bool:
         """Wait for the next call; return False when closed."""
@@ -389,23 +389,28 @@ class Quorums:
                 self._changed.wait(left)
             return not self._closed
 
-    def _note(self, answer: Mapping[str, Named]) -> bool:
+    def _note(self, answer: Mapping[str, ListedGroup]) -> bool:
         """Store the positions of the other groups; return whether one of them has moved since."""
         before, self._seen = self._seen, {group: named.token for group, named in answer.items()}
         mine = self._me.group
         return any(before.get(g) != token for g, token in self._seen.items() if g != mine)
 
-    def _pace(self, ask: Ask | None, progress: bool) -> float:
+    def _pace(self, ask: QuorumRequest | None, progress: bool) -> float:
         """Return the seconds until the next call."""
-        if ask is not None and not ask.had and ask.failed is None:
-            return _AGAIN_S
+        if ask is not None and not ask.granted and ask.failed is None:
+            return _POLL_S
         if ask is None and progress:  # the others are working, and their calls wait for this one
             return 0.0
-        return self._window_s / _IDLE_PART
+        return self._window_s / _IDLE_CALLS_PER_WINDOW
 
-    def _fail(self, ask: Ask | None, now: float) -> bool:
+    def _fail(self, ask: QuorumRequest | None, now: float) -> bool:
         """Mark the request as failed if its time is over. Return whether this call did so."""
-        if ask is None or ask.had or ask.failed is not None or now - ask.begun < self._timeout_s:
+        if (
+            ask is None
+            or ask.granted
+            or ask.failed is not None
+            or now - ask.begun < self._timeout_s
+        ):
             return False
         heard = self._answered >= ask.begun
         said = (
@@ -416,14 +421,14 @@ class Quorums:
         ask.failed = f"no quorum of the lighthouse in {self._timeout_s:g} s: {said}"
         return True
 
-    def _call(self, token: Token, step: int) -> dict[str, Named] | float:
+    def _call(self, token: Token, step: int) -> dict[str, ListedGroup] | float:
         """Make one call; return the answer, or the seconds until the next call with ``reason``
         set."""
         server, settings = self._beacon.server, self._beacon.settings
         unreachable = f"the lighthouse at {self._beacon.lighthouse} cannot be reached"
         if server is None:
-            self._reason = f"{unreachable}: {self._beacon.trouble}"
-            return _REFUSED_S
+            self._reason = f"{unreachable}: {self._beacon.unreachable_reason}"
+            return _RETRY_AFTER_ERROR_S
         try:
             if self._client is None:
                 self._client = LighthouseClient(
@@ -444,19 +449,26 @@ class Quorums:
             return 0.0
         except (RuntimeError, ValueError) as error:
             self._reason = f"{unreachable}: {str(error).split(', details')[0][:200]}"
-            return _REFUSED_S
+            return _RETRY_AFTER_ERROR_S
         return {who: named for entry in quorum.participants for who, named in _read(entry.data)}
 
 
-def _read(data: Any) -> list[tuple[str, Named]]:
+def _read(data: Any) -> list[tuple[str, ListedGroup]]:
     """Return the requesting group, or an empty list for a client that is not FFT."""
     said = data.get("fft") if isinstance(data, dict) else None
     match said:
         case [str(group), int(inc), int(epoch), int(txn)]:
-            return [(group, Named(inc, Token(epoch, txn)))]
+            return [(group, ListedGroup(inc, Token(epoch, txn)))]
     if data:
         logger.debug("an unknown member in the lighthouse's quorum: %s", json.dumps(data)[:200])
     return []
 
 
-__all__ = ["Beacon", "Doubter", "Membership", "Quorums", "construct", "membership_of"]
+__all__ = [
+    "LazyManagerServer",
+    "Membership",
+    "QuorumClient",
+    "QuorumListener",
+    "init_torchft_manager",
+    "membership_of",
+]

@@ -11,21 +11,21 @@ from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault, Suspect, Token, encode
-from fft.train.body_failures import ANY
-from fft.train.lighthouse import Beacon, Quorums
+from fft.train.lighthouse import LazyManagerServer, QuorumClient
 from fft.train.participation import Participation
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
+from fft.train.step_failures import MAX_FAILURES
 
 logger = logging.getLogger(__name__)
 
 
-class LighthouseDoubter:
+class LighthouseListener:
     """Turns unlisted groups into suspicions, and a missing quorum into a fault of the txn."""
 
     def __init__(self, job: Participation) -> None:
         self._job = weakref.ref(job)
 
-    def unnamed(self, token: Token, groups: set[str]) -> None:
+    def on_missing_groups(self, token: Token, groups: set[str]) -> None:
         job = self._job()
         local = job.local if job is not None else None
         if job is None or local is None or local.token != token or local.epoch is None:
@@ -42,24 +42,27 @@ class LighthouseDoubter:
                 "could not broadcast the groups that the lighthouse does not list: %s", error
             )
 
-    def failed(self, token: Token, why: str) -> None:
+    def on_no_quorum(self, token: Token, why: str) -> None:
         if (job := self._job()) is not None:
             code = CauseCode.NO_LIGHTHOUSE_QUORUM
             job.post(Fault(token, f"NoLighthouseQuorum: {why}", code, "NoLighthouseQuorum"))
 
 
-class LighthouseVote(Quorums):
+class LighthouseVote(QuorumClient):
     """Vote precondition that fails unless a lighthouse quorum lists all members of the epoch."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         limits, most = rank.limits, rank.settings.config.max_body_failures
         limits_s = limits["quorum_timeout"].seconds, limits["lighthouse_window"].seconds
-        beacon, doubter = cast("Beacon", rank.manager._torchft.manager), LighthouseDoubter(rank.job)
-        super().__init__(beacon, rank.job.peer, *limits_s, doubter)
-        self._job, self._most_failures = rank.job, ANY if most is None else most
+        beacon, listener = (
+            cast("LazyManagerServer", rank.manager._torchft.manager),
+            LighthouseListener(rank.job),
+        )
+        super().__init__(beacon, rank.job.peer, *limits_s, listener)
+        self._job, self._most_failures = rank.job, MAX_FAILURES if most is None else most
 
     def ask(self, plan: StartTxn) -> None:
-        """Ask for the quorum of the txn that begins.
+        """Request the quorum of the txn that begins.
 
         Raises:
             NoLighthouseQuorum: the lighthouse did not answer in too many attempts in a row.
@@ -77,13 +80,13 @@ class LighthouseVote(Quorums):
         if engine.superseded():  # rolled back before there was anything to end
             self.end()
 
-    def unmet(self, plan: StartTxn) -> NoLighthouseQuorum | None:
+    def wait_until_met(self, plan: StartTxn) -> NoLighthouseQuorum | None:
         """Wait for the quorum. Return the error if it did not arrive."""
         why = self.wait(plan.token)
         return None if why is None else NoLighthouseQuorum(why)
 
 
-def preconditions_of(rank: Rank) -> list[LighthouseVote]:
+def preconditions_of(rank: RankContext) -> list[LighthouseVote]:
     """Return the precondition, if the lighthouse decides and this is the rank that asks it."""
     asks = rank.manager._torchft.group_rank == 0
     decides = rank.settings.config.membership == "lighthouse"

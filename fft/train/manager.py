@@ -30,11 +30,11 @@ from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
-from fft.train.lighthouse import construct
+from fft.train.error_reports import QuietLogger
+from fft.train.lighthouse import init_torchft_manager
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
-from fft.train.reported import QuietLogger
 from fft.train.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_adapter import TorchftAdapter
@@ -89,7 +89,7 @@ class ManagerFFT(TorchftInterface):
         **kwargs: Any,
     ) -> None:
         refuse_unknown(ManagerFFT.__init__, kwargs)
-        config = ManagerConfig.taken(kwargs, config)
+        config = ManagerConfig.from_deprecated_kwargs(kwargs, config)
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
         )
@@ -113,7 +113,7 @@ class ManagerFFT(TorchftInterface):
                 transfer = StateTransfer(settings.token, limit, address=address)
                 called.arguments["checkpoint_transport"] = transfer
             try:
-                construct(self, called)
+                init_torchft_manager(self, called)
             except BaseException:
                 if transfer is not None:
                     transfer.shutdown()
@@ -126,7 +126,7 @@ class ManagerFFT(TorchftInterface):
             self._torchft.logger = QuietLogger(self, self._torchft.logger)
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
             peer = self._parts.job.peer
-            self._parts.leaving.as_the_environment_says(self.drain_on, peer.group, peer.rank)
+            self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
             undo.pop_all()
 

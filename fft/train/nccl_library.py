@@ -1,7 +1,7 @@
 """Operations on NCCL: make a communicator for one epoch, connect it, abort it.
 
-They set environment variables that torch reads (`outlive_aborts`, `TorchNccl.make`). This module
-needs only torch, so it can be tested without FFT's other dependencies (``python -m
+They set environment variables that torch reads (`configure_nccl_env`, `TorchNccl.make`). This
+module needs only torch, so it can be tested without FFT's other dependencies (``python -m
 benchmarks.gpu``).
 """
 
@@ -79,7 +79,7 @@ class TorchNccl:
                 "ShardProcessGroupNCCL needs a GPU and a torch that was built with NCCL; on CPU "
                 "use fft.ShardProcessGroupGloo"
             )
-        outlive_aborts()
+        configure_nccl_env()
         os.environ.setdefault(_LIMIT, str(max(1, round(timeout.total_seconds()))))
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -125,7 +125,7 @@ def meet(
     library.finish(made)
 
 
-def outlive_aborts() -> None:
+def configure_nccl_env() -> None:
     """Let this process survive an abort of any NCCL group that it makes from now on.
 
     Conflicting values (``torchrun`` sets one) are overwritten, and the log records it.

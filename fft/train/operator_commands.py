@@ -230,11 +230,11 @@ def make_injector(job: Participation, groups: EpochGroups) -> Injector | None:
     return Injector.from_env(
         claim=lambda key: job.bus.next_number(key) == 1,
         on_inject=trace,
-        hands=_Hands(job, groups),
+        hands=_ConnectionFaults(job, groups),
     )
 
 
-class _Hands:
+class _ConnectionFaults:
     """Connection faults for the injector. Keeps neither job nor groups alive."""
 
     def __init__(self, job: Participation, groups: EpochGroups) -> None:

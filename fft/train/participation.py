@@ -70,7 +70,7 @@ class Participation:
         """Trace an observation, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
 
-    def tell(self, name: str, data: dict[str, Any]) -> None:
+    def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         """Trace an event of a checkpoint, and report it to the observers of the job.
 
         Thread-safe.
@@ -79,7 +79,7 @@ class Participation:
         if self.reporter is not None and (report := report_of(self.peer, name, data)) is not None:
             self.reporter.say(report)
 
-    def tell_fetch(self, got: int, total: int, left_s: float) -> None:
+    def report_fetch(self, got: int, total: int, left_s: float) -> None:
         """Trace and report that ``got`` of the ``total`` bytes of a peer's state have arrived."""
         left_s = round(left_s, 1)
         self.note(FETCHING, {"bytes": got, "total": total, "left_s": left_s})
@@ -91,7 +91,7 @@ class Participation:
         self.reporter = reporter
         self.trace.on_lost(lambda why: reporter.say(TraceReport(*self.peer, fitting(why))))
 
-    def tell_if_fixed(self, can_reform: bool) -> None:
+    def report_not_replaceable(self, can_reform: bool) -> None:
         """Trace, for the launcher, that lost ranks of this group can no longer be replaced."""
         if self.reforms and not can_reform:
             self.reforms = False
@@ -118,7 +118,7 @@ class Participation:
         self._seen.add(place.signature)
         logger.warning("%s\n%s", text, place.text.rstrip())
 
-    def say_stuck(self, reason: str) -> bool:
+    def broadcast_hang(self, reason: str) -> bool:
         """Broadcast the suspicion that this main thread hangs. Return whether it was sent."""
         if self.engine is None:
             return False

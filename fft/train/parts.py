@@ -53,15 +53,15 @@ from fft.trace.writer import TraceWriter, header
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.commits import CommitExecutor
 from fft.train.epoch_groups import EpochGroups
+from fft.train.error_reports import Reported
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.paradigms.selection import paradigm_of, scope_of
 from fft.train.participation import Participation
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.reported import Reported
 from fft.train.settings import (
     Settings,
     common_settings,
@@ -116,14 +116,14 @@ class Parts:
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
         store = store_address(manager, settings.bus_url)
-        alone, address = settings.is_successor, own_address(settings.bus_url)
+        alone, address = settings.is_replacement, own_address(settings.bus_url)
         self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone, address)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = Rank(manager, settings, limits, *own, self.injector)
+        self.rank = rank = RankContext(manager, settings, limits, *own, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
@@ -148,13 +148,13 @@ class Parts:
         """
         job, plan, local = self.job, self.worker.txn, self.job.local
         if local is not None and local.role == "apart":  # groups that wait for this one go on
-            job.say_stuck(reason)
+            job.broadcast_hang(reason)
         if job.thread.role == "applying":
             self.commits.hangs(reason)
         if plan is None or job.thread.role == "applying":
             return
         waits = self.groups.pending()
-        if self.reductions.raises or waits or not job.say_stuck(reason):
+        if self.reductions.raises or waits or not job.broadcast_hang(reason):
             job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
@@ -162,13 +162,13 @@ class Parts:
         self.commits.finish()
         if not _is_failing():
             self.state.checkpoints.take()
-            self.state.end_gathering()
+            self.state.reshard_models()
         self.leaving.end_notices()
         self.job.leave()
         self.paradigm.left(_is_failing())
         for each in self.voter.preconditions:
             each.close()
-        self.healer.stop_learning()
+        self.healer.cancel_fetch()
         self.paradigm.close()
         self.leaving.close()
         self.state.close_source()
@@ -313,7 +313,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     participant = Participant(Table(scope.spec), config)
     local = _initial(manager, parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
-    owes = {DIGESTS: parts.state.owes_digests}
+    owes = {DIGESTS: parts.state.traces_digests}
     job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
     limit_s = parts.limits["quorum"].seconds
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
@@ -424,7 +424,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     state, step = parts.state, manager._torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
     fresh = own if manager._torchft.init_sync else GENESIS
-    if parts.settings.is_successor:  # its weights were built without its group
+    if parts.settings.is_replacement:  # its weights were built without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
@@ -479,13 +479,13 @@ class EngineHost:
 
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:
-            parts.groups.abort(cause, may_put_off=lambda: _may_meet(parts.job))
+            parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
             parts.healer.exchange.interrupt()
             parts.paradigm.interrupted(cause)  # perhaps because the engine has failed
 
     def members_lost(self) -> None:
         if (parts := self._parts()) is not None and not _may_meet(parts.job):
-            parts.groups.abort_if_put_off()
+            parts.groups.run_deferred_abort()
 
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:

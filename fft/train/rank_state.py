@@ -19,7 +19,7 @@ from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.files import Scope
-from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
+from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, ShardStateStore
 from fft.train.data.source import DataSource, Identify, Inputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
@@ -145,7 +145,7 @@ class RankState:
         assert self.step is not None, "loops refuse to begin without one"
         return self.step
 
-    def end_gathering(self) -> None:
+    def reshard_models(self) -> None:
         """Reshard FSDP2's modules after the last txn, because an evaluation may have gathered them.
 
         All groups do so, since a rank that takes the last checkpoint has done it already.
@@ -197,14 +197,15 @@ class RankState:
         return self.step.digest()
 
     @property
-    def owes_digests(self) -> bool:
+    def traces_digests(self) -> bool:
         """Whether each commit and each heal of this rank has a digest for the audit."""
         return self._settings.config.digest == "commit" and self.shared is not None
 
     def digest_for_audit(self) -> str | None:
         """Digest that the audit compares between replicas; None if none is owed."""
-        if self._settings.config.digest != "commit" or self.shared is None:
+        if not self.traces_digests:
             return None
+        assert self.shared is not None, "traces_digests checks it"
         return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:
@@ -234,7 +235,7 @@ class RankState:
         none."""
         self.paradigm.refuse_sharded(kind)
         rank = self._manager._torchft.group_rank
-        shelf = Shelf(bus.read, bus.write)
+        shelf = ShardStateStore(bus.read, bus.write)
         return ShardedSource(loader, kind, group, rank, self.paradigm.takers, shelf, identify)
 
     def consumed(self, plan: StartTxn) -> None:
@@ -276,7 +277,7 @@ class RankState:
 
     # --- position ---
 
-    def stands_at(self, record: Record) -> None:
+    def set_position(self, record: Record) -> None:
         """Set the position: the state now corresponds to ``record``."""
         self.position = record
         self._manager._torchft.step = record.step

@@ -38,8 +38,8 @@ from fft.train.buckets import (
     CommHook,
     GradBucket,
     Slot,
+    describe,
     fill,
-    in_words,
     sparse_parameters,
 )
 
@@ -64,9 +64,8 @@ class Reductions(Protocol):
             op: Reduction operation.
         """
 
-    def reduced(self) -> None:
-        """Mark all begun reductions as done. Raises if one failed and the step function must
-        end."""
+    def raise_if_failed(self) -> None:
+        """Mark all issued reductions as done, and raise if one failed in FFT's own loop."""
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -121,7 +120,8 @@ class ModelParameters:
             FftError: No parameter needs a gradient, or one is not initialized.
         """
         now: list[tuple[object, ...]] = [
-            (id(p), p.dtype, p.device, p.shape) for p in self._model.parameters()
+            (id(p), p.dtype, p.device, None if is_lazy(p) else p.shape)
+            for p in self._model.parameters()
         ]
         if now == self._seen:
             return False
@@ -151,7 +151,7 @@ class ModelParameters:
     def describe(self, options: str) -> str:
         """Describe the whole model, with a digest that also depends on ``options``."""
         named = self._trained + self._frozen
-        text = f"{in_words(named)}|{options}"
+        text = f"{describe(named)}|{options}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         numbers = sum(p.numel() for _, p in named)
         return f"{len(named)} parameters with {numbers} numbers ({digest})"
@@ -168,7 +168,7 @@ class ModelParameters:
         trained, sparse = self._trained + more, sparse_parameters(self._model)
         inwards = [*reversed(self._trained), *reversed(more)]
         buckets = fill([(n, p) for n, p in inwards if p not in sparse], cap_mb, dtype)
-        text = f"{index}|{in_words(trained)}|{[b.size for b in buckets]}|{dtype}"
+        text = f"{index}|{describe(trained)}|{[b.size for b in buckets]}|{dtype}"
         return Layout(
             dict.fromkeys(p for _, p in trained),
             [(n, p) for n, p in self._frozen if not p.requires_grad],
@@ -495,7 +495,7 @@ class Reducer:
             self._manager.reduce_gradients(self._flags, self._layout.digest).wait()
         for bucket in buckets:
             bucket.wait()
-        self._manager.reduced()
+        self._manager.raise_if_failed()
         offset = 0
         for bucket in buckets:
             flags, count = self._flags, len(bucket.slots)
@@ -517,7 +517,7 @@ class Reducer:
         for work in works:
             work.wait()
         if works:
-            self._manager.reduced()
+            self._manager.raise_if_failed()
 
     def _refuse_unknown(self) -> None:
         for name, parameter in self._layout.frozen:

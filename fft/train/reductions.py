@@ -40,7 +40,7 @@ class TxnReductions:
         self.reducers: list[Reducer] = []
         """Their parameter hooks hold the manager, which the garbage collector cannot see."""
         self.manifest = ManifestBuilder()
-        self.are_by_hand = False
+        self.has_user_reductions = False
         """User code has issued a reduction in this txn, besides the reducers."""
         self._works: list[Work] = []
         self._last: torch.Tensor | None = None
@@ -57,14 +57,14 @@ class TxnReductions:
     @property
     def were_edited(self) -> bool:
         """Whether reduced gradients may have been edited in this txn; true if user code reduces."""
-        by_hand = not self.reducers or self.are_by_hand
+        by_hand = not self.reducers or self.has_user_reductions
         return by_hand or any(reducer.edited() for reducer in self.reducers)
 
     def begin(self) -> None:
         """Reset for a new txn."""
         self._works.clear()
         self._is_cancelled = False
-        self.are_by_hand = False
+        self.has_user_reductions = False
         self._last = None
         self.manifest = ManifestBuilder()
 
@@ -83,7 +83,7 @@ class TxnReductions:
         if self._injector is not None:
             self._injector.at("before_allreduce")
         self._raise_failure()
-        self.are_by_hand = True
+        self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
         if self._injector is not None:
             self._last = tensor
@@ -104,13 +104,13 @@ class TxnReductions:
 
     def issue_for_reducer(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue the reduction of a bucket; ``layout`` describes its gradients, for the manifest."""
-        by_hand = self.are_by_hand
+        by_hand = self.has_user_reductions
         work: Work = self._manager.allreduce(tensor, reduce_op=op)
-        self.are_by_hand = by_hand
+        self.has_user_reductions = by_hand
         self.manifest.note(layout)
         return work
 
-    def all_over(self) -> None:
+    def raise_if_failed(self) -> None:
         """Finish the reductions of the reducers.
 
         Raise TxnAborted if one failed in FFT's own loop.

@@ -1,6 +1,6 @@
 """Settings of a manager, from its arguments and the environment, read and checked once.
 
-Opens nothing, except for the services of a script without a launcher (`Alone`).
+Opens nothing, except for the services of a script without a launcher (`SingleProcessServices`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class ManagerConfig(BaseModel):
         return membership_of(given)
 
     @classmethod
-    def taken(cls, given: dict[str, Any], config: ManagerConfig | None) -> ManagerConfig:
+    def from_deprecated_kwargs(
+        cls, given: dict[str, Any], config: ManagerConfig | None
+    ) -> ManagerConfig:
         """Build the config from deprecated keyword arguments of ``ManagerFFT``, and warn of them.
 
         Args:
@@ -130,13 +132,13 @@ _PLACES = ("rank", "world_size", "store_addr", "store_port")
 """Arguments of torchft's Manager with which a script sets its rank and its store itself."""
 
 
-def is_alone(called: BoundArguments, environ: Mapping[str, str] = os.environ) -> bool:
+def is_single_process(called: BoundArguments, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is the whole job: neither a launcher nor the script defines others."""
     is_launched = any(environ.get(name) for name in _LAUNCHERS)
     return not is_launched and all(called.arguments.get(name) is None for name in _PLACES)
 
 
-class Alone:
+class SingleProcessServices:
     """The services of a job of one process, from construction until ``close``."""
 
     def __init__(self, called: BoundArguments) -> None:
@@ -166,7 +168,7 @@ class Settings:
     spec: FsmSpec
     bus_url: str
     token: JobToken | None
-    alone: Alone | None
+    alone: SingleProcessServices | None
     """Services of a job of one process, or None if they were started outside."""
     trace_dir: Path | None
     expected_groups: int
@@ -175,7 +177,7 @@ class Settings:
     config: ManagerConfig
     on_divergence: OnDivergence
     monitor: bool
-    is_successor: bool
+    is_replacement: bool
     """The process replaces a lost rank of a living group.
 
     It connects to no peer before its first epoch.
@@ -219,7 +221,7 @@ def read_settings(
     _refuse_another_bus(bus)
     if url:
         _refuse_unlaunched(called)
-    elif not is_alone(called):
+    elif not is_single_process(called):
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
     durable = checkpointing_of(checkpoint)
@@ -229,7 +231,7 @@ def read_settings(
         called.arguments["replica_id"] = group
     alone, monitor = None, config.monitor
     if not url:
-        alone = Alone(called)
+        alone = SingleProcessServices(called)
         url, expected_groups = alone.bus_url, 1
         # the monitor would take a breakpoint for a hang
         monitor = os.environ.get("FFT_MONITOR") == "1" if monitor is None else monitor
@@ -244,7 +246,7 @@ def read_settings(
         config=config,
         on_divergence=config.on_divergence or loaded.policies.on_divergence,
         monitor=os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor,
-        is_successor=os.environ.pop("FFT_SUCCESSOR", "") == "1",
+        is_replacement=os.environ.pop("FFT_SUCCESSOR", "") == "1",
         checkpoint=durable,
     )
 

@@ -76,7 +76,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if worker.txn is not None:
             # The loop skips this step, as after a scaler that found an inf: vote to skip it on all
             # ranks.
-            command = worker.prepare(skip=True, limit=limit)
+            command = worker.vote_and_wait(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
                 self._parts.commits.apply(command)
@@ -100,7 +100,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
         limit = None if timeout is None else Limit("should_commit", timeout)
-        command = self._parts.worker.prepare(limit=limit)
+        command = self._parts.worker.vote_and_wait(limit=limit)
         if command is not None and command.skip:  # another rank skips this step
             self._parts.commits.apply(command)
             return False
@@ -160,9 +160,9 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """All-reduce a bucket; ``layout`` describes its gradients for the manifest."""
         return self._parts.reductions.issue_for_reducer(tensor, layout, op)
 
-    def reduced(self) -> None:
+    def raise_if_failed(self) -> None:
         """Finish the reductions of a reducer. Raise TxnAborted if one failed in FFT's own loop."""
-        self._parts.reductions.all_over()
+        self._parts.reductions.raise_if_failed()
 
     def wrap_future(
         self, fut: torch.futures.Future[Any], default: Any, timeout: timedelta | None = None

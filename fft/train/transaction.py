@@ -22,17 +22,17 @@ from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
-from fft.train.body_failures import BodyFailures, hopeless
 from fft.train.commits import CommitExecutor
-from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import AUGMENTATION_MEND, ORDER_MEND, DataSource, Identify, named
+from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
+from fft.train.data.step_input import StepInput
 from fft.train.interrupt import Interrupted
 from fft.train.process_group import GroupAborted
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
+from fft.train.step_failures import StepFailures, retries_exceeded
 from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
 from fft.train.worker import Worker
@@ -44,10 +44,12 @@ logger = logging.getLogger(__name__)
 class TransactionLoop:
     """The loop of one manager over its data."""
 
-    def __init__(self, rank: Rank, voter: Voter, commits: CommitExecutor, worker: Worker) -> None:
+    def __init__(
+        self, rank: RankContext, voter: Voter, commits: CommitExecutor, worker: Worker
+    ) -> None:
         self.job = rank.job
         self.commits, self.worker = commits, worker
-        self.body_failures = BodyFailures(rank.settings.config.max_body_failures)
+        self.step_failures = StepFailures(rank.settings.config.max_body_failures)
         self.paradigm = rank.state.paradigm
         self.is_over = False
         """The last txn of the job has committed."""
@@ -84,7 +86,7 @@ class TransactionLoop:
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        foreign = ForeignSteps(state, self._reductions)
+        foreign = UnregisteredStepGuard(state, self._reductions)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
@@ -122,7 +124,7 @@ class TransactionLoop:
         step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
         while (plan := self.worker.begin()) is not None:
-            self.refuse_unlike_again(plan)
+            self.raise_if_still_different(plan)
             if self.is_past(plan, max_steps):
                 return True
             try:
@@ -166,7 +168,7 @@ class TransactionLoop:
             logger.warning(text, plan.step, max_steps)
         return True
 
-    def refuse_unlike_again(self, plan: StartTxn) -> None:
+    def raise_if_still_different(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different gradients: no replay fixes that."""
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
         if cause.code == CauseCode.DATA_DIFFERS:
@@ -179,10 +181,10 @@ class TransactionLoop:
             "must call backward() of the same models; multiply the loss of a batch that must "
             "not count by 0"
         ).with_traceback(traceback_of_caller())
-        why = self.body_failures.failed(plan.step, plan.members, error)
+        why = self.step_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
-            raise hopeless(why, error) from error
+            raise retries_exceeded(why, error) from error
 
     def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
         """Return the error for ranks that drew different data; a replay would draw it again."""
@@ -192,8 +194,8 @@ class TransactionLoop:
             "fixes: (1) each group, or each rank, passes a loader over its own share of the data: "
             'call transactions(loader, sharded="group"), or "rank". (2) The seeds or other '
             "settings of the loaders differ: give all ranks the same. (3) The order was not "
-            f"restored for a rank that joined: {ORDER_MEND}. (4) Only random augmentation differs: "
-            f"{AUGMENTATION_MEND}"
+            f"restored for a rank that joined: {ORDER_FIX}. (4) Only random augmentation differs: "
+            f"{AUGMENTATION_FIX}"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error
@@ -220,7 +222,7 @@ class TransactionLoop:
     # --- for Transaction ---
 
     @guarded
-    def open_body(self) -> None:
+    def enter_step(self) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
         self._state.updates.opened()
@@ -242,7 +244,7 @@ class TransactionLoop:
             interrupter.request("rolled back before it began")
 
     @guarded
-    def close_body(self) -> None:
+    def exit_step(self) -> None:
         """Disable interruptions: the step function has returned or raised."""
         self._state.updates.in_body = False
         if self._watchers.interrupter is not None:
@@ -254,14 +256,14 @@ class TransactionLoop:
         error = self._manager._torchft.errored
         return None if error is None else error.original_exception
 
-    def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
+    def unwound(self, plan: StartTxn, drawn: StepInput | None, error: BaseException) -> bool:
         """Handle an exception that left the step function. Return whether to suppress it."""
         self.worker.body_unwound()
         if isinstance(error, Exception):
             self.body_failed(plan, drawn, error)
         return isinstance(error, Exception | Interrupted)
 
-    def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
+    def body_failed(self, plan: StartTxn, drawn: StepInput | None, error: Exception) -> None:
         """Report an exception of the step function.
 
         Raises:
@@ -284,11 +286,11 @@ class TransactionLoop:
     def give_up_if_hopeless(
         self,
         plan: StartTxn,
-        drawn: Drawn | None,
+        drawn: StepInput | None,
         error: Exception,
         number: int,
         where: str = "",
-        counted: BodyFailures | None = None,
+        counted: StepFailures | None = None,
     ) -> None:
         """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
 
@@ -296,28 +298,32 @@ class TransactionLoop:
             where: Description of the step for the message; empty names its number.
             counted: The earlier failures of the same kind; None: those of step functions.
         """
-        failures = counted or self.body_failures
+        failures = counted or self.step_failures
         why = failures.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
+        batch = "" if drawn is None else drawn.describe(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
             self.job.note_error(error)
-            raise hopeless(why, error) from error
+            raise retries_exceeded(why, error) from error
 
-    def refuse_undone(self, plan: StartTxn, drawn: Drawn | None, mistake: FftError) -> NoReturn:
+    def raise_incomplete(
+        self, plan: StartTxn, drawn: StepInput | None, mistake: FftError
+    ) -> NoReturn:
         """Raise StepRetriesExceeded for a step function that returned before its ``backward()``.
 
         It is raised at once, because a replay of the same batch would end the same way, and because
         Python ignores the errors of an iterator that a script drops by leaving its loop.
         """
         mistake = mistake.with_traceback(traceback_of_caller())
-        if drawn is not None and (batch := drawn.in_words(plan.step, self.job.peer)):
+        if drawn is not None and (batch := drawn.describe(plan.step, self.job.peer)):
             mistake.add_note(batch)
         self.job.note_error(mistake)
-        raise hopeless(f"a replay of step {plan.step} would end the same way", mistake) from mistake
+        raise retries_exceeded(
+            f"a replay of step {plan.step} would end the same way", mistake
+        ) from mistake
 
-    def left_undone(self) -> FftError | None:
+    def find_incomplete(self) -> FftError | None:
         """Return the mistake of a step function that returned incompletely, or None."""
         if self._manager._torchft.errored is not None:
             return None
@@ -345,7 +351,7 @@ class TransactionLoop:
         return None
 
 
-def _place(drawn: Drawn) -> dict[str, Any]:
+def _place(drawn: StepInput) -> dict[str, Any]:
     """Return the position of a batch in the data, for the trace."""
     place: dict[str, Any] = {"item": drawn.item}
     if drawn.shard:
@@ -381,7 +387,7 @@ class Transaction:
         self,
         loop: TransactionLoop,
         plan: StartTxn,
-        drawn: Drawn,
+        drawn: StepInput,
         last: bool,
         consumes: dict[str, Any],
     ) -> None:
@@ -451,7 +457,7 @@ class Transaction:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.open_body()
+        self._loop.enter_step()
         return self
 
     @guarded
@@ -462,16 +468,16 @@ class Transaction:
         trace: TracebackType | None,
     ) -> bool:
         loop = self._loop
-        loop.close_body()
+        loop.exit_step()
         self.closed = True
         if error is not None:
             return loop.unwound(self._plan, self._drawn, error)
-        if (mistake := loop.left_undone()) is not None:
+        if (mistake := loop.find_incomplete()) is not None:
             loop.worker.body_unwound()
-            loop.refuse_undone(self._plan, self._drawn, mistake)
-        command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
+            loop.raise_incomplete(self._plan, self._drawn, mistake)
+        command = loop.worker.vote_and_wait(last=self._is_last, consumes=self._consumption())
         if command is not None:
-            loop.body_failures.committed()
+            loop.step_failures.committed()
             loop.is_over = self._is_last and not command.skip
             self.committed, self.skipped = loop.commits.apply(command), command.skip
             loop.paradigm.txn_committed(self)
@@ -488,7 +494,7 @@ class Transaction:
         }
 
 
-class ForeignSteps:
+class UnregisteredStepGuard:
     """Rejects steps of unregistered optimizers in a step function, and warns of others."""
 
     def __init__(self, state: RankState, reductions: TxnReductions) -> None:

@@ -307,7 +307,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-MEND = (
+SCHEDULE_FIX = (
     "The number of steps in the data depends on the number of groups. Follow txn.progress instead, "
     "the fraction of the data that is consumed, or pass max_steps equal to the length of the "
     "schedule"
@@ -366,7 +366,7 @@ class ScheduleLengths:
                     type(scheduler).__name__,
                     _steps_of(scheduler),
                     length,
-                    MEND,
+                    SCHEDULE_FIX,
                 )
 
     def data_ended(self) -> None:
@@ -379,7 +379,7 @@ class ScheduleLengths:
                     type(scheduler).__name__,
                     _steps_of(scheduler),
                     length,
-                    MEND,
+                    SCHEDULE_FIX,
                 )
 
     def _lengths(self) -> list[tuple[Any, int]]:

@@ -11,11 +11,11 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
-from fft.train.data.drawn import Drawn
+from fft.train.data.step_input import StepInput
+from fft.train.error_reports import Reported, code_of, text_of
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
-from fft.train.rank import Rank
-from fft.train.reported import Reported, code_of, text_of
+from fft.train.rank_context import RankContext
 
 
 class Voter:
@@ -25,7 +25,7 @@ class Voter:
         preconditions: The conditions outside the job that a YES waits for.
     """
 
-    def __init__(self, rank: Rank, healer: Healer) -> None:
+    def __init__(self, rank: RankContext, healer: Healer) -> None:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._reductions = rank.state, rank.reductions
@@ -36,7 +36,7 @@ class Voter:
         self._consumes: dict[str, Any] | None = None
         """The data that the commit of the open txn consumes, in FFT's own loop."""
         self._learners = rank.settings.config.learners
-        self._has_learned = False
+        self._began_without_state = False
         """The step function of this txn began before the state was fetched."""
         self._data: str | None = None
         """Digest of the data that this txn has drawn."""
@@ -48,24 +48,24 @@ class Voter:
     def begin(self, step: int) -> None:
         """Start a txn that attempts ``step``."""
         self._data, self._shard = None, ""
-        self._has_learned = self._healer.learning is not None
+        self._began_without_state = self._healer.background_fetch is not None
         # a joiner that is still fetching has no state to compare
-        checks = None if self._has_learned else self._state.checks
+        checks = None if self._began_without_state else self._state.checks
         self._equality = None if checks is None else checks.digest(step)
 
-    def note_data(self, drawn: Drawn) -> None:
+    def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""
         self._data, self._shard = drawn.digest, drawn.shard
 
     def compare_now(self) -> None:
         """Compare the replicas in this txn, even if that is not due: it is the last of the job."""
-        checks = None if self._has_learned else self._state.checks
+        checks = None if self._began_without_state else self._state.checks
         if checks is not None and self._equality is None:
             self._equality = checks.now()
 
     def begin_reducers(self) -> None:
         """Start the reducers for a step function."""
-        self._reductions.begin_reducers(exact=self._has_learned)
+        self._reductions.begin_reducers(exact=self._began_without_state)
 
     def ask(self, plan: StartTxn) -> None:
         """Request the preconditions of the txn that begins; its vote waits for them.
@@ -142,15 +142,15 @@ class Voter:
         for each in self.preconditions:
             if self._manager._torchft.errored is not None:
                 return
-            if (error := each.unmet(plan)) is not None:
+            if (error := each.wait_until_met(plan)) is not None:
                 self._manager._torchft.errored = Reported(error)
 
     def _has_state(self) -> bool:
         """Wait for a fetch; return whether this rank can vote. A NO vote needs no state."""
-        if self._healer.learning is None or self._manager._torchft.errored is not None:
+        if self._healer.background_fetch is None or self._manager._torchft.errored is not None:
             return True
         with self._watchers.waiting():  # the fetch has limits of its own
-            return self._healer.learn()
+            return self._healer.load_fetched()
 
     def _check_edits(self) -> bool:
         """Return whether the step function changed reduced gradients, for example by clipping.
@@ -160,7 +160,7 @@ class Voter:
         """
         edited = self._state.paradigm.has_edited()
         is_fine = self._learners == "always" or self._manager._torchft.errored is not None
-        if edited and self._has_learned and not is_fine:
+        if edited and self._began_without_state and not is_fine:
             self._manager.report_error(
                 RuntimeError(
                     "the step function changed reduced gradients while this group was still "

@@ -34,7 +34,7 @@ class Watchers:
         self.speed: ProgressReporter | None = None
         self._hold: Hold | None = None
 
-    def watch(self, config: MonitorConfig | None, peer: Peer, url: str, hung: Hung) -> None:
+    def watch(self, config: MonitorConfig | None, peer: Peer, url: str, hung: HangCallback) -> None:
         """Start supervision of the calling thread; if ``config`` is None, without a monitor."""
         if threading.current_thread() is threading.main_thread():
             # Python runs signal handlers on the main thread only, so no other can be interrupted
@@ -126,11 +126,13 @@ class Watchers:
             self._hold.release()
 
 
-Hung = Callable[[str], None]
+HangCallback = Callable[[str], None]
 """Callback for a hang, with the monitor's reason, on a thread of the monitor's client."""
 
 
-def _start_monitor(config: MonitorConfig, peer: Peer, url: str, hung: Hung) -> MonitorClient | None:
+def _start_monitor(
+    config: MonitorConfig, peer: Peer, url: str, hung: HangCallback
+) -> MonitorClient | None:
     try:
         return MonitorClient(
             config,

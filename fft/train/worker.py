@@ -1,8 +1,8 @@
 """The main thread's side of the engine: carries out what it commands, and says what came of it.
 
 ``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` come between two txns (`Worker.begin`), ``Apply``
-after a vote (`Worker.prepare`); `fft.train.commits` carries it out. Nothing here decides: the core
-has the protocol.
+after a vote (`Worker.vote_and_wait`); `fft.train.commits` carries it out. Nothing here decides: the
+core has the protocol.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fft.messages.protocol import Fault
 from fft.protocol.main_thread import NO_FACTS
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
+from fft.train.error_reports import Reported, code_of, error_of, text_of
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.process_group import GroupAborted
-from fft.train.rank import Rank
-from fft.train.reported import Reported, code_of, error_of, text_of
+from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
 from fft.train.voting import Voter
 
@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankContext,
         healer: Healer,
         voter: Voter,
         leaving: Leaving,
@@ -112,7 +112,7 @@ class Worker:
         while self._finish is None:
             command = self._wait(engine, limit)
             facts = self._healer.facts(command) if isinstance(command, Heal) else NO_FACTS
-            thread.obey(command, self._work, facts)
+            thread.execute(command, self._work, facts)
             if isinstance(command, StartTxn) and thread.role == "computing":
                 self._begun += 1
                 return command
@@ -189,7 +189,7 @@ class Worker:
     def _give_up_txn(self) -> None:
         """Nothing of it is done any more on this thread."""
         self._close_txn()
-        self._healer.stop_learning()
+        self._healer.cancel_fetch()
         self._watchers.txn_ended(committed=False)
 
     def _close_txn(self) -> None:
@@ -197,7 +197,7 @@ class Worker:
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
-        self._groups.abort_if_put_off()  # the command is older than the abort
+        self._groups.run_deferred_abort()  # the command is older than the abort
         self._healer.exchange.end_service(plan)
         manager._torchft.errored = None
         self._reductions.begin()
@@ -253,7 +253,7 @@ class Worker:
 
     # --- the end of a txn ---
 
-    def prepare(
+    def vote_and_wait(
         self,
         skip: bool = False,
         last: bool = False,
@@ -271,7 +271,7 @@ class Worker:
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
-            self._job.tell_if_fixed(self._groups.can_reform)
+            self._job.report_not_replaceable(self._groups.can_reform)
             self._voter.vote(plan, skip, last, consumes)
             self.voted = "skip" if skip else "step"
             self.body_unwound()  # before the state came that a vote needs
@@ -284,7 +284,7 @@ class Worker:
             self._commits.decided(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:
-            self._job.thread.obey(command, self._work)
+            self._job.thread.execute(command, self._work)
         return None
 
     # --- errors ---

@@ -38,12 +38,12 @@ def test_every_effect_of_the_table_is_carried_out(tmp_path: Path) -> None:
 def test_end_of_an_update_is_posted_once() -> None:
     thread, told = StepExecutor(print, print, threading.Lock()), list[str]()
     for event in ("heal", "healed", "start_txn", "prepared", "apply"):
-        thread.move(event)
+        thread.transition(event)
     both = threading.Barrier(2)
 
     def tell(event: str) -> None:
         both.wait(10.0)
-        if thread.leaves("applying", event):
+        if thread.transition_if("applying", event):
             told.append(event)
 
     tellers = [threading.Thread(target=tell, args=(e,)) for e in ("applied", "apply_failed")]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fft.errors import FftError, StateMismatch
 from fft.train.buckets import fill
-from fft.train.state.serial import spread_as
+from fft.train.state.plain_state import with_layout_of
 
 ONE_EACH = 64 / 2**20
 """Cap of a bucket in MiB, too small for two layers of 8 × 8."""
@@ -255,9 +255,9 @@ def test_a_part_of_another_shape_is_refused_by_the_name_of_what_it_is_for() -> N
     try:
         local = torch.zeros(2, 8)
         mine = {"shadow": [DTensor.from_local(local, DeviceMesh("cpu", [0, 1]), [Shard(0)])]}
-        found = spread_as({"shadow": [torch.ones(2, 8)], "n": 1}, mine, "extra[ema]")
+        found = with_layout_of({"shadow": [torch.ones(2, 8)], "n": 1}, mine, "extra[ema]")
         assert isinstance(found["shadow"][0], DTensor) and found["n"] == 1
         with pytest.raises(StateMismatch, match=r"extra\[ema\]\['shadow'\]\[0\]"):
-            spread_as({"shadow": [torch.ones(3, 8)]}, mine, "extra[ema]")
+            with_layout_of({"shadow": [torch.ones(3, 8)]}, mine, "extra[ema]")
     finally:
         dist.destroy_process_group()

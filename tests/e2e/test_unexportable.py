@@ -12,7 +12,7 @@ from stage import Member, job
 
 import fft
 from fft.errors import FftError
-from fft.train.healing import Unexportable
+from fft.train.healing import StateNotExportable
 
 QUORUM = timedelta(seconds=4)
 
@@ -51,6 +51,6 @@ def test_export_that_fails_twice_by_the_same_error_ends_the_rank(tmp_path: Path)
         second = made.member("1", register=False, quorum_timeout=QUORUM).start(work)
         first.end()
         second.end()
-    assert isinstance(first.error, Unexportable), first.error
+    assert isinstance(first.error, StateNotExportable), first.error
     assert "two epochs in a row: TypeError: extra[odd]['value'] is a type" in str(first.error)
     assert isinstance(second.error, FftError)

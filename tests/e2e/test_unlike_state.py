@@ -122,7 +122,7 @@ def test_buffers_that_count_locally_are_named_and_reduced_counts_are_not(
 def test_extra_that_does_not_take_over_what_came_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from fft.train.process_group import StepState
+    from fft.train.state.step_state import StepState
 
     sent = StepState([], [], extra={"a": Value(1.0), "b": Value(2.0)})
     state = StepState([], [], extra={"a": Value(5.0, forgets=True), "b": Value(5.0)})

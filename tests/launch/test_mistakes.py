@@ -29,8 +29,8 @@ from fft.errors import (
 )
 from fft.launch import script_runner
 from fft.launch.supervisor.judgement import Mistakes, is_the_scripts
-from fft.train.body_failures import BodyFailures
-from fft.train.reported import text_of
+from fft.train.error_reports import text_of
+from fft.train.step_failures import StepFailures
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -156,7 +156,7 @@ def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> No
     def same() -> Exception:
         return raised(lambda: object().missing)  # type: ignore[attr-defined]  # its message contains an address
 
-    failures = BodyFailures(None)
+    failures = StepFailures(None)
     assert failures.failed(3, "01", same()) is None
     assert "2 times in a row by the same error" in str(failures.failed(3, "01", same()))
     for between in (failures.committed, lambda: failures.failed(3, "0", same())):
@@ -184,7 +184,7 @@ def test_an_error_that_cannot_say_itself_is_told_all_the_same() -> None:
 
 
 def test_a_limit_that_is_given_holds_for_every_sort() -> None:
-    failures = BodyFailures(3)
+    failures = StepFailures(3)
     error = ValueError("always")
     assert [failures.failed(0, "0", error) is None for _ in range(3)] == [True, True, False]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from traced import TracedJob, peak_of
 from fft.messages.protocol import Applied, Event, Healed, Peer, Record
 from fft.trace import resumed
 from fft.trace.audit import NO_END
+from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import went_on
 from fft.trace.resumed import audit_job
+from fft.trace.starts import start_folders
 from fft.trace.writer import TraceWriter
 
 
@@ -217,3 +220,51 @@ def test_ranks_that_begin_with_different_checkpoints_are_found(root: Path) -> No
     path = root / "start2" / "g1r0i1.jsonl"
     rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "lineage": "", "data": other}]))
     assert "begins with the checkpoint other" in str(audit_job(root).resumed.violation)
+
+
+def note_all_ends(root: Path) -> None:
+    for folder in start_folders(root):
+        note_ends(folder, "box-7")
+
+
+def test_audit_accepts_traces_that_end_as_noted(root: Path) -> None:
+    note_all_ends(root)
+    found = audit_job(root)
+    assert found.ok and found.ends.checks == 8
+    with (root / "g0r0i1.jsonl").open("a") as file:
+        file.write("{")  # a torn line of a process that was killed
+    note_ends(root, "box-7")
+    assert audit_job(root).ok
+
+
+@pytest.mark.parametrize("name", ["g1r0i1.jsonl", "start3/g0r0i1.jsonl"])
+def test_audit_reports_a_removed_last_line(root: Path, name: str) -> None:
+    note_all_ends(root)
+    path = root / name
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    found = audit_job(root)
+    assert not found.ok and found.ends.violation is not None
+    assert (
+        f"{path} ended with line" in found.render() and "verdict of all: NOT OK" in found.render()
+    )
+
+
+def test_audit_reports_a_removed_last_start(root: Path) -> None:
+    note_all_ends(root)
+    assert (root / "start4").is_dir()
+    shutil.rmtree(root / "start4")
+    found = audit_job(root)
+    assert not found.ok and str(root / "start4") in str(found.ends.violation)
+
+
+def test_audit_reports_notes_of_ends_that_cannot_be_read(root: Path) -> None:
+    note_all_ends(root)
+    (root / "ends" / "start2-box-7.json").write_text('{"g0r0i1.jsonl": 1}')
+    assert "it is not readable" in audit_job(root).render()
+
+
+def test_a_new_start_forgets_the_notes_about_earlier_traces_of_its_folder(root: Path) -> None:
+    note_all_ends(root)
+    shutil.rmtree(root / "start4")
+    forget_ends(root / "start4")
+    assert audit_job(root).ok

@@ -20,9 +20,10 @@ from torchft import ProcessGroupGloo
 
 from fft.errors import DeviceLost
 from fft.train import accelerator
-from fft.train.process_group import AbortableGroup, StepState
+from fft.train.process_group import AbortableGroup
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.random_states import capture_random, export_random, load_random
+from fft.train.state.step_state import StepState
 from fft.util.error_places import place_of
 
 SOON, NEVER = timedelta(seconds=30), timedelta(milliseconds=30)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fft.errors import StateMismatch
 from fft.train.checkpoint.contents import packed, unpacked
-from fft.train.process_group import ShardProcessGroupGloo, StepState
+from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.state.step_state import StepState
 
 
 class Quantized(torch.Tensor):
@@ -285,7 +286,7 @@ def test_extra_of_a_subclass_comes_back_as_that_subclass() -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     group = ShardProcessGroupGloo()
-    group.be_alone(0, 2)
+    group.use_fake_backend(0, 2)
     yield group.mesh()
     group.unregister()
 
@@ -356,7 +357,7 @@ def test_another_layout_than_the_one_here_is_refused(mesh: DeviceMesh) -> None:
 def test_state_on_another_mesh_than_its_parameter_is_refused(mesh: DeviceMesh) -> None:
     model, optimizer, state = sharded(mesh)
     group = ShardProcessGroupGloo()
-    group.be_alone(0, 2)
+    group.use_fake_backend(0, 2)
     optimizer.state[model.weight] = {"rows": spread(torch.randn(3), group.mesh(), Shard(0), (6,))}
     with pytest.raises(TypeError, match=r"\[model0.weight\]\[rows\] is a DTensor over"):
         state.export()

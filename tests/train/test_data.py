@@ -17,9 +17,9 @@ from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
-from fft.train.data.drawn import Drawn
-from fft.train.data.sharded import ShardedSource, Shelf
+from fft.train.data.sharded import ShardedSource, ShardStateStore
 from fft.train.data.source import Due, Inputs, StreamSource, as_source
+from fft.train.data.step_input import StepInput
 
 
 class Stream:
@@ -50,7 +50,7 @@ def plan(cursor: int, index: int | None, participants: int, step: int = 0) -> St
     return StartTxn(Token(1, 1), step, "lineage", cursor, index, participants, ("0",), 0)
 
 
-def drawn(inputs: Inputs, begin: StartTxn) -> Drawn:
+def drawn(inputs: Inputs, begin: StartTxn) -> StepInput:
     """Return the input of a txn that has one."""
     found = inputs.draw(begin)
     assert found is not None
@@ -159,7 +159,7 @@ def test_state_from_the_end_of_the_data_begins_no_further_pass() -> None:
 
 def test_state_from_the_end_of_a_shard_begins_no_further_pass() -> None:
     def source() -> ShardedSource:
-        shelf = Shelf(lambda name: None, lambda name, value: None)
+        shelf = ShardStateStore(lambda name: None, lambda name, value: None)
         return ShardedSource(Circular(3), "group", "0", 0, 1, shelf)
 
     first, resumed = source(), source()

@@ -40,7 +40,7 @@ class Group:
         plan = Checkpointing("somewhere", every)
         self.due = DueToLocal(plan, self, bus, lambda: self.is_busy)  # type: ignore[arg-type]
 
-    def tell(self, name: str, data: dict[str, Any]) -> None:
+    def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
         self.notes.append(data)
 

@@ -26,7 +26,7 @@ from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, Due, Named, words_on
+from fft.train.checkpoint.due import AT, CheckpointSchedule, Named, words_on
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.stages.due import DueToFirst, DueToLater, refuse_forks
 
@@ -39,9 +39,9 @@ class Rank:
         self.local: Local | None = None
         self.notes: list[str] = []
         self.is_busy = False
-        self.due: Due
+        self.due: CheckpointSchedule
 
-    def tell(self, name: str, data: dict[str, Any]) -> None:
+    def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
         self.notes.append(data["reason"])
 

@@ -19,8 +19,8 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.digests import digest_of
-from fft.train.data.drawn import Drawn
 from fft.train.data.source import Inputs, StreamSource, as_source
+from fft.train.data.step_input import StepInput
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
 
 
-def drawn(inputs: Inputs, cursor: int, index: int = 0, participants: int = 1) -> Drawn:
+def drawn(inputs: Inputs, cursor: int, index: int = 0, participants: int = 1) -> StepInput:
     plan = StartTxn(Token(1, 1), cursor, "lineage", cursor, index, participants, ("0",), 0)
     found = inputs.draw(plan)
     assert found is not None
@@ -224,7 +224,7 @@ def test_own_generator_of_a_dataset_never_makes_digests_differ(make: Callable[[]
     "make", [lambda n: fft.CursorLoader(Augmented(n), 2, shuffle=False), Batches]
 )
 def test_identify_compares_and_traces_items_by_number(make: Callable[[int], Any]) -> None:
-    def first(offset: int) -> Drawn:
+    def first(offset: int) -> StepInput:
         source = as_source(make(offset), identify=lambda batch: batch[0])
         return drawn(Inputs(source, 1, 0), 0)
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from fft.errors import BusError, NoLighthouseQuorum
 from fft.messages.causes import CauseCode
+from fft.train.error_reports import code_of
 from fft.train.injector import InjectedFault
-from fft.train.process_group.op_names import CollectiveFailed, GroupAborted
-from fft.train.reported import code_of
+from fft.train.process_group.op_errors import CollectiveFailed, GroupAborted
 from fft.train.state.transfer import TransferError
 
 INJECTED = InjectedFault("x", "exception", "forward", group="0", rank=0, step=1)

@@ -116,7 +116,7 @@ class Rank:
         assert not waiter.is_alive(), "the abort did not free it"
         self.group.quiesce(LIMIT)
         # a send that gloo has lost writes nothing, but ends only with its timeout
-        assert self.group.pending() == 0 or self.group._era.stranded
+        assert self.group.pending() == 0 or self.group._generation.stranded
         for tensor in place.outputs:
             tensor.fill_(SENTINEL)
         self.meet()

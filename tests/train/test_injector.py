@@ -22,7 +22,7 @@ from fft.messages.fault_plans import MODELS, Fault, FaultPlan, load_plan
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.operate import inject
 from fft.operate.client import JobState, OperatorError
-from fft.train.injector import InjectedFault, Injector, hang, stop_oneself
+from fft.train.injector import InjectedFault, Injector, hang, stop_this_process
 
 LIMIT_S = 60.0
 
@@ -34,7 +34,7 @@ def fault(kind: str, **fields: Any) -> Fault:
     return made
 
 
-class Hands:
+class ConnectionFaults:
     def __init__(self) -> None:
         self.did: list[str] = []
 
@@ -49,7 +49,7 @@ def no_claim(key: str) -> bool:
     raise AssertionError(f"{key} was claimed")
 
 
-def injector(*planned: Fault, hands: Hands | None = None) -> Injector:
+def injector(*planned: Fault, hands: ConnectionFaults | None = None) -> Injector:
     plan = FaultPlan(faults=list(planned))  # type: ignore[arg-type]
     return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, None, hands)
 
@@ -104,7 +104,7 @@ def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
 
 
 def test_connections_are_closed_by_their_owners() -> None:
-    hands = Hands()
+    hands = ConnectionFaults()
     faults = [fault(kind, rank=0, phase="vote") for kind in ("network_cut", "bus_loss")]
     one = injector(*faults, hands=hands)
     one.begin(3, 1, 0)
@@ -254,8 +254,8 @@ def test_a_signal_does_not_shorten_a_hang_that_holds_the_lock() -> None:
 
 
 STOPPED = """
-from fft.train.injector import stop_oneself
-stop_oneself({seconds})
+from fft.train.injector import stop_this_process
+stop_this_process({seconds})
 print("woken", flush=True)
 """
 
@@ -282,7 +282,7 @@ def test_the_waker_ends_with_a_process_that_is_killed_while_it_is_stopped() -> N
 
 def test_stopping_leaves_no_descriptor_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    stop_oneself(0.05)
+    stop_this_process(0.05)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

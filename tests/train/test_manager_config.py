@@ -22,13 +22,13 @@ def test_manager_has_few_arguments_of_its_own() -> None:
 def test_old_arguments_become_a_config_with_a_warning() -> None:
     given: dict[str, Any] = {"digest": "commit", "monitor": None, "replica_id": "1"}
     with pytest.warns(DeprecationWarning, match=r"config=fft\.ManagerConfig\(digest=, monitor=…"):
-        config = ManagerConfig.taken(given, None)
+        config = ManagerConfig.from_deprecated_kwargs(given, None)
     assert config == ManagerConfig(digest="commit") and given == {"replica_id": "1"}
 
 
 def test_old_arguments_beside_a_config_are_refused() -> None:
     with pytest.raises(TypeError, match="digest=: put these into config"):
-        ManagerConfig.taken({"digest": "commit"}, ManagerConfig())
+        ManagerConfig.from_deprecated_kwargs({"digest": "commit"}, ManagerConfig())
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,9 @@ def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
     deadline = time.monotonic() + LIMIT.total_seconds()
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(pair.configure, number, "1") for number in range(2)]
-        while not ((store := pair.groups[0]._era.store) and store.missing == ("fft/begun/1",)):
+        while not (
+            (store := pair.groups[0]._generation.store) and store.missing == ("fft/begun/1",)
+        ):
             assert time.monotonic() < deadline, "it does not wait for the other at the store"
         for each in pair.groups:
             each.abort("rolled back")

@@ -20,7 +20,13 @@ from torchft.manager import ManagerClient, ManagerServer
 
 from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
-from fft.train.lighthouse import Ask, Beacon, Named, Quorums, membership_of
+from fft.train.lighthouse import (
+    LazyManagerServer,
+    ListedGroup,
+    QuorumClient,
+    QuorumRequest,
+    membership_of,
+)
 
 TOKEN, OLD = Token(3, 7), Token(3, 6)
 WINDOW = 1.0
@@ -36,58 +42,61 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def ask(**members: int) -> Ask:
-    return Ask(TOKEN, members or {"0": 1, "1": 4}, WINDOW, 0.0)
+def ask(**members: int) -> QuorumRequest:
+    return QuorumRequest(TOKEN, members or {"0": 1, "1": 4}, WINDOW, 0.0)
 
 
 def test_a_quorum_is_had_when_all_have_asked_in_this_txn() -> None:
     asked = ask()
-    assert asked.hear({"0": Named(1, TOKEN), "1": Named(4, OLD)}, 0.1) == set()
-    assert not asked.had, "the call was left over from another txn"
+    assert asked.on_reply({"0": ListedGroup(1, TOKEN), "1": ListedGroup(4, OLD)}, 0.1) == set()
+    assert not asked.granted, "the call was left over from another txn"
     assert (
-        asked.hear({"0": Named(1, TOKEN), "1": Named(4, TOKEN), "x": Named(9, OLD)}, 0.2) == set()
+        asked.on_reply(
+            {"0": ListedGroup(1, TOKEN), "1": ListedGroup(4, TOKEN), "x": ListedGroup(9, OLD)}, 0.2
+        )
+        == set()
     )
-    assert asked.had
+    assert asked.granted
 
 
 def test_one_answer_is_judged_equally_by_all() -> None:
-    answer = {"0": Named(1, TOKEN), "1": Named(4, OLD)}
+    answer = {"0": ListedGroup(1, TOKEN), "1": ListedGroup(4, OLD)}
     ahead, behind = ask(), ask()
-    ahead.hear(answer, 0.1), behind.hear(answer, 0.3)
-    assert ahead.had == behind.had
+    ahead.on_reply(answer, 0.1), behind.on_reply(answer, 0.3)
+    assert ahead.granted == behind.granted
 
 
 def test_group_missing_from_all_answers_is_late_once_per_window() -> None:
     asked = ask()
-    alone = {"0": Named(1, TOKEN)}
-    assert asked.hear(alone, 10.0) == set(), "it may only have asked later"
-    assert asked.hear(alone, 10.9) == set()
-    assert asked.hear(alone, 11.0) == {"1"}
-    assert asked.hear(alone, 11.5) == set()
-    assert asked.hear(alone, 12.0) == {"1"}
+    alone = {"0": ListedGroup(1, TOKEN)}
+    assert asked.on_reply(alone, 10.0) == set(), "it may only have asked later"
+    assert asked.on_reply(alone, 10.9) == set()
+    assert asked.on_reply(alone, 11.0) == {"1"}
+    assert asked.on_reply(alone, 11.5) == set()
+    assert asked.on_reply(alone, 12.0) == {"1"}
 
 
 def test_one_answer_that_names_it_clears_a_group() -> None:
     asked = ask()
-    alone = {"0": Named(1, TOKEN)}
-    asked.hear(alone, 10.0)
-    asked.hear({**alone, "1": Named(4, OLD)}, 10.9)
-    assert asked.hear(alone, 11.1) == set()
+    alone = {"0": ListedGroup(1, TOKEN)}
+    asked.on_reply(alone, 10.0)
+    asked.on_reply({**alone, "1": ListedGroup(4, OLD)}, 10.9)
+    assert asked.on_reply(alone, 11.1) == set()
 
 
 def test_another_process_of_the_name_is_not_the_member() -> None:
     asked = ask()
-    asked.hear({"0": Named(1, TOKEN), "1": Named(5, TOKEN)}, 10.0)
-    assert not asked.had
-    assert asked.hear({"0": Named(1, TOKEN), "1": Named(5, TOKEN)}, 11.0) == {"1"}
+    asked.on_reply({"0": ListedGroup(1, TOKEN), "1": ListedGroup(5, TOKEN)}, 10.0)
+    assert not asked.granted
+    assert asked.on_reply({"0": ListedGroup(1, TOKEN), "1": ListedGroup(5, TOKEN)}, 11.0) == {"1"}
 
 
 def test_a_quorum_once_had_stays_and_the_dead_are_still_missed() -> None:
     asked = ask()
-    asked.hear({"0": Named(1, TOKEN), "1": Named(4, TOKEN)}, 0.1)
-    asked.hear({"0": Named(1, TOKEN)}, 5.0)
-    assert asked.had
-    assert asked.hear({"0": Named(1, TOKEN)}, 6.0) == {"1"}
+    asked.on_reply({"0": ListedGroup(1, TOKEN), "1": ListedGroup(4, TOKEN)}, 0.1)
+    asked.on_reply({"0": ListedGroup(1, TOKEN)}, 5.0)
+    assert asked.granted
+    assert asked.on_reply({"0": ListedGroup(1, TOKEN)}, 6.0) == {"1"}
 
 
 @pytest.mark.parametrize(("given", "meant"), [(None, "register"), ("lighthouse", "lighthouse")])
@@ -186,20 +195,20 @@ class Group:
     """A group's beacon, its requests, and their answers."""
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        self.beacon = Beacon(address, **{**SETTINGS, "replica_id": f"{name}:x"})
+        self.beacon = LazyManagerServer(address, **{**SETTINGS, "replica_id": f"{name}:x"})
         self.name = name
         self.said = threading.Condition()
         self.late: list[set[str]] = []
         self.failures: list[str] = []
-        self.quorums = Quorums(self.beacon, Peer(name, 0, 1), timeout_s, 0.3, self)
+        self.quorums = QuorumClient(self.beacon, Peer(name, 0, 1), timeout_s, 0.3, self)
         self.quorums.start()
 
-    def unnamed(self, token: Token, groups: set[str]) -> None:
+    def on_missing_groups(self, token: Token, groups: set[str]) -> None:
         with self.said:
             self.late.append(groups)
             self.said.notify_all()
 
-    def failed(self, token: Token, why: str) -> None:
+    def on_no_quorum(self, token: Token, why: str) -> None:
         with self.said:
             self.failures.append(why)
             self.said.notify_all()
@@ -303,13 +312,13 @@ def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Pl
 
 
 def test_there_must_be_one_to_be_asked() -> None:
-    nowhere = Beacon("none")
+    nowhere = LazyManagerServer("none")
     with pytest.raises(FftError, match="membership='lighthouse' needs"):
-        Quorums(nowhere, Peer("0", 0, 1), 1.0, 1.0, None)  # type: ignore[arg-type]
+        QuorumClient(nowhere, Peer("0", 0, 1), 1.0, 1.0, None)  # type: ignore[arg-type]
     nowhere.shutdown()
 
 
 @pytest.mark.parametrize("address", ["host:29510", "http://host", "http://host:port", "nonsense"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(FftError, match="must be like http://host:29510"):
-        Beacon(address)
+        LazyManagerServer(address)

@@ -20,14 +20,15 @@ from torchft import ProcessGroupGloo
 
 from fft.errors import FftError
 from fft.train.epoch_groups import EpochGroups
-from fft.train.process_group import ShardProcessGroupGloo, StepState
+from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.state.step_state import StepState
 
 
 @pytest.fixture
 def shard() -> Iterator[ShardProcessGroupGloo]:
     """A group whose collectives return at once."""
     group = ShardProcessGroupGloo()
-    group.be_alone(0, 2)
+    group.use_fake_backend(0, 2)
     yield group
     group.unregister()
 
@@ -72,7 +73,9 @@ def test_parameters_outside_of_models_and_frozen_ones_are_accepted() -> None:
 
 def groups(shard: ShardProcessGroupGloo | None) -> EpochGroups:
     nobody: Any = None
-    made = EpochGroups(nobody, nobody, "", ProcessGroupGloo(), None, alone=True, address="")
+    made = EpochGroups(
+        nobody, nobody, "", ProcessGroupGloo(), None, is_replacement=True, address=""
+    )
     if shard is not None:
         vars(made)["shard"] = SimpleNamespace(pg=shard)
     return made

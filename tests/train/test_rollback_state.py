@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fft.errors import StateMismatch
-from fft.train.process_group import StepState
-from fft.train.state.step_state import TornState
+from fft.train.state.step_state import StepState, TornState
 
 
 class Model(nn.Module):

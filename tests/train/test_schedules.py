@@ -15,8 +15,8 @@ import fft
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
-from fft.train.data.drawn import ALONE, SHARDED
 from fft.train.data.source import Inputs, as_source
+from fft.train.data.step_input import LOCAL_STEPS, SHARDED
 from fft.train.transaction import Transaction
 from fft.train.updates import Updates, length_of
 
@@ -119,7 +119,7 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
     assert endless is not None
     with pytest.raises(FftError, match=r"an fft\.CursorLoader with data_epochs="):
         _ = endless.progress
-    for counted in (SHARDED, ALONE):
+    for counted in (SHARDED, LOCAL_STEPS):
         with pytest.raises(FftError, match=r"^txn\.progress: not available for .*(sharded|local)"):
             _ = replace(endless, counted=counted).progress
 

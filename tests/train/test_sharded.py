@@ -17,7 +17,7 @@ from fft.protocol.invariants import Finding
 from fft.trace.inputs import Given, Inputs, Items, Owed, judge_shards, told_of_ids
 from fft.train.data import retries, sharded
 from fft.train.data.digests import ids_of
-from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
+from fft.train.data.sharded import ShardedInputs, ShardedSource, ShardStateStore
 
 
 class Share:
@@ -49,7 +49,7 @@ class Job:
         self.consumed: list[int] = []
 
     def source(self, group: int, rank: int = 0, loader: Any = None) -> ShardedSource:
-        shelf = Shelf(self.shelf.get, self.shelf.__setitem__)
+        shelf = ShardStateStore(self.shelf.get, self.shelf.__setitem__)
         loader = loader or Share(group + 10 * rank if self.kind == "rank" else group)
         return ShardedSource(loader, self.kind, str(group), rank, self.ranks, shelf)  # type: ignore[arg-type]
 

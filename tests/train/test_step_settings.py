@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fft.train.process_group import ShardProcessGroupGloo, StepState
+from fft.train.process_group import ShardProcessGroupGloo
 from fft.train.reducer import Reducer
+from fft.train.state.step_state import StepState
 
 _AFTER_THE_STEP = {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}
 """Setters that need a default process group or CUDA; a test below covers their effects."""
@@ -22,7 +23,7 @@ _AFTER_THE_STEP = {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh whose collectives return at once."""
     group = ShardProcessGroupGloo()
-    group.be_alone(0, 2)
+    group.use_fake_backend(0, 2)
     yield group.mesh()
     group.unregister()
 

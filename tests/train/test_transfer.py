@@ -110,16 +110,16 @@ def refused(receiver: StateTransfer, sender: StateTransfer, step: int, said: str
 def test_each_thing_that_is_not_the_state_asked_for_is_named(make: Make) -> None:
     sender, receiver, stranger = make(timeout=SOON), make(), make(JobToken.fresh())
     refused(receiver, sender, 1, "503 no state is offered")
-    sender.about = receiver.about = "epoch 4, lineage ab"
+    sender.state_id = receiver.state_id = "epoch 4, lineage ab"
     sender.send_checkpoint([1], 1, state(), LIMIT)
     refused(receiver, sender, 2, "409 this rank offers the state of another step")
     refused(stranger, sender, 1, "403 .*token")
-    receiver.about = "epoch 5, lineage ab"
+    receiver.state_id = "epoch 5, lineage ab"
     refused(receiver, sender, 1, "409 this rank offers the state of another step")
     with pytest.raises(TransferError, match="not an address of FFT's state transfer"):
         receiver.recv_checkpoint(0, "nccl://x", 1, LIMIT)
     small = make(max_bytes=1000)
-    small.about = sender.about
+    small.state_id = sender.state_id
     refused(small, sender, 1, "limit here is 1000")
     sender.disallow_checkpoint()
     refused(receiver, sender, 1, "503 no state is offered")

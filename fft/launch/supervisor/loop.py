@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import selectors
 import signal
@@ -63,6 +64,7 @@ from fft.messages.fault_plans import (
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
+from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
 from fft.trace.tail import Injected, JobView, TraceTail
 from fft.util.log_sampler import LogSampler
@@ -445,6 +447,8 @@ class Supervisor:
         """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._faults.plan)
+        if self._judgement.has_services:
+            forget_ends(self._config.trace_dir)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
         try:
             self._links.open(self._services.bus_url)
@@ -986,6 +990,11 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         self._diagnoser.close()
         reap_all(left)
+        try:
+            note_ends(self._config.trace_dir, f"{socket.gethostname()}-{os.getpid()}")
+        except OSError as error:
+            text = "the ends of the traces cannot be noted, so an audit misses removed lines: %s"
+            logger.warning(text, error)
         for group in self._groups.values():
             group.close()
         self._tail.close()

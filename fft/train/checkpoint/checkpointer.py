@@ -27,13 +27,13 @@ from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.due import Due, Named, tell_left_out
+from fft.train.checkpoint.due import CheckpointSchedule, Named, tell_left_out
 from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.loading import Loader, refuse_at_once
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.checkpoint.stores import open_store
 from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, WriterContext, Writers
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import CheckpointHooks
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Pending(NamedTuple):
 class Checkpointer(CheckpointHooks):
     """The checkpoints of one rank; its methods run on the main thread."""
 
-    def __init__(self, plan: Checkpointing, rank: Rank) -> None:
+    def __init__(self, plan: Checkpointing, rank: RankContext) -> None:
         """Open the checkpoint store.
 
         Raises:
@@ -64,8 +64,8 @@ class Checkpointer(CheckpointHooks):
         self._rank, self._job, self._state = rank, rank.job, rank.state
         self._loader = Loader(plan, self.checkpoints, rank)
         self._copies = Copies(rank.state)
-        self._due: Due = rank.state.paradigm.schedule(plan, lambda: self._writers.is_writing)
-        peer, tell = rank.job.peer, rank.job.tell
+        self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
+        peer, tell = rank.job.peer, rank.job.report_checkpoint
         place = (peer.group, peer.rank)
         self._context = WriterContext(self.checkpoints, self._due, place, plan.keep, tell)
         self._writers = Writers(self._context)
@@ -80,6 +80,9 @@ class Checkpointer(CheckpointHooks):
         """This rank has seen the last commit."""
         self._is_too_often = False
         """The warning was logged that a checkpoint is due before the previous one is written."""
+
+    def _is_writing(self) -> bool:
+        return self._writers.is_writing
 
     def resume(self) -> None:
         """See `Loader.resume`."""
@@ -217,7 +220,7 @@ class Checkpointer(CheckpointHooks):
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        tell_left_out(self._job.tell, attempt.named.step, why, too_often)
+        tell_left_out(self._job.report_checkpoint, attempt.named.step, why, too_often)
         self._writers.decline(attempt)
 
     def _decline_for_absent(self, attempt: Attempt) -> None:
@@ -249,7 +252,7 @@ class Checkpointer(CheckpointHooks):
             snapshot = self._copies.begin(shared, attempt.gives)
         except (TypeError, FftError, RuntimeError) as error:
             logger.error("no checkpoint of step %d: %s", step, error)
-            self._job.tell("checkpoint_failed", {"step": step, "error": str(error)})
+            self._job.report_checkpoint("checkpoint_failed", {"step": step, "error": str(error)})
             return None
         stall_ms = round((time.monotonic() - began) * 1e3, 3)
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})

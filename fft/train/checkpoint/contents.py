@@ -32,8 +32,8 @@ from fft.train.checkpoint.files import File, file_stem
 from fft.train.checkpoint.stores import Store
 from fft.train.local_tensors import edit_count, local_of
 from fft.train.rank_state import RankState
+from fft.train.state.plain_state import merged, plain
 from fft.train.state.random_states import export_random
-from fft.train.state.serial import merged, plain
 from fft.train.state.step_state import export_parameters
 
 # --- the files of a rank ---

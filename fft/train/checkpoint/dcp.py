@@ -27,7 +27,7 @@ from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.contents import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.files import Checkpoints, File, Manifest, Scope, name_of, partial_name
 from fft.train.checkpoint.loading import part_of, tree_of, unsharded
-from fft.train.state.composite import CLASS, is_marked
+from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__
 
 WRITER = "import"

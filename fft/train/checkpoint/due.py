@@ -62,7 +62,7 @@ class Named(NamedTuple):
     """This rank's stage had no commit at which it could be taken, so the rank delivers nothing."""
 
 
-class Due(ABC):
+class CheckpointSchedule(ABC):
     """The rule by which a checkpoint is due to a rank, and by which ranks are waited for.
 
     Attributes:
@@ -124,7 +124,7 @@ class Due(ABC):
         return iter(())
 
 
-class DueByRecord(Due):
+class DueByRecord(CheckpointSchedule):
     """The rule for groups that are in every txn of the job."""
 
     def __init__(self, plan: Checkpointing, job: Participation) -> None:
@@ -142,7 +142,7 @@ class DueByRecord(Due):
         self._ends = plan.token if last else None
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """See `Due.due`."""
+        """See `CheckpointSchedule.due`."""
         return named_after(self._job, record, epoch) if self._is_due(record, epoch) else None
 
     def _is_due(self, record: Record, epoch: Record) -> bool:
@@ -159,16 +159,17 @@ class DueByRecord(Due):
         return True
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `Due.left`: groups that are not in the job's newest epoch."""
+        """See `CheckpointSchedule.left`: groups that are not in the job's newest epoch."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """See `Due.is_awaited`: a rank delivers only when its script asks for the next txn."""
+        """See `CheckpointSchedule.is_awaited`: a rank delivers only when its script asks for the
+        next txn."""
         local = self._job.local
         return local is not None and local.lineage == record.lineage
 
     def left_alone(self, record: Record) -> Named | None:
-        """See `Due.left_alone`."""
+        """See `CheckpointSchedule.left_alone`."""
         group = self._job.peer.group
         if self._last is not None:
             commit, epoch = self._last
@@ -248,7 +249,7 @@ def decode_words(data: bytes) -> tuple[Word, ...]:
         raise ValueError(f"the register {AT} holds no words of checkpoints") from error
 
 
-class DueByWord(Due):
+class DueByWord(CheckpointSchedule):
     """The common part of the rules by which one rank names a txn before it votes.
 
     Args:
@@ -270,7 +271,8 @@ class DueByWord(Due):
         self._since = 0.0
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `Due.before_vote`: name this txn if this rank names checkpoints and one is due."""
+        """See `CheckpointSchedule.before_vote`: name this txn if this rank names checkpoints and
+        one is due."""
         epoch, step = epoch_to_name_in(self._job, plan), plan.step + (not skip)
         if epoch is None:
             return
@@ -292,7 +294,10 @@ class DueByWord(Due):
             self._give_up(step, f"it could not be named: {error}")
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """See `Due.due`. The last commit of the job has a checkpoint even if it was not named."""
+        """See `CheckpointSchedule.due`.
+
+        The last commit of the job has a checkpoint even if it was not named.
+        """
         if record.skip and not record.last:
             return None
         try:
@@ -343,7 +348,7 @@ class DueByWord(Due):
         return not self._words or time.monotonic() - self._since >= seconds
 
     def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
-        tell_left_out(self._job.tell, step, why, too_often)
+        tell_left_out(self._job.report_checkpoint, step, why, too_often)
 
 
 def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:

@@ -41,13 +41,13 @@ from fft.train.checkpoint.files import (
 )
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.local_tensors import local_of, same_bits
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.scope import RankScope
-from fft.train.state.composite import CLASS, is_marked
+from fft.train.state.plain_state import with_layout_of
 from fft.train.state.random_states import load_random
-from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
+from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Loader:
         origin: The checkpoint that this job resumed from, if any.
     """
 
-    def __init__(self, plan: Checkpointing, checkpoints: Checkpoints, rank: Rank) -> None:
+    def __init__(self, plan: Checkpointing, checkpoints: Checkpoints, rank: RankContext) -> None:
         self.origin: Origin | None = None
         self._plan, self._checkpoints = plan, checkpoints
         self._job, self._scope, self._state = rank.job, rank.scope, rank.state
@@ -220,7 +220,7 @@ class Loader:
             state.paradigm.load_checkpoint(tree["state"], own, local.get("buffers"))
         for key, load in loads.items():
             try:
-                load(spread_as(tree["user"][key], None, f"state_dict of {key!r}"))
+                load(with_layout_of(tree["user"][key], None, f"state_dict of {key!r}"))
             except Exception as error:  # the script's own
                 error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
                 raise

@@ -24,7 +24,7 @@ import torch
 from fft.errors import FftError
 from fft.messages.protocol import Record
 from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import Due, Named, Note, tell_left_out
+from fft.train.checkpoint.due import CheckpointSchedule, Named, Note, tell_left_out
 from fft.train.checkpoint.files import (
     Checkpoints,
     File,
@@ -128,7 +128,7 @@ class WriterContext:
     """
 
     checkpoints: Checkpoints
-    due: Due
+    due: CheckpointSchedule
     place: tuple[str, int]
     keep: int
     note: Note

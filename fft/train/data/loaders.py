@@ -33,8 +33,8 @@ from fft.train.data.source import (
     Due,
     Identified,
     Identify,
+    check_same_data,
     named,
-    same_data,
 )
 from fft.train.data.worker import (
     Answer,
@@ -240,7 +240,7 @@ class _Loader(Identified):
         return self._identity
 
     def load(self, state: Any, first: int) -> None:
-        same_data(self, self._identity, state)
+        check_same_data(self, self._identity, state)
 
     def fingerprint(self, first: int, count: int) -> str | None:
         """Return a digest of the settings and, if possible, of a part of the data.

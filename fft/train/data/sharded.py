@@ -23,10 +23,10 @@ import torch
 from fft.errors import BusError, DataError
 from fft.messages.effects import StartTxn
 from fft.train.data.batch_copy import copied
-from fft.train.data.drawn import SHARDED, Drawn
 from fft.train.data.retries import is_ahead, retried
 from fft.train.data.source import DataSource, Due, Identify, StreamSource, named
-from fft.train.state.serial import plain
+from fft.train.data.step_input import SHARDED, StepInput
+from fft.train.state.plain_state import plain
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LONGEST_STATE = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ShardStateStore:
     """Access to the published states of the shards on the bus.
 
     Attributes:
@@ -78,7 +78,7 @@ class ShardedSource:
         group: str,
         rank: int,
         ranks: int,
-        shelf: Shelf,
+        shelf: ShardStateStore,
         identify: Identify | None = None,
     ) -> None:
         _refuse_unfit(loader, kind)
@@ -91,7 +91,7 @@ class ShardedSource:
         self._ranks = ranks
         self._publishes = kind == "rank" or rank == 0
         self._published_at = -PUBLISH_S
-        self._expected: set[str] = set()
+        self._checkpoint_groups: set[str] = set()
         """Groups with a shard in the checkpoint that this job resumes from."""
         self._stream = StreamSource(loader, identify, f" of shard {self.shard}")
         self.alive: Callable[[], object] = lambda: None
@@ -243,10 +243,10 @@ class ShardedSource:
                 f"this is group {self._group!r}, whose shard would overlap with theirs. {_RESHARD}"
             )
         self.load(state, first)
-        self._expected = groups
+        self._checkpoint_groups = groups
 
     def _refuse_missing(self, plan: StartTxn) -> None:
-        expected, self._expected = self._expected, set()
+        expected, self._checkpoint_groups = self._checkpoint_groups, set()
         if missing := sorted(expected - set(plan.members)):
             raise DataError(
                 f"the checkpoint has the shards of the groups {', '.join(sorted(expected))}, and "
@@ -335,7 +335,7 @@ class ShardedInputs:
     def alive(self, alive: Callable[[], object]) -> None:
         self._source.alive = alive
 
-    def draw(self, plan: StartTxn) -> Drawn | None:
+    def draw(self, plan: StartTxn) -> StepInput | None:
         """Return the input for ``plan``, or None if the shard has ended; not in a step function."""
         began, source = time.monotonic(), self._source
         try:
@@ -351,7 +351,7 @@ class ShardedInputs:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         waited_ms = self._waited_s * 1e3
-        return Drawn(
+        return StepInput(
             batch,
             is_last,
             waited_ms,

@@ -23,19 +23,19 @@ from typing import Any, Protocol, runtime_checkable
 from fft.errors import DataError, FftError, UnequalData
 from fft.messages.effects import StartTxn
 from fft.train.data.digests import combined, digest_of, ids_of, runs_no_code
-from fft.train.data.drawn import ALONE, NO_DATA_EPOCHS, DataEpochs, Drawn
 from fft.train.data.retries import forbid_retry, is_ahead, name_item, retried
+from fft.train.data.step_input import LOCAL_STEPS, NO_DATA_EPOCHS, DataEpochs, StepInput
 from fft.util.files import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
 Identify = Callable[[Any], Any]
 """Function that maps a batch to its identity, such as its sample ids."""
-ORDER_MEND = (
+ORDER_FIX = (
     "pass a loader whose state restores the order, such as fft.CursorLoader or fft.StreamLoader, "
     "to transactions()"
 )
-AUGMENTATION_MEND = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
+AUGMENTATION_FIX = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
 BATCHES_AS_ORDER = "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch]"
 BATCHES_OF = (
     "batches_of(n) returns the batches of data epoch n, which have batch_size samples each and "
@@ -132,7 +132,7 @@ class ItemsSource(Identified):
         return {"items": len(self._items)}
 
     def load(self, state: Any, first: int) -> None:
-        same_data(self, {"items": len(self._items)}, state)
+        check_same_data(self, {"items": len(self._items)}, state)
 
     @property
     def items_in_all(self) -> int:
@@ -282,8 +282,8 @@ class StreamSource(Identified):
                 f"{named(self._loader)} does not continue with the same items after "
                 f"load_state_dict: item {number} has digest {digest} here, and had {expected} in "
                 "the process that saved the state. Items would be trained twice or never. Causes "
-                f"and fixes: (1) the state does not restore the order: {ORDER_MEND}. (2) Only "
-                f"random augmentation differs: {AUGMENTATION_MEND}"
+                f"and fixes: (1) the state does not restore the order: {ORDER_FIX}. (2) Only "
+                f"random augmentation differs: {AUGMENTATION_FIX}"
             )
         return digest
 
@@ -385,8 +385,9 @@ def as_source(
     raise DataError(
         f"transactions() was given {named(loader)}, which has no state_dict and load_state_dict: "
         "neither a group that joins nor a job that resumes could continue at its item. Pass "
-        f"{_mend(loader)}; or a stateful loader, such as torchdata's StatefulDataLoader; or "
-        "replay_only=True, if no group will join and the job will not be resumed"
+        f"{_suggested_loader(loader)}; or a stateful loader, such as torchdata's "
+        "StatefulDataLoader; or replay_only=True, if no group will join and the job will not be "
+        "resumed"
     )
 
 
@@ -404,7 +405,7 @@ def _is_loader(value: Any) -> bool:
     )
 
 
-def _mend(loader: Any) -> str:
+def _suggested_loader(loader: Any) -> str:
     """Return the expression that can replace ``loader`` in the script."""
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
@@ -442,7 +443,7 @@ def named(loader: Any) -> str:
     return f"a {type(loader).__module__}.{type(loader).__qualname__}".replace("builtins.", "")
 
 
-def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
+def check_same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
     """Compare the ``export`` of a peer with that of this source.
 
     Raises:
@@ -478,7 +479,7 @@ class Inputs:
         self._source, self._ranks, self._rank = source, ranks, rank
         self._step, self._waited_s = -1, 0.0
 
-    def draw(self, plan: StartTxn) -> Drawn | None:
+    def draw(self, plan: StartTxn) -> StepInput | None:
         """Return the input for ``plan``, or None if the data have ended; not in a step function.
 
         A spare, and a group that fetches its state in this txn, take the first group's items.
@@ -520,7 +521,7 @@ class Inputs:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         waited_ms, epochs = self._waited_s * 1e3, self._data_epochs(plan, is_last)
-        return Drawn(
+        return StepInput(
             batch,
             is_last,
             waited_ms,
@@ -533,7 +534,7 @@ class Inputs:
         )
 
     def _consumed(self, plan: StartTxn, is_last: bool) -> float | None:
-        """Return `Drawn.consumed`.
+        """Return `StepInput.consumed`.
 
         Remaining items that do not suffice for another txn count as consumed.
         """
@@ -544,7 +545,10 @@ class Inputs:
         return 1.0 if is_last else min(1.0, done)
 
     def _data_epochs(self, plan: StartTxn, is_last: bool) -> DataEpochs | str:
-        """Return `Drawn.counted`. The last txn ends the data epoch even if a few items remain."""
+        """Return `StepInput.counted`.
+
+        The last txn ends the data epoch even if a few items remain.
+        """
         size = getattr(self._source, "items_of_pass", None)
         if size is None:
             return NO_DATA_EPOCHS
@@ -611,7 +615,7 @@ class LeasedInputs:
     def _hold(self, slices: int) -> bool:
         return self._source.holds(0, slices * self._steps * self._ranks)
 
-    def draw(self, lease: int, position: int) -> Drawn:
+    def draw(self, lease: int, position: int) -> StepInput:
         """Return the input of a step; not in a step function.
 
         Args:
@@ -634,4 +638,4 @@ class LeasedInputs:
         if number != self._at:
             self._at, self._waited_s = number, 0.0
         self._waited_s += time.monotonic() - began
-        return Drawn(batch, False, self._waited_s * 1e3, lease, number, ALONE)
+        return StepInput(batch, False, self._waited_s * 1e3, lease, number, LOCAL_STEPS)

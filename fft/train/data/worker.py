@@ -117,7 +117,7 @@ class Substreams:
 
 _LAUNCHERS_S = 30.0
 """Time from SIGTERM to SIGKILL by a launcher that sets no limit, such as torchrun, in seconds."""
-_AFTER_S = 10.0
+_KILL_DELAY_S = 10.0
 """Seconds from the deadline of a drain to the end of a worker whose trainer still lives."""
 
 
@@ -192,7 +192,7 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     # User code expects its own dataset there; the object is frozen.
     object.__setattr__(info, "dataset", info.dataset.data.origin)
     atexit.register(_end_now)
-    Queue._on_queue_feeder_error = _instead_of_what_cannot_be_sent  # type: ignore[attr-defined]
+    Queue._on_queue_feeder_error = _send_pickling_error  # type: ignore[attr-defined]
     if users is not None:
         users(worker)
 
@@ -204,7 +204,7 @@ def _end_later(_number: int, _frame: FrameType | None) -> None:
     to commit once more, and ends its workers itself. Python ends remaining child processes by
     SIGTERM, so the signal must have an effect.
     """
-    timer = threading.Timer(_limit_s() + _AFTER_S, os.kill, (os.getpid(), signal.SIGKILL))
+    timer = threading.Timer(_limit_s() + _KILL_DELAY_S, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
 
@@ -229,7 +229,7 @@ def _end_now() -> None:
     os._exit(0)
 
 
-def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> None:
+def _send_pickling_error(queue: Any, error: Exception, sent: Any) -> None:
     """Send the reason why an answer cannot be pickled, because the trainer waits for an answer.
 
     Replaces ``multiprocessing``'s hook in a worker, which only prints the error.

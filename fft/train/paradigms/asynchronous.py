@@ -17,7 +17,7 @@ from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
-from fft.train.checkpoint.due import Due, DueByWord
+from fft.train.checkpoint.due import CheckpointSchedule, DueByWord
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.source import LeasedInputs
 from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
@@ -68,7 +68,7 @@ class Asynchronous(Periodic):
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         return AsynchronousLoop(self._rank, loop, synchronizer, None)
 
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         return DueToLocal(plan, self._rank.job, self._rank.job.bus, is_writing)
 
 
@@ -133,7 +133,7 @@ class DueToLocal(DueByWord):
     """The rule for groups that may be in their local phase while others synchronize."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `Due.left`: a group in its local phase is still in the job."""
+        """See `CheckpointSchedule.left`: a group in its local phase is still in the job."""
         local = self._job.local
         if local is None or local.head is None or local.head.n < record.n or record.last:
             return frozenset()

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from fft.errors import FftError
-from fft.train.checkpoint.due import Due, DueByRecord
+from fft.train.checkpoint.due import CheckpointSchedule, DueByRecord
 from fft.train.checkpoint.loading import completed, refuse_other_kind
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.lighthouse_vote import preconditions_of
 from fft.train.paradigms.paradigm import Committed, Paradigm, SharedState, VotePrecondition
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.reducer import Reducer
 from fft.train.transaction import Transaction, TransactionLoop
 
@@ -27,7 +27,7 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     can_reform = True
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self._rank = rank
 
     # --- the job ---
@@ -96,11 +96,11 @@ class Lockstep(Paradigm[TransactionLoop]):
         self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
     ) -> Iterator[Transaction]:
         yield from loop.txns(source, max_steps)
-        self._rank.state.end_gathering()
+        self._rank.state.reshard_models()
 
     # --- checkpoints ---
 
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         return DueByRecord(plan, self._rank.job)
 
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch import nn
 from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
 from fft.protocol.state import Config
-from fft.train.checkpoint.due import Due
+from fft.train.checkpoint.due import CheckpointSchedule
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
@@ -67,7 +67,7 @@ class VotePrecondition(Protocol):
             NoLighthouseQuorum: the condition has failed in too many attempts in a row.
         """
 
-    def unmet(self, plan: StartTxn) -> Exception | None:
+    def wait_until_met(self, plan: StartTxn) -> Exception | None:
         """Wait until the condition holds. Return the reason for a NO if it does not."""
 
     def end(self) -> None:
@@ -230,7 +230,7 @@ class Paradigm(ABC, Generic[LoopT]):
     # --- checkpoints ---
 
     @abstractmethod
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         """Return the checkpoint schedule of this rank.
 
         Args:

@@ -17,7 +17,7 @@ from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.pipeline.paradigm import Pipelined
 from fft.train.paradigms.stages.paradigm import Ahead
 from fft.train.paradigms.stages.scope import StageScope, scope_of_stage
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.scope import RankScope
 from fft.train.settings import Settings
 from fft.train.transaction import TransactionLoop
@@ -44,7 +44,7 @@ def scope_of(
     return RankScope(settings.spec, job_bus)
 
 
-def paradigm_of(rank: Rank) -> Paradigm[TransactionLoop]:
+def paradigm_of(rank: RankContext) -> Paradigm[TransactionLoop]:
     """Return the paradigm that the spec of ``rank`` names.
 
     Raises:

@@ -35,21 +35,21 @@ from torchft.process_group import (
 from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_unreachable
 from fft.errors import DeviceLost
 from fft.train import accelerator
-from fft.train.nccl_library import outlive_aborts
+from fft.train.nccl_library import configure_nccl_env
 from fft.train.process_group import sockets
 from fft.train.process_group.backend import TrackedBackend
-from fft.train.process_group.freeing import time_left
 from fft.train.process_group.gloo import check_interfaces, device_makers, gloo_group
-from fft.train.process_group.op_names import GroupAborted
+from fft.train.process_group.gloo_waits import time_left
+from fft.train.process_group.op_errors import GroupAborted
 from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore, store_client
 from fft.train.process_group.shard import ShardGroup
 from fft.train.process_group.sockets import Address
-from fft.train.process_group.works import Era, TrackedWork, forget_ended
+from fft.train.process_group.works import Generation, TrackedWork, forget_ended
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS_KEY = "fft/listeners/{rank}"
-_MET_KEY = "fft/met/{rank}"
+_USED_KEY = "fft/met/{rank}"
 # Pauses between two polls of pending Works, in seconds. torch's waits are no alternative, because
 # they raise the op's error or block an accelerator stream.
 _FIRST_PAUSE = 0.0001
@@ -59,7 +59,7 @@ _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and writ
 _ROUNDS_NS = 5_000_000
 # How long close() waits for pending ops and for the thread of the last configure(), in seconds.
 _CLOSE_LIMIT = 5.0
-_PATIENCE_S = 3.0
+_PROBE_AFTER_S = 3.0
 """Time without a connection of gloo until `_unreached` searches for missing members, in seconds.
 
 With `PROBE_S` it stays below the 10 s in which the address of a missing member is reported.
@@ -72,7 +72,7 @@ _stranded_lock = threading.Lock()
 
 
 @dataclass
-class _Still:
+class _OpsSnapshot:
     """A snapshot of gloo ops that do not end. Two equal ones show that the ops no longer write.
 
     Each op thread sleeps between the two, and only its timeout can wake it: each connection is
@@ -89,11 +89,11 @@ class _Still:
     ran: dict[str, int]
     """Run time of each gloo loop that does not sleep, in nanoseconds."""
 
-    def like(self, before: _Still) -> bool:
+    def is_unchanged_since(self, before: _OpsSnapshot) -> bool:
         """Return whether nothing except loops has moved since ``before``."""
         return self.parked == before.parked and self.open == before.open
 
-    def is_for_good(self, before: _Still) -> bool:
+    def is_permanent(self, before: _OpsSnapshot) -> bool:
         """Return whether this snapshot and an equal earlier one show that nothing will move."""
         if not self.open:
             return True
@@ -138,8 +138,8 @@ class AbortableGroup:
             check_interfaces()
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
-        self._era = Era(name)
-        self._past: list[Era] = []
+        self._generation = Generation(name)
+        self._past: list[Generation] = []
         # Store clients by host:port, kept for the next rendezvous there. For a new connection torch
         # looks up host names on both ends, also on the store's only thread. That takes seconds with
         # a slow name server.
@@ -190,19 +190,21 @@ class AbortableGroup:
                 self._target.check_shape(rank, world_size)
             self.abort("the process group is being reconfigured")
             self.quiesce(limit)
-            era = self._begin(call)
-            given = era, call, deadline, _current_accelerator()
+            generation = self._begin(call)
+            given = generation, call, deadline, _current_accelerator()
             self._worker = threading.Thread(
                 target=self._build, args=given, name="fft-configure", daemon=True
             )
             self._worker.start()
-            while not era.settled.wait(min(_PATIENCE_S, time_left(deadline).total_seconds())):
+            while not generation.settled.wait(
+                min(_PROBE_AFTER_S, time_left(deadline).total_seconds())
+            ):
                 if time.monotonic() >= deadline:
-                    raise self._give_up(era, limit)
-                if unreached := _unreached(era):
+                    raise self._give_up(generation, limit)
+                if unreached := _unreached(generation):
                     self.abort(unreached)
                     raise ConnectionError(unreached)
-        self._raise_failure(era)
+        self._raise_failure(generation)
 
     def abort(self, cause: str) -> None:
         """Fail every op that is pending on this group in this process, and refuse new ones.
@@ -212,26 +214,26 @@ class AbortableGroup:
         ops may still be written until `quiesce` has returned.
         """
         with self._lock:
-            era = self._era
-            first = era.cause is None
+            generation = self._generation
+            first = generation.cause is None
             if first:
-                era.cause = cause
+                generation.cause = cause
         if not first:
             return
-        era.settled.set()
-        era.attendants.close()
-        store = era.store
+        generation.settled.set()
+        generation.waiters.close()
+        store = generation.store
         if store is not None:
             store.cancel(cause)
         if self._gloo:
             # Shut down reading first, so that gloo closes the connection by itself. A write that
             # failed before that would leave its waiter asleep.
-            sockets.shut_down(era.own, era.peers, writing=False)
-            for work in list(era.works):
+            sockets.shut_down(generation.own, generation.peers, writing=False)
+            for work in list(generation.works):
                 work.free()
         else:
             self._native_abort()
-            self._entomb(era)
+            self._refuse_ops(generation)
 
     def cut(self) -> int:
         """Shut down the group's connections like a failing network, to inject a fault.
@@ -241,8 +243,8 @@ class AbortableGroup:
         Returns:
             The number of connections.
         """
-        era = self._era
-        return len(sockets.shut_down(era.own, era.peers, writing=True))
+        generation = self._generation
+        return len(sockets.shut_down(generation.own, generation.peers, writing=True))
 
     def quiesce(self, timeout: timedelta) -> None:
         """Wait after `abort` until no op of the old group can write a tensor any more.
@@ -254,51 +256,51 @@ class AbortableGroup:
             DeviceLost: The device has failed.
             RuntimeError: The group is not aborted.
         """
-        era = self._era
-        if era.cause is None:
+        generation = self._generation
+        if generation.cause is None:
             raise RuntimeError("quiesce() needs an aborted process group: call abort() first")
         deadline = time.monotonic() + timeout.total_seconds()
         pause = _FIRST_PAUSE
-        seen: _Still | None = None
-        while era.count() and not era.stranded:
+        seen: _OpsSnapshot | None = None
+        while generation.count() and not generation.stranded:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{era.describe()} still pending {timeout.total_seconds():g} s after abort "
-                    f"({era.cause})"
+                    f"{generation.describe()} still pending {timeout.total_seconds():g} s after "
+                    f"abort ({generation.cause})"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             if self._gloo:
-                closely = pause == _LONGEST_PAUSE
-                now = self._look(era, closely)
-                if now is None or seen is None or not now.like(seen):
+                thorough = pause == _LONGEST_PAUSE
+                now = self._snapshot(generation, thorough)
+                if now is None or seen is None or not now.is_unchanged_since(seen):
                     seen = now
                 else:
-                    era.stranded = closely and now.is_for_good(seen)
-        self._entomb(era)
+                    generation.stranded = thorough and now.is_permanent(seen)
+        self._refuse_ops(generation)
         # wait for work that the ops queued on a device, such as copying back reduced tensors
         accelerator.wait(time_left(deadline))
 
-    def _look(self, era: Era, closely: bool) -> _Still | None:
+    def _snapshot(self, generation: Generation, thorough: bool) -> _OpsSnapshot | None:
         """Return a snapshot of the group's ops, or None if one of them moves.
 
-        Without ``closely``, a connection that gloo has not closed counts as a move, because gloo is
-        usually about to close it.
+        Without ``thorough``, a connection that gloo has not closed counts as a move, because gloo
+        is usually about to close it.
         """
         # an op that was just starting may have opened a connection since
-        open_ = sockets.shut_down(era.own, era.peers, writing=True)
-        for work in list(era.works):
+        open_ = sockets.shut_down(generation.own, generation.peers, writing=True)
+        for work in list(generation.works):
             if isinstance(work, TrackedWork):
                 work.end()
-        if era.entering or (open_ and not closely):
+        if generation.entering or (open_ and not thorough):
             return None
         parked = sockets.parked_threads(_OP_THREAD)
         ran = sockets.run_times(_LOOP_THREAD) if open_ else {}
-        return None if parked is None else _Still(parked, open_, ran)
+        return None if parked is None else _OpsSnapshot(parked, open_, ran)
 
     def pending(self) -> int:
         """Return the number of incomplete ops issued through the group since configure()."""
-        return self._era.count()
+        return self._generation.count()
 
     def close(self) -> None:
         """Abort, drop the backend, delete this member's rendezvous keys, and remove the hooks."""
@@ -309,8 +311,8 @@ class AbortableGroup:
             logger.warning("the %s group is closed without its device: %s", self.name, lost)
         if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
-        for era in (*self._take_past(), self._era):
-            self._retire(era, everyone=False)
+        for generation in (*self._take_past(), self._generation):
+            self._release(generation, everyone=False)
         self._clients.clear()
         self._devices.clear()
         for name in self._hooks:
@@ -321,19 +323,21 @@ class AbortableGroup:
 
     # -- configuring
 
-    def _begin(self, call: ConfigureCall) -> Era:
+    def _begin(self, call: ConfigureCall) -> Generation:
         if self._wrapper:
-            call.note_in(self._target)
-        era = Era(self.name, call.rank, call.world_size)
+            call.apply_to(self._target)
+        generation = Generation(self.name, call.rank, call.world_size)
         if self._wrapper:
-            era.timeout = self._target._timeout
+            generation.timeout = self._target._timeout
         with self._lock:
-            self._past.append(self._era)
-            self._era = era
-        self._entomb(era)
-        return era
+            self._past.append(self._generation)
+            self._generation = generation
+        self._refuse_ops(generation)
+        return generation
 
-    def _build(self, era: Era, call: ConfigureCall, deadline: float, device: int | None) -> None:
+    def _build(
+        self, generation: Generation, call: ConfigureCall, deadline: float, device: int | None
+    ) -> None:
         """Run the rendezvous and build the backend, on a thread of its own.
 
         The thread outlives its configure() only if that call was aborted or has timed out.
@@ -342,47 +346,49 @@ class AbortableGroup:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)
-            backend = self._make(era, call, deadline)
+            backend = self._make(generation, call, deadline)
         except Exception as error:  # noqa: BLE001 - raised again in configure()
-            era.error = error
+            generation.error = error
         with self._lock:
-            kept = era.cause is None and backend is not None
+            kept = generation.cause is None and backend is not None
             if kept:
-                era.backend = backend
+                generation.backend = backend
                 if self._wrapper:
-                    self._target._pg = TrackedBackend(backend, era, self._gloo, self._get_waiting)
-        era.settled.set()
+                    self._target._pg = TrackedBackend(
+                        backend, generation, self._gloo, self._get_waiting
+                    )
+        generation.settled.set()
         if kept:
             for past in self._take_past():
-                self._retire(past, everyone=True)  # all members are past that rendezvous
+                self._release(past, everyone=True)  # all members are past that rendezvous
             return
-        sockets.shut_down(era.own, era.peers, writing=True)
+        sockets.shut_down(generation.own, generation.peers, writing=True)
         if backend is not None and self._wrapper and not self._gloo:
             _discard(backend)
         del backend
-        if era.store is not None:
-            era.store.reclaim(everyone=False)
+        if generation.store is not None:
+            generation.store.reclaim(everyone=False)
 
-    def _make(self, era: Era, call: ConfigureCall, deadline: float) -> object:
+    def _make(self, generation: Generation, call: ConfigureCall, deadline: float) -> object:
         if not self._wrapper:
             self._native_configure(*call.as_args())
             return self._target
-        era.store_addr, _, prefix = call.store_addr.partition("/")
-        era.client = self._take_client(era.store_addr, deadline)
-        store = RendezvousStore(PrefixStore(prefix, era.client), time_left(deadline))
+        generation.store_addr, _, prefix = call.store_addr.partition("/")
+        generation.client = self._take_client(generation.store_addr, deadline)
+        store = RendezvousStore(PrefixStore(prefix, generation.client), time_left(deadline))
         with self._lock:
-            era.store = store
-            if era.cause is not None:
-                store.cancel(era.cause)
+            generation.store = store
+            if generation.cause is not None:
+                store.cancel(generation.cause)
         if not self._gloo:
-            _refuse_used(store, era.rank, call.store_addr)
-            _, self.notes = _exchange(store, era, self.note)
+            _refuse_used(store, generation.rank, call.store_addr)
+            _, self.notes = _exchange(store, generation, self.note)
             if isinstance(self._target, ProcessGroupNCCL):
-                outlive_aborts()
+                configure_nccl_env()
             return self._target._create_pg(store, call.rank, call.world_size)
         devices = self._take_devices()
-        era.own = frozenset(address for _, address in devices)
-        era.peers, self.notes = _exchange(store, era, self.note)
+        generation.own = frozenset(address for _, address in devices)
+        generation.peers, self.notes = _exchange(store, generation, self.note)
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
         with self._lock:
             self._devices = devices
@@ -398,22 +404,22 @@ class AbortableGroup:
             devices, self._devices = self._devices, []
         return devices or [sockets.listener_of(create) for create in device_makers(self.address)]
 
-    def _give_up(self, era: Era, limit: timedelta) -> TimeoutError:
-        store = era.store
+    def _give_up(self, generation: Generation, limit: timedelta) -> TimeoutError:
+        store = generation.store
         waiting = store.missing if store is not None else ("the store's answer",)
         error = TimeoutError(
-            f"configure() of rank {era.rank} of {era.world_size} timed out after "
+            f"configure() of rank {generation.rank} of {generation.world_size} timed out after "
             f"{limit.total_seconds():g} s; waiting for {', '.join(waiting) or 'connections'}"
         )
         self.abort(str(error))
         return error
 
-    def _raise_failure(self, era: Era) -> None:
-        if era.cause is not None:
-            raise GroupAborted(era.cause) from era.error
-        if era.error is not None:
-            self.abort(f"configure() failed: {era.error}")
-            raise era.error
+    def _raise_failure(self, generation: Generation) -> None:
+        if generation.cause is not None:
+            raise GroupAborted(generation.cause) from generation.error
+        if generation.error is not None:
+            self.abort(f"configure() failed: {generation.error}")
+            raise generation.error
 
     def _take_client(self, address: str, deadline: float) -> Any:
         """Return a store client for exclusive use."""
@@ -436,21 +442,23 @@ class AbortableGroup:
                 f"{error}; {HOW_TO_REACH}"
             ) from error
 
-    def _retire(self, era: Era, everyone: bool) -> None:
+    def _release(self, generation: Generation, everyone: bool) -> None:
         """Drop the resources of an ended configuration, and its keys (RendezvousStore.reclaim)."""
-        _drop_woken()
-        if era.stranded:
-            _keep_stranded(era)
-        era.backend = None  # joins gloo's threads, which are idle
-        reached = era.store is not None and era.store.reclaim(everyone)
+        _drop_timed_out()
+        if generation.stranded:
+            _keep_stranded(generation)
+        generation.backend = None  # joins gloo's threads, which are idle
+        reached = generation.store is not None and generation.store.reclaim(everyone)
         with self._lock:
-            client, era.client, era.store = era.client, None, None
+            client, generation.client, generation.store = generation.client, None, None
             if client is not None and reached:
                 # keep clients of one host:port only, so that old connections close when it changes
-                self._clients = {era.store_addr: self._clients.get(era.store_addr, [])}
-                self._clients[era.store_addr].append(client)
+                self._clients = {
+                    generation.store_addr: self._clients.get(generation.store_addr, [])
+                }
+                self._clients[generation.store_addr].append(client)
 
-    def _take_past(self) -> list[Era]:
+    def _take_past(self) -> list[Generation]:
         with self._lock:
             past, self._past = self._past, []
         return past
@@ -458,12 +466,12 @@ class AbortableGroup:
     def _get_waiting(self) -> AbstractContextManager[None]:
         return self.waiting
 
-    def _entomb(self, era: Era) -> None:
+    def _refuse_ops(self, generation: Generation) -> None:
         """Refuse every op until there is another backend."""
         if self._wrapper:
             with self._lock:
-                if self._era is era:
-                    self._target._pg = TrackedBackend(None, era)
+                if self._generation is generation:
+                    self._target._pg = TrackedBackend(None, generation)
 
     # -- hooks on the adopted object
 
@@ -517,36 +525,36 @@ def _refuse_used(store: RendezvousStore, rank: int, address: str) -> None:
     The others would read the values of the earlier rendezvous, such as NCCL's unique id of a group
     that is gone.
     """
-    if store.add(_MET_KEY.format(rank=rank), 1) != 1:
+    if store.add(_USED_KEY.format(rank=rank), 1) != 1:
         raise ValueError(
             f"{address} was used for an earlier group of rank {rank}: pass another one"
         )
 
 
 def _exchange(
-    store: RendezvousStore, era: Era, note: str
+    store: RendezvousStore, generation: Generation, note: str
 ) -> tuple[frozenset[Address], dict[int, str]]:
     """Publish this member's listeners and note, and wait for those of all others.
 
     Returns:
         The listeners of the other members, and their notes by rank.
     """
-    word = {"listeners": sorted(era.own), "note": note}
-    store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(word))
-    others = [r for r in range(era.world_size) if r != era.rank]
+    entry = {"listeners": sorted(generation.own), "note": note}
+    store.set(_ADDRESS_KEY.format(rank=generation.rank), json.dumps(entry))
+    others = [r for r in range(generation.world_size) if r != generation.rank]
     texts = store.multi_get([_ADDRESS_KEY.format(rank=r) for r in others]) if others else []
-    words = [json.loads(text) for text in texts]
-    notes = {rank: str(word["note"]) for rank, word in zip(others, words, strict=True)}
-    return frozenset((str(h), int(port)) for w in words for h, port in w["listeners"]), notes
+    entries = [json.loads(text) for text in texts]
+    notes = {rank: str(entry["note"]) for rank, entry in zip(others, entries, strict=True)}
+    return frozenset((str(h), int(port)) for e in entries for h, port in e["listeners"]), notes
 
 
-def _unreached(era: Era) -> str | None:
+def _unreached(generation: Generation) -> str | None:
     """Return why an address of another member cannot be connected to, or None if all can.
 
     gloo itself reports neither address nor cause before its timeout. A connection that is closed at
     once does not disturb a listener of gloo.
     """
-    if not era.peers:  # not all members have come
+    if not generation.peers:  # not all members have come
         return None
     found: dict[Address, OSError] = {}
 
@@ -554,33 +562,34 @@ def _unreached(era: Era) -> str | None:
         if (error := why_unreachable(address)) is not None:
             found[address] = error
 
-    probes = [threading.Thread(target=probe, args=(one,), daemon=True) for one in era.peers]
+    probes = [threading.Thread(target=probe, args=(one,), daemon=True) for one in generation.peers]
     for thread in probes:
         thread.start()
     for thread in probes:
         thread.join(PROBE_S)
     if found:
         (host, port), error = next(iter(list(found.items())))
-        mine = ", ".join(sorted(own for own, _ in era.own))
+        mine = ", ".join(sorted(own for own, _ in generation.own))
         return (
-            f"rank {era.rank} of {era.world_size} of the {era.group} group cannot reach another "
-            f"rank's gloo at {joined(host, port)} from {mine}: {error}; {HOW_TO_REACH}"
+            f"rank {generation.rank} of {generation.world_size} of the {generation.group} group "
+            f"cannot reach another rank's gloo at {joined(host, port)} from {mine}: {error}; "
+            f"{HOW_TO_REACH}"
         )
     return None
 
 
-def _keep_stranded(era: Era) -> None:
+def _keep_stranded(generation: Generation) -> None:
     """Keep a backend with a sleeping op, because dropping it would wait for the op's timeout.
 
-    It holds two threads, a listener and its tensors until `_drop_woken`.
+    It holds two threads, a listener and its tensors until `_drop_timed_out`.
     """
     # an extra reference, because the interpreter drops the others at exit
     with _stranded_lock:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
-        _stranded_backends.append((era.backend, era.works))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(generation.backend))
+        _stranded_backends.append((generation.backend, generation.works))
 
 
-def _drop_woken() -> None:
+def _drop_timed_out() -> None:
     """Drop the backends whose stranded ops have timed out."""
     with _stranded_lock:
         for backend, works in list(_stranded_backends):

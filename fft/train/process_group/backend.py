@@ -13,8 +13,14 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.distributed_c10d import Work
 
-from fft.train.process_group.op_names import CollectiveFailed, GroupAborted
-from fft.train.process_group.works import CollectiveWork, Era, PeerWork, ScatterWork, forget_ended
+from fft.train.process_group.op_errors import CollectiveFailed, GroupAborted
+from fft.train.process_group.works import (
+    CollectiveWork,
+    Generation,
+    PeerWork,
+    ScatterWork,
+    forget_ended,
+)
 from fft.train.unsafe_places import guarded
 
 COLLECTIVES = (
@@ -33,7 +39,7 @@ COLLECTIVES = (
     "scatter",
 )
 PEER_OPS = ("recv", "recv_anysource", "send")
-_SAME = {
+_NEW_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
@@ -45,11 +51,11 @@ SCATTERS = ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coa
 
 
 class TrackedBackend:
-    """A backend that tracks every op in `era`, and refuses ops once that is aborted.
+    """A backend that tracks every op in `generation`, and refuses ops once that is aborted.
 
     Args:
         native: The backend, or None if it is gone and every op is refused.
-        era: The configuration that the backend belongs to.
+        generation: The configuration that the backend belongs to.
         gloo: The backend is gloo, whose waits FFT must free.
         around: Returns the context to enter around every wait.
     """
@@ -57,22 +63,22 @@ class TrackedBackend:
     def __init__(
         self,
         native: Any,
-        era: Era,
+        generation: Generation,
         gloo: bool = False,
         around: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._native = native
-        self._era = era
+        self._generation = generation
         self._gloo = gloo
         self._around = around
 
     def size(self) -> int:
         """Return the number of members that the group has, or had before an abort."""
-        return self._era.world_size
+        return self._generation.world_size
 
     def rank(self) -> int:
         """Return this member's rank."""
-        return self._era.rank
+        return self._generation.rank
 
     def abort(self) -> None:
         """Abort the backend, if there is one."""
@@ -92,35 +98,39 @@ class TrackedBackend:
         raise self._refusal()
 
     def _refusal(self, place: str = "") -> GroupAborted:
-        return GroupAborted(self._era.cause or "the process group is being configured", place)
+        return GroupAborted(
+            self._generation.cause or "the process group is being configured", place
+        )
 
     @guarded  # no interrupt between issuing an op and tracking it
     def _issue(self, op: str, args: tuple[Any, ...]) -> Any:
-        era, mark = self._era, object()
+        generation, mark = self._generation, object()
         try:
-            era.entering.add(mark)  # before the check of the cause, so that quiesce() waits for us
-            if era.cause is not None or self._native is None:
-                raise self._refusal(era.place(op, args))
+            generation.entering.add(
+                mark
+            )  # before the check of the cause, so that quiesce() waits for us
+            if generation.cause is not None or self._native is None:
+                raise self._refusal(generation.place(op, args))
             try:
                 if self._gloo and op in SCATTERS:
                     return self._scatter(op, args)
                 return self._track(getattr(self._native, op)(*args), op, args)
             except RuntimeError as error:
-                if era.cause is not None:
-                    raise GroupAborted(era.cause, era.place(op, args)) from error
-                raise CollectiveFailed(era.place(op, args), error) from error
+                if generation.cause is not None:
+                    raise GroupAborted(generation.cause, generation.place(op, args)) from error
+                raise CollectiveFailed(generation.place(op, args), error) from error
         finally:
-            era.entering.discard(mark)
+            generation.entering.discard(mark)
 
     def _track(self, work: Any, op: str, args: tuple[Any, ...]) -> Any:
-        era = self._era
+        generation = self._generation
         if self._gloo:
             assert self._around is not None
             kind = PeerWork if op in PEER_OPS else CollectiveWork
-            work = kind(work, era, op, args, self._around())
-        with era.lock:
-            forget_ended(era.works)
-            era.works.append(work)
+            work = kind(work, generation, op, args, self._around())
+        with generation.lock:
+            forget_ended(generation.works)
+            generation.works.append(work)
         return work
 
     def _scatter(self, op: str, args: tuple[Any, ...]) -> Work:
@@ -131,7 +141,7 @@ class TrackedBackend:
         elif op == "reduce_scatter_tensor_coalesced":
             inputs = [[tensor] for tensor in inputs]
         copies = [torch.cat([t.detach().reshape(-1) for t in parts]) for parts in inputs]
-        starts = [_part(op, self._era, *pair) for pair in zip(outputs, inputs, strict=True)]
+        starts = [_part(op, self._generation, *pair) for pair in zip(outputs, inputs, strict=True)]
         reduce = AllreduceOptions()
         reduce.reduceOp = args[2].reduceOp
 
@@ -144,22 +154,22 @@ class TrackedBackend:
         return ScatterWork(works, keep, outputs)
 
 
-def _part(op: str, era: Era, output: torch.Tensor, inputs: list[torch.Tensor]) -> int:
+def _part(op: str, generation: Generation, output: torch.Tensor, inputs: list[torch.Tensor]) -> int:
     """Return the offset of this rank's part, for `output`, in the concatenated `inputs`."""
     sizes = [t.numel() for t in inputs]
     if op != "reduce_scatter":
-        sizes = [output.numel()] * era.world_size
-    if len(sizes) != era.world_size or sum(sizes) != sum(t.numel() for t in inputs):
+        sizes = [output.numel()] * generation.world_size
+    if len(sizes) != generation.world_size or sum(sizes) != sum(t.numel() for t in inputs):
         raise ValueError(
             f"{op}: {len(inputs)} inputs of {sum(t.numel() for t in inputs)} elements are not "
-            f"{era.world_size} parts of {output.numel()}, one for each rank"
+            f"{generation.world_size} parts of {output.numel()}, one for each rank"
         )
-    if sizes[era.rank] != output.numel():
+    if sizes[generation.rank] != output.numel():
         raise ValueError(
-            f"{op}: rank {era.rank} receives {sizes[era.rank]} elements, but its output has "
-            f"{output.numel()}"
+            f"{op}: rank {generation.rank} receives {sizes[generation.rank]} elements, but its "
+            f"output has {output.numel()}"
         )
-    return sum(sizes[: era.rank])
+    return sum(sizes[: generation.rank])
 
 
 def _method(op: str) -> Callable[..., Any]:
@@ -172,5 +182,5 @@ def _method(op: str) -> Callable[..., Any]:
 
 for _op in (*COLLECTIVES, *PEER_OPS, *SCATTERS):
     setattr(TrackedBackend, _op, _method(_op))
-for _name, _op in _SAME.items():
+for _name, _op in _NEW_NAMES.items():
     setattr(TrackedBackend, _name, _method(_op))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fft.errors import FftError
-from fft.train.process_group.freeing import time_left
+from fft.train.process_group.gloo_waits import time_left
 from fft.train.process_group.rendezvous import ConfigureCall, RendezvousStore
 
 VARIABLE = "GLOO_SOCKET_IFNAME"

@@ -48,7 +48,7 @@ class ConfigureCall:
     group_world_size: int | None
     global_ranks: list[int] | None
 
-    def note_in(self, pg: Any) -> None:
+    def apply_to(self, pg: Any) -> None:
         """Set the attributes of `pg` that torchft's own configure() sets."""
         pg._replica_id = self.replica_id
         pg._rank = self.rank

@@ -61,7 +61,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
                 f"cannot become rank {rank} of {world_size}: build a new model on a new group"
             )
 
-    def be_alone(self, rank: int, world_size: int) -> None:
+    def use_fake_backend(self, rank: int, world_size: int) -> None:
         """Use a fake backend until `configure`, whose operations end at once without communication.
 
         A model can then be built before its weights are fetched; results of collectives are
@@ -113,7 +113,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         _world.pg_names[self] = name
         _world.pg_backend_config[self] = f"{self.device_type}:{self.backend}"
 
-    def be_default(self) -> None:
+    def register_as_default(self) -> None:
         """Become torch's default process group if there is none; pipelining needs its ranks.
 
         Call it after `mesh`.
@@ -140,7 +140,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
 
     # -- operations, by torch's older names and by the newer ones
 
-    def _pass_on(self, name: str, *args: Any) -> Work:
+    def _forward(self, name: str, *args: Any) -> Work:
         with self._run_context():
             work: Work = getattr(self.parent, name)(*args[:-1], self._opts_hook(args[-1]))
             wrapped: Work = self._wrap_work(work, args[-1])
@@ -149,7 +149,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
     ) -> Work:
-        return self._pass_on("_allgather_base", output, input, opts or AllgatherOptions())
+        return self._forward("_allgather_base", output, input, opts or AllgatherOptions())
 
     _allgather_base = all_gather_single
 
@@ -160,7 +160,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         opts: AllgatherOptions | None = None,
     ) -> Work:
         opts = opts or AllgatherOptions()
-        return self._pass_on("allgather_into_tensor_coalesced", outputs, inputs, opts)
+        return self._forward("allgather_into_tensor_coalesced", outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -170,12 +170,12 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         inputs: list[torch.Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        return self._pass_on("allgather_coalesced", outputs, inputs, opts or AllgatherOptions())
+        return self._forward("allgather_coalesced", outputs, inputs, opts or AllgatherOptions())
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
-        return self._pass_on("_reduce_scatter_base", output, input, opts or ReduceScatterOptions())
+        return self._forward("_reduce_scatter_base", output, input, opts or ReduceScatterOptions())
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -186,7 +186,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        return self._pass_on("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        return self._forward("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -196,7 +196,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         inputs: list[list[torch.Tensor]],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        return self._pass_on("reduce_scatter", outputs, inputs, opts or ReduceScatterOptions())
+        return self._forward("reduce_scatter", outputs, inputs, opts or ReduceScatterOptions())
 
     def all_to_all_single(
         self,
@@ -207,7 +207,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         opts: AllToAllOptions | None = None,
     ) -> Work:
         opts = opts or AllToAllOptions()
-        return self._pass_on("alltoall_base", output, input, output_splits, input_splits, opts)
+        return self._forward("alltoall_base", output, input, output_splits, input_splits, opts)
 
     alltoall_base = all_to_all_single
 
@@ -217,7 +217,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         inputs: list[torch.Tensor],
         opts: AllToAllOptions | None = None,
     ) -> Work:
-        return self._pass_on("alltoall", outputs, inputs, opts or AllToAllOptions())
+        return self._forward("alltoall", outputs, inputs, opts or AllToAllOptions())
 
     def gather(
         self,
@@ -225,7 +225,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         inputs: list[torch.Tensor],
         opts: GatherOptions | None = None,
     ) -> Work:
-        return self._pass_on("gather", outputs, inputs, opts or GatherOptions())
+        return self._forward("gather", outputs, inputs, opts or GatherOptions())
 
     def scatter(
         self,
@@ -233,10 +233,10 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         inputs: list[list[torch.Tensor]],
         opts: ScatterOptions | None = None,
     ) -> Work:
-        return self._pass_on("scatter", outputs, inputs, opts or ScatterOptions())
+        return self._forward("scatter", outputs, inputs, opts or ScatterOptions())
 
     def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions | None = None) -> Work:
-        return self._pass_on("reduce", tensors, opts or ReduceOptions())
+        return self._forward("reduce", tensors, opts or ReduceOptions())
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         with self._run_context():

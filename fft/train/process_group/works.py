@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from fft.train.process_group.freeing import (
+from fft.train.process_group.gloo_waits import (
     MILLISECOND,
-    Attendants,
-    FreedFuture,
+    FailableFuture,
+    WaiterPool,
     deadline_of,
     time_left,
 )
-from fft.train.process_group.op_names import CollectiveFailed, GroupAborted, what
+from fft.train.process_group.op_errors import CollectiveFailed, GroupAborted, what
 from fft.train.process_group.rendezvous import RendezvousStore
 from fft.train.process_group.sockets import Address
 from fft.train.unsafe_places import guarded
@@ -38,7 +38,7 @@ _SLICE = timedelta(milliseconds=50)
 
 
 @dataclass
-class Era:
+class Generation:
     """One configuration of a group: from one configure() to the next."""
 
     group: str = "process"
@@ -64,7 +64,7 @@ class Era:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stranded: bool = False
     """Aborted with ops that gloo never wakes, which no longer write but end only by timeout."""
-    attendants: Attendants = field(default_factory=Attendants)
+    waiters: WaiterPool = field(default_factory=WaiterPool)
 
     @guarded  # an interrupt must not lose a work that is just being checked
     def forget(self) -> None:
@@ -99,7 +99,7 @@ class TrackedWork(Work):
 
     Args:
         work: gloo's Work.
-        era: The configuration of the group that the op was issued on.
+        generation: The configuration of the group that the op was issued on.
         op: Name of the method.
         args: Its arguments, for messages.
         around: Context to enter around every wait.
@@ -108,14 +108,14 @@ class TrackedWork(Work):
     def __init__(
         self,
         work: Work,
-        era: Era,
+        generation: Generation,
         op: str,
         args: tuple[Any, ...],
         around: AbstractContextManager[None],
     ) -> None:
         super().__init__()
         self._work = work
-        self._era = era
+        self._generation = generation
         self._op = op
         self._args = args
         self._around = around
@@ -123,7 +123,7 @@ class TrackedWork(Work):
     @property
     def place(self) -> str:
         """Operation, tensors, peer and group, as in the message of `CollectiveFailed`."""
-        return self._era.place(self._op, self._args)
+        return self._generation.place(self._op, self._args)
 
     def is_over(self) -> bool:
         """Return whether the op cannot write any more."""
@@ -137,10 +137,10 @@ class TrackedWork(Work):
 
     def is_completed(self) -> bool:
         # an aborted op has failed, though gloo may not know it yet
-        return self._era.cause is not None or self.is_over()
+        return self._generation.cause is not None or self.is_over()
 
     def exception(self) -> Any:
-        if self._era.cause is not None and not self.is_over():
+        if self._generation.cause is not None and not self.is_over():
             return self._aborted()
         return self._work.exception()
 
@@ -161,11 +161,11 @@ class TrackedWork(Work):
         return kind
 
     def _aborted(self) -> GroupAborted:
-        return GroupAborted(self._era.cause or "the process group was aborted", self.place)
+        return GroupAborted(self._generation.cause or "the process group was aborted", self.place)
 
     def _failure(self, error: BaseException | str) -> RuntimeError:
         """Return the exception for an op that failed, by our own abort or otherwise."""
-        if self._era.cause is not None:
+        if self._generation.cause is not None:
             return self._aborted()
         return CollectiveFailed(self.place, error)
 
@@ -180,25 +180,25 @@ class CollectiveWork(TrackedWork):
     def __init__(
         self,
         work: Work,
-        era: Era,
+        generation: Generation,
         op: str,
         args: tuple[Any, ...],
         around: AbstractContextManager[None],
     ) -> None:
-        super().__init__(work, era, op, args, around)
-        self._future: FreedFuture | None = None
+        super().__init__(work, generation, op, args, around)
+        self._future: FailableFuture | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as in torch: with None or zero only the group's own timeout applies."""
         deadline = deadline_of(timeout)
-        work, era = self._work, self._era
+        work, generation = self._work, self._generation
         with self._around:
             while True:
                 left = _SLICE if deadline is None else min(_SLICE, time_left(deadline))
                 over = work.is_completed()
                 try:
                     done = work.wait(left)
-                    era.forget()
+                    generation.forget()
                     return done
                 except RuntimeError as error:
                     if over:
@@ -206,7 +206,7 @@ class CollectiveWork(TrackedWork):
                     # Either the slice or the op ended; the next round shows which.
                     if work.is_completed():
                         continue
-                    if era.cause is not None:
+                    if generation.cause is not None:
                         raise self._aborted() from None
                     if deadline is not None and time.monotonic() >= deadline:
                         raise self._late(timeout) from None
@@ -220,8 +220,8 @@ class CollectiveWork(TrackedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes with the op, or fails when the group is aborted."""
         if self._future is None:
-            self._future = FreedFuture(self._work.get_future(), self._failure)
-        if self._era.cause is not None:
+            self._future = FailableFuture(self._work.get_future(), self._failure)
+        if self._generation.cause is not None:
             self.free()
         return self._future.outer
 
@@ -236,12 +236,12 @@ class PeerWork(TrackedWork):
     def __init__(
         self,
         work: Work,
-        era: Era,
+        generation: Generation,
         op: str,
         args: tuple[Any, ...],
         around: AbstractContextManager[None],
     ) -> None:
-        super().__init__(work, era, op, args, around)
+        super().__init__(work, generation, op, args, around)
         self._lock = threading.Lock()
         self._attended = False
         self._ended = threading.Event()
@@ -260,17 +260,17 @@ class PeerWork(TrackedWork):
         return self._done
 
     def _attend(self) -> None:
-        if self._era.cause is not None:
+        if self._generation.cause is not None:
             raise self._aborted()
         with self._lock:
             first, self._attended = not self._attended, True
         if first:
-            self._era.attendants.take(self._wait_in_gloo)
+            self._generation.waiters.submit(self._wait_in_gloo)
 
     def _wait_in_gloo(self) -> None:
         try:
             # without an argument gloo would use the limit for connecting
-            done = self._work.wait(self._era.timeout)
+            done = self._work.wait(self._generation.timeout)
         except RuntimeError as error:
             self._settle(False, error)
         else:
@@ -281,7 +281,7 @@ class PeerWork(TrackedWork):
             left = _SLICE if deadline is None else min(_SLICE, time_left(deadline))
             if self._ended.wait(left.total_seconds()):
                 return
-            if self._era.cause is not None:
+            if self._generation.cause is not None:
                 raise self._aborted()
             if deadline is not None and time.monotonic() >= deadline:
                 raise self._late(timeout)

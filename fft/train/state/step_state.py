@@ -25,11 +25,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fft.errors import FftError, StateError
 from fft.train.local_tensors import bits_of, edit_count, leaves_of, put_bits, same_bits
-from fft.train.state.composite import copy_into, exported
 from fft.train.state.fingerprint import fingerprint
-from fft.train.state.random_states import capture_random
-from fft.train.state.serial import (
+from fft.train.state.plain_state import (
+    check_count,
+    check_names,
     check_optimizer,
+    check_tensors,
     export_entries,
     export_settings,
     feed,
@@ -39,14 +40,13 @@ from fft.train.state.serial import (
     merged,
     plain,
     put_hyper,
-    same_count,
-    same_names,
-    same_tensors,
-    spread_as,
     tensors_of,
+    with_layout_of,
     without_tensors,
 )
+from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
+from fft.train.state.tensor_subclasses import copy_into, exported
 
 logger = logging.getLogger(__name__)
 
@@ -374,9 +374,9 @@ class StepState:
         self.forget()
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
-    def _warn_of_partial_loads(self, came: Mapping[str, Any]) -> None:
+    def _warn_of_partial_loads(self, loaded: Mapping[str, Any]) -> None:
         """Warn of ``extra`` whose state after loading differs from the loaded state."""
-        for name, values in came.items():
+        for name, values in loaded.items():
             now = plain(self._extra[name].state_dict(), f"extra[{name}]")
             if _digest_of(now) != _digest_of(values):
                 logger.warning(
@@ -443,9 +443,9 @@ class StepState:
         Raises:
             StateMismatch: It belongs to another job; nothing has been changed.
         """
-        same_count("hyper", progress["hyper"], self._optimizers)
-        same_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
-        same_names("extra", progress["extra"], self._extra)
+        check_count("hyper", progress["hyper"], self._optimizers)
+        check_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
+        check_names("extra", progress["extra"], self._extra)
         progress = {**copy.deepcopy(dict(progress)), "extra": self._spread(progress["extra"])}
         for optimizer, groups in zip(self._optimizers, progress["hyper"], strict=True):
             optimizer.state.clear()
@@ -465,7 +465,9 @@ class StepState:
             StateMismatch: A part has another class, shape or dtype than here.
         """
         return {
-            name: spread_as(copy.deepcopy(values), self._extra[name].state_dict(), f"extra[{name}]")
+            name: with_layout_of(
+                copy.deepcopy(values), self._extra[name].state_dict(), f"extra[{name}]"
+            )
             for name, values in extra.items()
         }
 
@@ -514,10 +516,10 @@ class StepState:
         idle = [(n, p) for key, (n, p) in named.items() if key not in stepped and p.requires_grad]
         lost = [p for key, p in stepped.items() if key not in named]
         for name, parameter in idle:
-            twins = [p for p in lost if p.shape == parameter.shape]
+            same_shape = [p for p in lost if p.shape == parameter.shape]
             is_sharded = isinstance(parameter, DTensor)
-            were_plain = is_sharded and any(not isinstance(p, DTensor) for p in twins)
-            if not (were_plain or (twins and len(lost) == len(stepped))):
+            were_plain = is_sharded and any(not isinstance(p, DTensor) for p in same_shape)
+            if not (were_plain or (same_shape and len(lost) == len(stepped))):
                 continue
             cause = "fully_shard()" if were_plain else "a call such as load_state_dict(assign=True)"
             raise FftError(
@@ -583,12 +585,12 @@ class StepState:
         """Raise StateMismatch if names, shapes or dtypes of ``state`` do not fit this rank."""
         names = self.names()
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
-        same_names("state", state, expected)
-        same_tensors("parameters", state["parameters"], names)
-        same_tensors("buffers", state["buffers"], self._buffers())
-        same_count("optimizers", state["optimizers"], self._optimizers)
-        same_count("lr_schedulers", state["lr_schedulers"], self._schedulers)
-        same_names("extra", state["extra"], self._extra)
+        check_names("state", state, expected)
+        check_tensors("parameters", state["parameters"], names)
+        check_tensors("buffers", state["buffers"], self._buffers())
+        check_count("optimizers", state["optimizers"], self._optimizers)
+        check_count("lr_schedulers", state["lr_schedulers"], self._schedulers)
+        check_names("extra", state["extra"], self._extra)
         for i, (optimizer, values) in enumerate(
             zip(self._optimizers, state["optimizers"], strict=True)
         ):

@@ -71,7 +71,7 @@ class TransferError(StateError):
     """State could not be fetched or sent; the message names the peer and the problem."""
 
 
-class Unreachable(TransferError):
+class PeerUnreachable(TransferError):
     """The peer's address cannot be connected to."""
 
     def __init__(self, where: str, reason: str) -> None:
@@ -80,7 +80,7 @@ class Unreachable(TransferError):
         """The peer's metadata, which is unique to its process."""
 
 
-class _Nothing(TransferError):
+class _NoRequest(TransferError):
     """The connection ended without a request: a joiner tested whether this rank is reachable."""
 
 
@@ -88,7 +88,7 @@ class UnloadableState(TransferError):
     """A complete state holds an object that cannot be loaded without running code."""
 
 
-class _Refused(Exception):
+class _RequestRejected(Exception):
     """The request is refused; the message is an HTTP status and the reason."""
 
 
@@ -119,7 +119,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         *,
         address: str,
     ) -> None:
-        self.about = ""
+        self.state_id = ""
         """Epoch and lineage of the state; set it before sending or receiving. Both ends must have
         the same value."""
         self.on_progress: Callable[[int, int], None] = lambda _got, _total: None
@@ -161,7 +161,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         state = tree_map(_on_cpu, state_dict)
         with self._changed:
             until = time.monotonic() + timeout.total_seconds()
-            self._offer = _Offer(_what(step, self.about), state, until)
+            self._offer = _Offer(_what(step, self.state_id), state, until)
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
@@ -246,9 +246,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             head = _read_head(connection, time.monotonic() + _HEAD_S)
             what, nonce = self._authentic(head)
             offer = self._wait_for(what, nonce, connection)
-        except _Nothing:
+        except _NoRequest:
             return
-        except (_Refused, TransferError) as refused:
+        except (_RequestRejected, TransferError) as refused:
             if (count := self._refused.add("refused")) is not None:
                 logger.warning("a request for state was refused: %s (%d by now)", refused, count)
             connection.sendall(f"HTTP/1.0 {refused}\r\n\r\n".encode())
@@ -263,29 +263,34 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         out.end()
 
     def _authentic(self, head: bytes) -> tuple[str, str]:
-        """Verify a request; return ``what`` and ``nonce``. Raises `_Refused`."""
+        """Verify a request; return ``what`` and ``nonce``. Raises `_RequestRejected`."""
         words = head.split(b"\r\n", 1)[0].decode("ascii", "replace").split(" ")
         parts = words[1].split("/") if len(words) == 3 and words[0] == "GET" else []
         if len(parts) != 5 or parts[1] != self._server:
-            raise _Refused("400 expected a request for this rank's state")
+            raise _RequestRejected("400 expected a request for this rank's state")
         _, server, what, nonce, tag = parts
         expected = self._request_tag(server, what, nonce).encode()
         if not hmac.compare_digest(expected, tag.encode()):
-            raise _Refused("403 the request is not authenticated by this job's token")
+            raise _RequestRejected("403 the request is not authenticated by this job's token")
         return what, nonce
 
     def _wait_for(self, what: str, nonce: str, connection: socket.socket) -> _Offer:
-        """Wait for the requested state, and mark the connection as sending. Raises `_Refused`."""
+        """Wait for the requested state, and mark the connection as sending.
+
+        Raises `_RequestRejected`.
+        """
         with self._changed:
             offered: Callable[[], bool] = lambda: self._closed or self._offer is not None  # noqa: E731
             self._changed.wait_for(offered, self._timeout)
             offer = self._offer
             if offer is None:
-                raise _Refused("503 no state is offered here")
+                raise _RequestRejected("503 no state is offered here")
             if offer.what != what:
-                raise _Refused("409 this rank offers the state of another step, epoch or lineage")
+                raise _RequestRejected(
+                    "409 this rank offers the state of another step, epoch or lineage"
+                )
             if nonce in offer.used:
-                raise _Refused("403 the request was answered before")
+                raise _RequestRejected("403 the request was answered before")
             offer.used.add(nonce)
             self._sending.add(connection)
             return offer
@@ -301,12 +306,12 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         """
         deadline = time.monotonic() + timeout.total_seconds()
         try:
-            data = self._fetch(metadata, _what(step, self.about), deadline)
+            data = self._fetch(metadata, _what(step, self.state_id), deadline)
         except OSError as error:  # includes TimeoutError
             raise TransferError(f"state of step {step} from {metadata}: {error}") from error
-        except Unreachable as error:
+        except PeerUnreachable as error:
             text = f"state of step {step} from {metadata}: {error}"
-            raise Unreachable(metadata, text) from error.__cause__
+            raise PeerUnreachable(metadata, text) from error.__cause__
         except TransferError as error:
             raise TransferError(f"state of step {step} from {metadata}: {error}") from None
         try:
@@ -355,7 +360,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                 if not isinstance(error, TimeoutError) or time.monotonic() >= until:
                     where = joined(*address)
                     text = f"{where} cannot be reached from this host: {error}; {HOW_TO_REACH}"
-                    raise Unreachable(where, text) from error
+                    raise PeerUnreachable(where, text) from error
         with connection:
             with self._changed:
                 self._fetching.add(connection)
@@ -488,7 +493,7 @@ def _split_head(connection: socket.socket, deadline: float) -> tuple[bytes, byte
         connection.settimeout(_left(deadline))
         more = connection.recv(_HEAD_BYTES)
         if not more:
-            kind = TransferError if data else _Nothing
+            kind = TransferError if data else _NoRequest
             raise kind("400 the connection ended within its head")
         data += more
         if len(data) > _HEAD_BYTES and b"\r\n\r\n" not in data:

@@ -49,12 +49,12 @@ from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
 from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
+from fft.train.error_reports import code_of, error_of, text_of
 from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.participation import Participation, bus_url
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.reductions import ManifestBuilder
-from fft.train.reported import code_of, error_of, text_of
 from fft.train.state.step_state import TornState
 
 logger = logging.getLogger(__name__)
@@ -74,18 +74,18 @@ class Attempt(Protocol):
 class InnerScope:
     """Of one rank. The main thread's, unless said otherwise."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         """
         Raises:
             FftError: the ranks have no process group that they could meet in.
         """
-        if not rank.groups.can_meet:
+        if not rank.groups.has_shard_group:
             raise FftError(
                 f"spec {rank.settings.spec.name!r} with {rank.world} ranks in a replica group, "
                 "which commit their steps together: pass shard_pg=fft.ShardProcessGroupGloo(), and "
                 "shard the model over manager.shard_mesh()"
             )
-        rank.groups.shard_apart = True
+        rank.groups.shard_has_own_scope = True
         self.synchronizer: Synchronizer | None = None
         """Synchronizes this group with the others; set before the loop begins."""
         self._job, self._watchers = rank.job, rank.watchers
@@ -198,9 +198,9 @@ class InnerScope:
         """Do what this scope's engine asks, until a step may begin. False: the job has a word."""
         self._plan, self._entered = plan, True
         while (command := self._next()) is not None:
-            if isinstance(command, StartTxn) and not self._groups.shard_is_void:
+            if isinstance(command, StartTxn) and not self._groups.shard_aborted:
                 return True
-            self._thread.obey(command, self._work)
+            self._thread.execute(command, self._work)
         return False
 
     def leave(self) -> None:
@@ -217,14 +217,14 @@ class InnerScope:
         self._token = command.token
         return True
 
-    def open_body(self) -> None:
+    def enter_step(self) -> None:
         """Its body begins."""
         with self._gate:
             self._in_body = True
             if self._engine.superseded():  # rolled back before there was anything to unwind
                 self._watchers.interrupt("rolled back before it began")
 
-    def close_body(self) -> None:
+    def exit_step(self) -> None:
         """It has ended, however."""
         with self._gate:
             self._in_body = False
@@ -249,7 +249,7 @@ class InnerScope:
                 manifest.add(local_of(parameter.grad), "gradient")
         self._thread.report(Prepared(self._token, True, manifest.build(), skip=skip))
         while self._thread.role == "waiting" and (command := self._next()) is not None:
-            self._thread.obey(command, self._work)
+            self._thread.execute(command, self._work)
 
     # --- words of this scope's engine ---
 
@@ -311,7 +311,7 @@ class InnerScope:
             assert self._plan is not None, "a txn of the job is open"
             text = "the update of an inner step has failed; its group begins anew"
             self._job.post(Fault(self._plan.token, text, CauseCode.SCOPE_RESET, "inner"))
-        if self._thread.leaves("applying", "applied"):
+        if self._thread.transition_if("applying", "applied"):
             self._engine.post(Applied(self._engine.local.token))
 
     def _begin_anew(self, why: str) -> None:

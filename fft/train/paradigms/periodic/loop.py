@@ -16,16 +16,16 @@ from typing import Self
 
 from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
-from fft.train.body_failures import BodyFailures
-from fft.train.data.drawn import Drawn
 from fft.train.data.source import LeasedInputs
+from fft.train.data.step_input import StepInput
+from fft.train.error_reports import code_of, text_of
 from fft.train.interrupt import Interrupted
 from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.process_group import GroupAborted
-from fft.train.rank import Rank
-from fft.train.reported import code_of, text_of
+from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
+from fft.train.step_failures import StepFailures
 from fft.train.transaction import Transaction, TransactionLoop
 from fft.train.unsafe_places import guarded
 
@@ -42,7 +42,7 @@ class PeriodicLoop:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankContext,
         loop: TransactionLoop,
         synchronizer: Synchronizer,
         inner: InnerScope | None,
@@ -52,7 +52,7 @@ class PeriodicLoop:
         self.inner = inner
         self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
-        self.update_failures = BodyFailures(rank.settings.config.max_body_failures)
+        self.update_failures = StepFailures(rank.settings.config.max_body_failures)
         """Updates that failed after an inner step."""
 
     def run(self, inputs: LeasedInputs, max_steps: int | None) -> Iterator[InnerTransaction]:
@@ -62,7 +62,7 @@ class PeriodicLoop:
         self.reductions.refused = _IN_A_STEP
         synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
-            loop.refuse_unlike_again(plan)
+            loop.raise_if_still_different(plan)
             if loop.is_past(plan, max_steps):
                 return
             if not inputs.suffice(plan):
@@ -114,7 +114,7 @@ class PeriodicLoop:
             waited_ms += drawn.waited_ms if txn.committed else 0.0
         return None if self._is_superseded() else waited_ms
 
-    def _inner_step(self, plan: StartTxn, drawn: Drawn) -> InnerTransaction:
+    def _inner_step(self, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
         if self.inner is None:
             return InnerTransaction(self, plan, drawn)
         return SharedInnerTransaction(self, self.inner, plan, drawn)
@@ -148,7 +148,7 @@ class PeriodicLoop:
         """The job's txn: all that is done in it across the groups, and its vote. Whether this group
         goes on from it."""
         self.watchers.txn_begun(plan.step)
-        drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
+        drawn = StepInput(None, is_last, waited_ms, plan.lease, plan.lease or 0)
         traced = self.synchronizer.phase.traced()
         txn = Transaction(self.loop, plan, drawn, last=is_last, consumes=traced)
         with txn:
@@ -169,7 +169,7 @@ class JobsPart:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.open_body()
+        self._loop.enter_step()
         return self
 
     @guarded
@@ -179,7 +179,7 @@ class JobsPart:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self._loop.close_body()
+        self._loop.exit_step()
         if error is None:
             return False
         self.failed = True
@@ -198,7 +198,7 @@ class InnerTransaction(Transaction):
         skipped: after the body: whether the scaler has found an inf, so that nothing was stepped.
     """
 
-    def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: Drawn) -> None:
+    def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> None:
         super().__init__(periodic.loop, plan, drawn, last=False, consumes={})
         self.inner_step = periodic.synchronizer.phase.position
         self.interrupted = False
@@ -219,7 +219,7 @@ class InnerTransaction(Transaction):
         trace: TracebackType | None,
     ) -> bool:
         loop = self._loop
-        loop.close_body()
+        loop.exit_step()
         self.closed = True
         if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
             self.interrupted = True
@@ -248,7 +248,7 @@ class InnerTransaction(Transaction):
                 "the step would change nothing. Leave the loop between two transactions"
             )
         if mistake is not None:
-            self._loop.refuse_undone(self._plan, self._drawn, mistake)
+            self._loop.raise_incomplete(self._plan, self._drawn, mistake)
         return None
 
     def _commit(self) -> None:
@@ -272,7 +272,7 @@ class InnerTransaction(Transaction):
             return False
         self.committed = True
         state.registered.forget()
-        periodic.loop.body_failures.committed()
+        periodic.loop.step_failures.committed()
         self._note("inner_commit", skipped=self.skipped)
         periodic.watchers.committed(self.step, len(self._plan.members))
         periodic.watchers.txn_ended(committed=True)
@@ -334,7 +334,7 @@ class SharedInnerTransaction(InnerTransaction):
     """
 
     def __init__(
-        self, periodic: PeriodicLoop, inner: InnerScope, plan: StartTxn, drawn: Drawn
+        self, periodic: PeriodicLoop, inner: InnerScope, plan: StartTxn, drawn: StepInput
     ) -> None:
         super().__init__(periodic, plan, drawn)
         self._inner = inner
@@ -342,7 +342,7 @@ class SharedInnerTransaction(InnerTransaction):
     @guarded
     def __enter__(self) -> Self:
         super().__enter__()
-        self._inner.open_body()
+        self._inner.enter_step()
         return self
 
     @guarded
@@ -353,8 +353,8 @@ class SharedInnerTransaction(InnerTransaction):
         trace: TracebackType | None,
     ) -> bool:
         periodic = self._periodic
-        self._loop.close_body()
-        self._inner.close_body()
+        self._loop.exit_step()
+        self._inner.exit_step()
         self.closed = True
         if error is not None and not isinstance(error, Exception | Interrupted):
             return self._loop.unwound(self._plan, self._drawn, error)

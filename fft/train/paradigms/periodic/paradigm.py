@@ -22,7 +22,7 @@ from fft.train.paradigms.paradigm import Committed, SharedState
 from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
 from fft.train.transaction import Transaction, TransactionLoop
 
@@ -39,7 +39,7 @@ class Periodic(Lockstep):
 
     can_reform = False
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         super().__init__(rank)
         self.synchronizer: Synchronizer | None = None
         self.inner = None if rank.world == 1 else InnerScope(rank)
@@ -167,7 +167,7 @@ class Periodic(Lockstep):
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.takers, number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
-        self._rank.state.end_gathering()
+        self._rank.state.reshard_models()
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         """Return the loop of this group's inner steps."""

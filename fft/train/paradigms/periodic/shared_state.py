@@ -15,19 +15,19 @@ from torch import nn
 
 from fft.errors import FftError, StateMismatch
 from fft.train.local_tensors import local_of
-from fft.train.state.composite import refuse_composite
 from fft.train.state.fingerprint import fingerprint
-from fft.train.state.serial import (
+from fft.train.state.plain_state import (
+    check_count,
+    check_names,
     check_optimizer,
+    check_tensors,
     export_optimizer,
     feed,
     load_optimizer,
-    same_count,
-    same_names,
-    same_tensors,
     tensors_of,
 )
 from fft.train.state.step_state import StepState
+from fft.train.state.tensor_subclasses import refuse_composite
 
 
 @dataclass
@@ -154,8 +154,8 @@ class SharedState:
         Raises:
             StateMismatch: it is of another job; names the difference. Nothing has been changed.
         """
-        same_names("state", state, ("plan", "parameters", "optimizers", "progress"))
-        same_names("plan", state["plan"], self._plan)
+        check_names("state", state, ("plan", "parameters", "optimizers", "progress"))
+        check_names("plan", state["plan"], self._plan)
         for name, value in self._plan.items():
             if state["plan"][name] != value:
                 raise StateMismatch(
@@ -163,8 +163,8 @@ class SharedState:
                     "state came from: give all groups the same, and keep it when a job is resumed"
                 )
         known = {n: v for f in self.fragments for n, v in f.globals.items()}
-        same_tensors("parameters", state["parameters"], known)
-        same_count("optimizers", state["optimizers"], self._optimizers)
+        check_tensors("parameters", state["parameters"], known)
+        check_count("optimizers", state["optimizers"], self._optimizers)
         outer = list(zip(self._optimizers, state["optimizers"], strict=True))
         for i, (optimizer, values) in enumerate(outer):
             check_optimizer(f"optimizers[{i}]", optimizer, self._names, values)

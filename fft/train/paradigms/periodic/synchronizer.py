@@ -26,7 +26,7 @@ from fft.messages.protocol import Fault
 from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.contribution import Contribution, Packing
 from fft.train.paradigms.periodic.shared_state import Fragment, SharedState, Storage
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.state.sharded import reshard
 
 _ANEW = "a new beginning"
@@ -152,7 +152,7 @@ class Synchronizer(ABC):
         packing: Packing,
         storage: Storage,
     ) -> None:
-        rank: Rank = manager._parts.rank
+        rank: RankContext = manager._parts.rank
         self._rank, self.schedule, self.packing = rank, schedule, packing
         self._refuse_unfit(inner_optimizer, outer_optimizers)
         self.plan = {
@@ -343,7 +343,7 @@ class Synchronizer(ABC):
         if self._contribution is None:
             raise FftError("what was being reduced is void: this group has begun anew meanwhile")
         self._contribution.wait()
-        self._rank.manager.reduced()
+        self._rank.manager.raise_if_failed()
 
     # --- what a COMMIT does ---
 

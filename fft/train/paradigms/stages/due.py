@@ -29,7 +29,7 @@ from fft.protocol.spec import FsmSpec
 from fft.train.checkpoint.due import (
     AT,
     NAMED,
-    Due,
+    CheckpointSchedule,
     DueByWord,
     Named,
     Word,
@@ -58,7 +58,7 @@ def due_to(
     job: Participation,
     is_busy: Callable[[], bool],
     limit_s: float,
-) -> Due:
+) -> CheckpointSchedule:
     """Return the rule for the stage of this rank.
 
     Args:
@@ -115,7 +115,7 @@ class DueToFirst(DueByWord):
         return (said or word).named
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `Due.left`."""
+        """See `CheckpointSchedule.left`."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
@@ -135,7 +135,7 @@ class DueToFirst(DueByWord):
         return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
-class DueToLater(Due):
+class DueToLater(CheckpointSchedule):
     """The rule for a stage that follows another one.
 
     Args:
@@ -165,7 +165,8 @@ class DueToLater(Due):
         """Whether this rank is the first one of the members."""
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `Due.before_vote`: announce this txn if it ends at the cut of the stage before."""
+        """See `CheckpointSchedule.before_vote`: announce this txn if it ends at the cut of the
+        stage before."""
         if epoch_to_name_in(self._job, plan) is None:
             return
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
@@ -191,7 +192,7 @@ class DueToLater(Due):
         self._bus.write(AT, encode_words([*others, own][-NAMED:]))
 
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """See `Due.due`; a skip has a position in the data like any other txn."""
+        """See `CheckpointSchedule.due`; a skip has a position in the data like any other txn."""
         since = record.cursor if self._at is None else self._at.cursor
         self.stands_at(record, epoch)
         try:
@@ -210,7 +211,8 @@ class DueToLater(Due):
         return found
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
-        """See `Due.ended`: the remaining stages include this state in their checkpoints."""
+        """See `CheckpointSchedule.ended`: the remaining stages include this state in their
+        checkpoints."""
         self.stands_at(record, epoch)
         return None
 
@@ -259,9 +261,10 @@ class DueToLater(Due):
             stops.wait(_POLL_S)
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `Due.left`."""
+        """See `CheckpointSchedule.left`."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """See `Due.is_awaited`: the first stage publishes, and no other stage waits."""
+        """See `CheckpointSchedule.is_awaited`: the first stage publishes, and no other stage
+        waits."""
         return False

@@ -32,7 +32,7 @@ from fft.train.paradigms.stages.output import (
     place,
     refuse_other_spec,
 )
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.scope import RankScope
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class StageInput:
     in_any_order = True
 
     def __init__(self, manager: Manager, loader: Any) -> None:
-        rank: Rank = manager._parts.rank
+        rank: RankContext = manager._parts.rank
         refuse_other_spec(rank)
         self._manager, self._rank = manager, rank
         before = [other.scope for other in rank.scope.flow if not other.ahead]

@@ -37,7 +37,7 @@ from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataSource, Due
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.watchers import Watchers
 from fft.util.kernel_limit import limit_in_kernel
 
@@ -55,7 +55,7 @@ class Stranger(Exception):
     """The other end has not authenticated by the job's token in time."""
 
 
-def refuse_other_spec(rank: Rank) -> None:
+def refuse_other_spec(rank: RankContext) -> None:
     """Raise FftError unless the stages of the spec have scopes of their own."""
     if not rank.scope.by_rank:
         raise FftError(
@@ -64,7 +64,7 @@ def refuse_other_spec(rank: Rank) -> None:
         )
 
 
-def key_of(rank: Rank) -> bytes:
+def key_of(rank: RankContext) -> bytes:
     token = rank.settings.token
     return token.key("fft1", "flow") if token is not None else derive(b"", "fft1", "flow")
 
@@ -167,7 +167,7 @@ class StageOutput:
     """
 
     def __init__(self, manager: Manager, produce: Callable[[Any], Any]) -> None:
-        rank: Rank = manager._parts.rank
+        rank: RankContext = manager._parts.rank
         refuse_other_spec(rank)
         self._manager, self._rank = manager, rank
         after = [other.scope for other in rank.scope.flow if other.ahead]

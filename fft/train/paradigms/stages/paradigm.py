@@ -9,7 +9,7 @@ from typing import Any
 from fft.engine.loop import Engine
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
-from fft.train.checkpoint.due import Due
+from fft.train.checkpoint.due import CheckpointSchedule
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
@@ -19,7 +19,7 @@ from fft.train.paradigms.stages.due import due_to, refuse_forks
 from fft.train.paradigms.stages.input import refuse_unconnected
 from fft.train.paradigms.stages.output import StageOutput
 from fft.train.paradigms.stages.scope import StageScope
-from fft.train.rank import Rank
+from fft.train.rank_context import RankContext
 from fft.train.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Ahead(Pipelined):
 
     can_reform = False
 
-    def __init__(self, rank: Rank, scope: StageScope) -> None:
+    def __init__(self, rank: RankContext, scope: StageScope) -> None:
         super().__init__(rank)
         self._scope = scope
         self.output: StageOutput | None = None
@@ -70,7 +70,7 @@ class Ahead(Pipelined):
         is_still_in = yield from loop.txns(source, max_steps, make_others)
         if not is_still_in:
             loop.is_over |= self._has_ended_with_its_data(max_steps)
-        rank.state.end_gathering()
+        rank.state.reshard_models()
         loop.is_over |= is_still_in
         with rank.watchers.waiting():
             self._end(loop.is_over, is_still_in)
@@ -120,7 +120,7 @@ class Ahead(Pipelined):
 
     # --- checkpoints ---
 
-    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> Due:
+    def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         refuse_forks(self._rank.settings.spec)
         limit_s = self._rank.limits["flow_limit"].seconds
         return due_to(self._scope, plan, self._rank.job, is_writing, limit_s)

@@ -63,7 +63,7 @@ def exported(tensor: torch.Tensor, place: str) -> Any:
     }
 
 
-def exported_beside(parameter: torch.Tensor, value: Any, place: str) -> Any:
+def export_entry(parameter: torch.Tensor, value: Any, place: str) -> Any:
     """Export an entry of the optimizer state of ``parameter``, including tensors in containers.
 
     For a DTensor parameter, a plain exported tensor is a local shard with the layout of the
@@ -78,9 +78,9 @@ def exported_beside(parameter: torch.Tensor, value: Any, place: str) -> Any:
         return _with_layout(parameter, value, found, place)
     if isinstance(value, Mapping):
         refuse_marks(value, place)
-        return {k: exported_beside(parameter, v, f"{place}[{k!r}]") for k, v in value.items()}
+        return {k: export_entry(parameter, v, f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, list | tuple):
-        items = [exported_beside(parameter, v, f"{place}[{i}]") for i, v in enumerate(value)]
+        items = [export_entry(parameter, v, f"{place}[{i}]") for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
 
@@ -215,10 +215,10 @@ def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
     return False
 
 
-def check_beside(place: str, got: Any, mine: Any, parameter: torch.Tensor) -> None:
-    """Raise StateMismatch unless `put_beside` can replace ``mine`` by ``got``."""
+def check_entry(place: str, got: Any, mine: Any, parameter: torch.Tensor) -> None:
+    """Raise StateMismatch unless `put_entry` can replace ``mine`` by ``got``."""
     if isinstance(mine, torch.Tensor):
-        layout = exported_beside(parameter, mine, place)
+        layout = export_entry(parameter, mine, place)
         ours = layout[LAYOUT] if isinstance(layout, Mapping) and LAYOUT in layout else "parameter's"
         theirs = got[LAYOUT] if isinstance(got, Mapping) and LAYOUT in got else "parameter's"
         if ours != theirs:
@@ -227,7 +227,7 @@ def check_beside(place: str, got: Any, mine: Any, parameter: torch.Tensor) -> No
         if not refuse_other_class(place, inner, mine):
             refuse_misfit(place, inner, mine)
     if is_marked(got):
-        rebuilt_beside(got, parameter, place)
+        rebuilt_entry(got, parameter, place)
 
 
 def _fits(place: str, got: Any, mine: torch.Tensor) -> bool:
@@ -252,16 +252,16 @@ def copy_into(mine: torch.Tensor, got: Any) -> None:
         copy_into(getattr(part, name), inner)
 
 
-def put_beside(mine: Any, got: Any, parameter: torch.Tensor, place: str) -> Any:
+def put_entry(mine: Any, got: Any, parameter: torch.Tensor, place: str) -> Any:
     """Return the optimizer entry that ``got`` describes, reusing the tensor ``mine`` if it fits."""
     inner = got["local"] if isinstance(got, Mapping) and LAYOUT in got else got
     if isinstance(mine, torch.Tensor) and _fits(place, inner, mine):
         copy_into(mine, inner)
         return mine
-    return rebuilt_beside(got, parameter, place)
+    return rebuilt_entry(got, parameter, place)
 
 
-def rebuilt_beside(got: Any, parameter: torch.Tensor, place: str) -> Any:
+def rebuilt_entry(got: Any, parameter: torch.Tensor, place: str) -> Any:
     """Build a new entry of the optimizer state of ``parameter``. Raises StateMismatch."""
     if isinstance(got, Mapping) and LAYOUT in got:
         local = rebuilt(got["local"], parameter.device, place)
@@ -273,9 +273,9 @@ def rebuilt_beside(got: Any, parameter: torch.Tensor, place: str) -> Any:
         is_part = isinstance(parameter, DTensor) and local.shape == local_of(parameter).shape
         return like(parameter, local) if is_part else local
     if isinstance(got, Mapping):
-        return {k: rebuilt_beside(v, parameter, f"{place}[{k!r}]") for k, v in got.items()}
+        return {k: rebuilt_entry(v, parameter, f"{place}[{k!r}]") for k, v in got.items()}
     if isinstance(got, list | tuple):
-        items = [rebuilt_beside(v, parameter, f"{place}[{i}]") for i, v in enumerate(got)]
+        items = [rebuilt_entry(v, parameter, f"{place}[{i}]") for i, v in enumerate(got)]
         return items if isinstance(got, list) else tuple(items)
     return got
 

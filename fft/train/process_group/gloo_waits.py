@@ -17,7 +17,7 @@ from fft.train.unsafe_places import guarded
 MILLISECOND = timedelta(milliseconds=1)
 
 
-class Attendants:
+class WaiterPool:
     """Threads that wait in gloo for sends and receives, so that their callers can be freed.
 
     There are as many threads as simultaneous waits. An idle thread ends with `close`. A waiting one
@@ -30,36 +30,36 @@ class Attendants:
         self._closed = False
 
     @guarded
-    def take(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
         """Run `task` on a thread."""
         with self._lock:
-            desk = self._idle.pop() if self._idle else None
-        if desk is None:
-            desk = SimpleQueue()
+            tasks = self._idle.pop() if self._idle else None
+        if tasks is None:
+            tasks = SimpleQueue()
             threading.Thread(
-                target=self._serve, args=(desk,), name="fft-peer-wait", daemon=True
+                target=self._serve, args=(tasks,), name="fft-peer-wait", daemon=True
             ).start()
-        desk.put(task)
+        tasks.put(task)
 
     def close(self) -> None:
         """End every thread once it is idle."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for desk in idle:
-            desk.put(None)
+        for tasks in idle:
+            tasks.put(None)
 
-    def _serve(self, desk: SimpleQueue[Callable[[], None] | None]) -> None:
-        while (task := desk.get()) is not None:
+    def _serve(self, tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := tasks.get()) is not None:
             task()
             del task  # releases its tensors
             with self._lock:
                 if self._closed:
                     return
-                self._idle.append(desk)
+                self._idle.append(tasks)
 
 
-class FreedFuture:
+class FailableFuture:
     """A future that wraps gloo's, and that FFT can fail."""
 
     def __init__(

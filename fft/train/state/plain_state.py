@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from fft.errors import StateMismatch
 from fft.train.local_tensors import leaves_of, like
-from fft.train.state.composite import (
-    check_beside,
+from fft.train.state.fingerprint import fingerprint
+from fft.train.state.tensor_subclasses import (
+    check_entry,
+    export_entry,
     exported,
-    exported_beside,
     is_marked,
-    put_beside,
+    put_entry,
     rebuilt,
     refuse_marks,
     refuse_misfit,
     refuse_other_class,
 )
-from fft.train.state.fingerprint import fingerprint
 
 _PLAIN = (str, bytes, bool, int, float, type(None))
 
@@ -72,7 +72,7 @@ def export_entries(
     for parameter, values in list(optimizer.state.items()):  # a lookup may add an entry
         name = by_id[id(parameter)]
         state[name] = {
-            k: plain(exported_beside(parameter, v, at), at, has_marks=True)
+            k: plain(export_entry(parameter, v, at), at, has_marks=True)
             for k, v in values.items()
             for at in (f"{place}.state[{name}][{k}]",)
         }
@@ -124,13 +124,13 @@ def _put_value(
         on_device = group.get("capturable") or group.get("fused")
         mine[key] = value.to(parameter.device if on_device else "cpu", copy=True)
     else:
-        mine[key] = put_beside(here, value, parameter, key)
+        mine[key] = put_entry(here, value, parameter, key)
 
 
 # -- does it fit?
 
 
-def same_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
+def check_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
     missing, unknown = sorted(set(mine) - set(got)), sorted(set(got) - set(mine))
     if missing:
         raise StateMismatch(
@@ -142,13 +142,13 @@ def same_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
         )
 
 
-def same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
+def check_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
     if len(got) != len(mine):
         raise StateMismatch(f"{place}: expected {len(mine)}, got {len(got)} in the received state")
 
 
-def same_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
-    same_names(place, got, mine)
+def check_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
+    check_names(place, got, mine)
     for name, tensor in mine.items():
         refuse_misfit(f"{place}[{name}]", got[name], tensor)
 
@@ -162,8 +162,8 @@ def check_optimizer(
     mine = kind_of(optimizer)
     if (kind := values.get("kind", mine)) != mine:  # not every exported state names its kind
         raise StateMismatch(f"{place}: expected the state of {mine}, got that of {kind}")
-    same_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
-    same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
+    check_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
+    check_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, entries in values["state"].items():
         if name not in names or id(names[name]) not in own:
@@ -172,7 +172,7 @@ def check_optimizer(
             )
         mine = optimizer.state.get(names[name], {})
         for key, value in entries.items():
-            check_beside(f"{place}.state[{name}][{key}]", value, mine.get(key), names[name])
+            check_entry(f"{place}.state[{name}][{key}]", value, mine.get(key), names[name])
 
 
 # -- plain data
@@ -225,7 +225,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def spread_as(value: Any, mine: Any, place: str) -> Any:
+def with_layout_of(value: Any, mine: Any, place: str) -> Any:
     """Convert plain data ``value`` for an object whose ``state_dict`` now returns ``mine``.
 
     A tensor in the place of a DTensor becomes a DTensor of the same layout, since `plain` exported
@@ -243,10 +243,10 @@ def spread_as(value: Any, mine: Any, place: str) -> Any:
         refuse_misfit(place, value, mine)
         return like(mine, value)
     if isinstance(value, Mapping) and isinstance(mine, Mapping):
-        return {k: spread_as(v, mine.get(k), f"{place}[{k!r}]") for k, v in value.items()}
+        return {k: with_layout_of(v, mine.get(k), f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, (list, tuple)) and isinstance(mine, (list, tuple)):
         pairs = itertools.zip_longest(value, mine[: len(value)])
-        items = [spread_as(v, m, f"{place}[{i}]") for i, (v, m) in enumerate(pairs)]
+        items = [with_layout_of(v, m, f"{place}[{i}]") for i, (v, m) in enumerate(pairs)]
         return items if isinstance(value, list) else tuple(items)
     return value
 

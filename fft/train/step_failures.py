@@ -8,28 +8,28 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from fft.errors import StepRetriesExceeded
-from fft.train.reported import text_of
+from fft.train.error_reports import text_of
 from fft.util.error_places import fingerprint, may_pass
 
-SAME = 2
+MAX_IDENTICAL = 2
 """Failures in a row with one error (message and stack) at one step after which to give up."""
-ANY = 5
+MAX_FAILURES = 5
 """Failures in a row with any errors at one step after which to give up."""
 
 
-class BodyFailures:
+class StepFailures:
     """The failures in a row at one step. Main thread only."""
 
     def __init__(self, limit: int | None) -> None:
         """``limit``: failures in a row after which to give up; None for both defaults."""
-        self._same = SAME if limit is None else limit
-        self._any = ANY if limit is None else limit
+        self._same = MAX_IDENTICAL if limit is None else limit
+        self._any = MAX_FAILURES if limit is None else limit
         self.committed()
 
     def committed(self) -> None:
         """Reset the counts after a commit."""
         self._step = -1
-        self._all = self._alike = 0
+        self._all = self._identical = 0
         self._last: Hashable = None
 
     def failed(self, step: int, members: Hashable, error: Exception, where: str = "") -> str | None:
@@ -50,17 +50,17 @@ class BodyFailures:
             self._step = step
         # after a change of members, the change may have caused the error
         this = None if may_pass(error) else (members, fingerprint(error))
-        self._alike = self._alike + 1 if this is not None and this == self._last else 1
+        self._identical = self._identical + 1 if this is not None and this == self._last else 1
         self._all, self._last = self._all + 1, this
-        if this is not None and self._alike >= self._same:
-            times = f"{self._alike} times in a row"
+        if this is not None and self._identical >= self._same:
+            times = f"{self._identical} times in a row"
             return f"the step function failed {times} by the same error at {where}"
         if self._all >= self._any:
             return f"the step function failed {self._all} times in a row at {where}"
         return None
 
 
-def hopeless(why: str, error: Exception) -> StepRetriesExceeded:
+def retries_exceeded(why: str, error: Exception) -> StepRetriesExceeded:
     """Return the error to raise from ``error``, which a replay cannot avoid for the reason
     ``why``."""
     return StepRetriesExceeded(f"{text_of(error)}; {why}. The traceback of the cause is attached")

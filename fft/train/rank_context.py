@@ -19,7 +19,7 @@ from fft.train.watchers import Watchers
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankContext:
     """One rank of a job.
 
     Attributes:

@@ -14,7 +14,7 @@ SHARDED = (
     "loader"
 )
 """Reason why a txn has neither data epochs nor progress: each group reads a shard."""
-ALONE = (
+LOCAL_STEPS = (
     "not available for groups with local steps, which read different parts of the data; use "
     "txn.step, the number of synchronizations"
 )
@@ -30,7 +30,7 @@ class DataEpochs:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class StepInput:
     """The input of one attempt."""
 
     batch: Any
@@ -61,7 +61,7 @@ class Drawn:
         """Return `consumed`. Raises FftError if it is None."""
         if self.consumed is not None:
             return self.consumed
-        if self.counted in (SHARDED, ALONE):
+        if self.counted in (SHARDED, LOCAL_STEPS):
             raise FftError(f"txn.progress: {self.counted}")
         raise FftError(
             "txn.progress: not available for data without a known end; give transactions() a list, "
@@ -75,7 +75,7 @@ class Drawn:
             raise FftError(f"txn.ends_data_epoch, txn.data_epoch: {self.counted}")
         return self.counted
 
-    def in_words(self, step: int, peer: object) -> str:
+    def describe(self, step: int, peer: object) -> str:
         """Describe the batch in messages about a failure; ``step`` is that of its txn."""
         where = f"in the txn of step {step}, on {peer}"
         if self.slice is None:
