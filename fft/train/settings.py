@@ -354,12 +354,14 @@ def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
     theirs = json.loads(held)
     both = [*mine, *(place for place in theirs if place not in mine)]
     places = [place for place in both if mine.get(place) != theirs.get(place)]
-    told = [f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]]
+    differences = [
+        f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]
+    ]
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     raise OtherSettings(
         "the settings of this process differ from those of the job that it would join: "
-        f"{'; '.join(told)}{more}. Start all processes with the same script, arguments and spec; "
-        "to change them, end the job and start it again"
+        f"{'; '.join(differences)}{more}. Start all processes with the same script, arguments and "
+        "spec; to change them, end the job and start it again"
     )
 
 

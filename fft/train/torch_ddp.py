@@ -2,8 +2,8 @@
 
 The reducer of DDP cannot be rolled back. An aborted reduction may write to its buckets later. An
 interrupted backward leaves it unusable ("Expected to have finished reduction in the prior
-iteration"). And it rebuilds its buckets in the order in which gradients came, which a joining group
-does not know. So `fft.train.reducer` replaces it by a reducer of the same design; only DDP's
+iteration"). And it rebuilds its buckets in the order in which gradients arrived, which a joining
+group does not know. So `fft.train.reducer` replaces it by a reducer of the same design; only DDP's
 forward stays in use. This module changes the wrapper, and uses no process group.
 """
 
