@@ -42,7 +42,7 @@ from typing import NoReturn
 
 from fft.errors import FftError
 from fft.health.compiling import never_compiled
-from fft.train.unsafe_places import Safety, guarded, look, owner
+from fft.train.unsafe_places import Safety, classify, guarded, owner
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _REPEAT_S = 0.02
@@ -203,7 +203,7 @@ class Interrupter:
             return
         if self._on_its_way() and not self._is_lost():
             return
-        safety = look(frame, self._body)
+        safety = classify(frame, self._body)
         if safety is Safety.SAFE or (safety is Safety.SOON and self._waits(frame, sent)):
             self._raise(cause)
         if safety is Safety.SOON and self._may_recheck(sent):

@@ -501,7 +501,7 @@ class EngineHost:
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:
-            parts.commands.obey(command)
+            parts.commands.execute(command)
 
 
 def _may_meet(job: Participation) -> bool:

@@ -15,7 +15,7 @@ from fft.train.paradigms.lockstep import Lockstep
 from fft.train.paradigms.paradigm import Paradigm
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.pipeline.paradigm import Pipelined
-from fft.train.paradigms.stages.paradigm import Ahead
+from fft.train.paradigms.stages.paradigm import AsyncPipeline
 from fft.train.paradigms.stages.scope import StageScope, scope_of_stage
 from fft.train.rank_context import RankContext
 from fft.train.scope import RankScope
@@ -52,7 +52,7 @@ def paradigm_of(rank: RankContext) -> Paradigm[TransactionLoop]:
     """
     spec = rank.settings.spec
     if isinstance(rank.scope, StageScope):
-        return Ahead(rank, rank.scope)
+        return AsyncPipeline(rank, rank.scope)
     if spec.is_periodic:
         return Asynchronous(rank) if spec.bound else Periodic(rank)
     return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)
