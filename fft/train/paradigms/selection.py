@@ -12,6 +12,7 @@ from torchft.manager import Manager
 from fft.bus import ErrorBus
 from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
+from fft.train.paradigms.nested.paradigm import Nested
 from fft.train.paradigms.paradigm import Paradigm
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.pipeline.paradigm import Pipelined
@@ -54,5 +55,7 @@ def paradigm_of(rank: RankContext) -> Paradigm[TransactionLoop]:
     if isinstance(rank.scope, StageScope):
         return AsyncPipeline(rank, rank.scope)
     if spec.is_periodic:
-        return Asynchronous(rank) if spec.bound else Periodic(rank)
+        if spec.bound:
+            return Asynchronous(rank)
+        return Periodic(rank) if rank.world == 1 else Nested(rank)
     return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)
