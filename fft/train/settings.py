@@ -272,16 +272,6 @@ def _refuse_another_bus(bus: str | None) -> None:
         )
 
 
-def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
-    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
-    if spec.ranks == "one" and ranks > 1:
-        raise FftError(
-            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
-            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
-            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
-        )
-
-
 def _refuse_unlaunched(called: BoundArguments) -> None:
     """Raise FftError if neither a launcher nor the script defines which rank of a group this is."""
     places = {"rank": "RANK", "world_size": "WORLD_SIZE"}

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from torchft.manager import Manager
 
 from fft.bus import ErrorBus
+from fft.errors import FftError
+from fft.protocol.spec import FsmSpec
 from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
 from fft.train.paradigms.nested.paradigm import Nested
@@ -22,6 +24,16 @@ from fft.train.rank_context import RankContext
 from fft.train.scope import RankScope
 from fft.train.settings import Settings
 from fft.train.transaction import TransactionLoop
+
+
+def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
+    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
+    if spec.ranks == "one" and ranks > 1:
+        raise FftError(
+            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
+            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
+            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
+        )
 
 
 def scope_of(
