@@ -206,11 +206,9 @@ class InnerScope(InnerSteps):
         """The main thread turns to the job's scope."""
         self._entered = False
 
-    def transaction(
-        self, periodic: PeriodicLoop, plan: StartTxn, drawn: StepInput
-    ) -> InnerTransaction:
+    def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
         """Return the transaction of a step that all ranks of the group make."""
-        return SharedInnerTransaction(periodic, self, plan, drawn)
+        return SharedInnerTransaction(loop, self, plan, drawn)
 
     def begin(self) -> bool:
         """A step begins. False: there is another word now."""

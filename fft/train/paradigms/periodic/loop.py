@@ -39,15 +39,11 @@ class PeriodicLoop:
     """Runs inner steps and synchronisations for `TransactionLoop`, which has the job's side."""
 
     def __init__(
-        self,
-        rank: RankContext,
-        loop: TransactionLoop,
-        synchronizer: Synchronizer,
-        steps: InnerSteps,
+        self, rank: RankContext, loop: TransactionLoop, synchronizer: Synchronizer, own: InnerSteps
     ) -> None:
         self.loop = loop
         self.synchronizer = synchronizer
-        self._steps = steps
+        self._steps = own
         self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
         self.update_failures = StepFailures(rank.settings.config.max_body_failures)
@@ -166,11 +162,9 @@ class InnerSteps:
     def leave(self) -> None:
         """Turn from inner steps to the job's txn."""
 
-    def transaction(
-        self, periodic: PeriodicLoop, plan: StartTxn, drawn: StepInput
-    ) -> InnerTransaction:
+    def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
         """Return the transaction of the step."""
-        return InnerTransaction(periodic, plan, drawn)
+        return InnerTransaction(loop, plan, drawn)
 
 
 class JobsPart:
