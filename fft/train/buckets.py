@@ -120,7 +120,7 @@ class Bucket:
             self.own_uses = _uses(self.buffer)
         return self.buffer
 
-    def leave_to_user(self) -> None:
+    def detach_if_shared(self) -> None:
         """Switch to another buffer if the user has kept a gradient of the last step, which must not
         change. An optimizer may compare with it, for example."""
         if self.buffer is not None and _uses(self.buffer) > self.own_uses:

@@ -2,7 +2,7 @@
 
 Shortly before the deadline, it logs the reason and leaves.
 
-One thread (`DrainClock`) receives notices through a queue that signal handlers may use.
+One thread (`DrainTimer`) receives notices through a queue that signal handlers may use.
 ``waiting_for`` describes the state of a participant; it is pure. The host, the manager, reports its
 state, writes the trace and leaves. This module does not need torch.
 """
@@ -31,7 +31,7 @@ _SHOWN = 8
 class Leaver(Protocol):
     """Callbacks of the timer into its process, on the timer's thread."""
 
-    def why_still_here(self) -> str | None:
+    def describe_wait(self) -> str | None:
         """Describe what this participant waits for, or return None if it has left."""
 
     def leave(self, cause: str, limit_s: float) -> bool:
@@ -45,24 +45,24 @@ class Leaver(Protocol):
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _NoticeReceived:
     notice: Notice
     at: float
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Exited:
     at: float
     error: str | None
 
 
-class DrainClock:
+class DrainTimer:
     """The timer of one manager, until ``close``."""
 
     def __init__(self, leaver: Leaver, margin_s: float) -> None:
         self._leaver = leaver
         self._margin_s = margin_s
-        self._words: queue.SimpleQueue[_Heard | _Left | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_NoticeReceived | _Exited | None] = queue.SimpleQueue()
         self._earliest = Earliest()
         self._due: float | None = None
         """When to leave without a commit, on the monotonic clock; None for never, or if done."""
@@ -72,18 +72,18 @@ class DrainClock:
 
     # --- any thread, signal handlers too ---
 
-    def hear(self, notice: Notice) -> None:
+    def on_notice(self, notice: Notice) -> None:
         """Receive a notice, which asks this participant to leave."""
-        self._words.put(_Heard(notice, time.monotonic()))
+        self._events.put(_NoticeReceived(notice, time.monotonic()))
 
     def left(self, error: str | None = None) -> None:
         """Record that this participant has left. ``error`` is the class of the error that ended it,
         in which case it has not drained."""
-        self._words.put(_Left(time.monotonic(), error))
+        self._events.put(_Exited(time.monotonic(), error))
 
     def close(self, limit_s: float = 5.0) -> None:
         """End the thread after the notices received so far. Idempotent."""
-        self._words.put(None)
+        self._events.put(None)
         self._thread.join(limit_s)
 
     # --- its own thread ---
@@ -91,18 +91,18 @@ class DrainClock:
     def _run(self) -> None:
         while True:
             try:
-                word = self._words.get(timeout=self._wait())
+                event = self._events.get(timeout=self._wait())
             except queue.Empty:
                 if self._wait() == 0:
-                    self._run_out()
+                    self._on_deadline()
                 continue
-            match word:
+            match event:
                 case None:
                     return
-                case _Heard():
-                    self._take(word.notice, word.at)
-                case _Left():
-                    self._close_account(word.at, word.error)
+                case _NoticeReceived():
+                    self._take(event.notice, event.at)
+                case _Exited():
+                    self._on_exit(event.at, event.error)
 
     def _wait(self) -> float | None:
         if self._due is None:
@@ -122,9 +122,9 @@ class DrainClock:
         if within is not None:
             self._due = at + time_for_a_commit(within, self._margin_s)
 
-    def _run_out(self) -> None:
+    def _on_deadline(self) -> None:
         self._due = None
-        why = self._leaver.why_still_here()
+        why = self._leaver.describe_wait()
         if why is None:
             return  # it has left, and its main thread is about to report it
         notice, deadline = self._earliest.notice, self._earliest.deadline
@@ -140,7 +140,7 @@ class DrainClock:
             )
             self._leaver.note("drain_untold", {"reason": notice.reason})
 
-    def _close_account(self, at: float, error: str | None) -> None:
+    def _on_exit(self, at: float, error: str | None) -> None:
         deadline, notice = self._earliest.deadline, self._earliest.notice
         self._due = None
         if self._over or notice is None:
@@ -170,12 +170,13 @@ def time_for_a_commit(within_s: float, margin_s: float) -> float:
 def waiting_for(s: Local, c: Config, now: float) -> str:
     """Describe what a participant that is to leave waits for. ``now`` is in monotonic seconds."""
     what = (
-        f"{_what(s, c)}; {s.state} for {now - s.since:.1f} s, step {s.step}, epoch {s.token.epoch}"
+        f"{_describe_state(s, c)}; {s.state} for {now - s.since:.1f} s, step {s.step}, epoch "
+        f"{s.token.epoch}"
     )
     return f"{what}; the bus is out of reach" if s.bus_down else what
 
 
-def _what(s: Local, c: Config) -> str:
+def _describe_state(s: Local, c: Config) -> str:
     match s.role:
         case "training":
             return "its txn is open, and its main thread has not voted"

@@ -39,17 +39,18 @@ class FetchProgress:
 
     def __init__(
         self,
-        tell: Callable[[int, int, float], None],
+        on_progress: Callable[[int, int, float], None],
         source: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the measurement.
 
         Args:
-            tell: Receives the bytes so far, the bytes of the whole state, and the seconds left.
+            on_progress: Receives the bytes so far, the bytes of the whole state, and the seconds
+                left.
             source: The group whose state is fetched.
         """
-        self._tell, self._source, self._clock = tell, source, clock
+        self._on_progress, self._source, self._clock = on_progress, source, clock
         self._began = clock()
         self._next_note = self._began + _NOTED_EVERY_S
         self._next_line = self._began + _LOGGED_EVERY_S
@@ -61,7 +62,7 @@ class FetchProgress:
             return
         self._next_note = now + _NOTED_EVERY_S
         left_s = (now - self._began) * (total - got) / got
-        self._tell(got, total, left_s)
+        self._on_progress(got, total, left_s)
         if now >= self._next_line:
             self._next_line = now + _LOGGED_EVERY_S
             text = "fetching the state of group %s: %s"
@@ -89,15 +90,16 @@ class StateExchange:
         manager: Manager,
         state: RankState,
         transfer: StateTransfer | None,
-        tell: Callable[[int, int, float], None],
+        on_progress: Callable[[int, int, float], None],
     ) -> None:
         """Prepare the exchange.
 
         Args:
             transfer: FFT's own checkpoint transport, or None if the user has passed another one.
-            tell: See `FetchProgress`.
+            on_progress: See `FetchProgress`.
         """
-        self._manager, self._state, self.transfer, self._tell = manager, state, transfer, tell
+        self._manager, self._state, self.transfer = manager, state, transfer
+        self._on_progress = on_progress
         self._served: Record | None = None
         """The epoch whose initial state is served."""
 
@@ -141,7 +143,7 @@ class StateExchange:
         self.bind(record)
         if self.transfer is not None:
             source = record.members[command.fetch_from].group
-            self.transfer.on_progress = FetchProgress(self._tell, source)
+            self.transfer.on_progress = FetchProgress(self._on_progress, source)
         payload = cast(
             "dict[str, Any]",
             manager._torchft.checkpoint_transport.recv_checkpoint(

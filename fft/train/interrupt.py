@@ -7,13 +7,13 @@ abort of the process groups, and ends with their error or with this one.
 
 One condition variable joins the requesting thread and the main thread:
 
-- The step function, called *body* here, is *open* from the end of ``enter`` to the start of
-  ``leave``. Only an open body is interrupted. A request that comes too early returns False; its
-  sender must have left a mark that the main thread checks when it opens a body.
+- The step function is *open* from the end of ``enter`` to the start of ``leave``. Only an open one
+  is interrupted. A request that arrives too early returns False; its sender must have left a mark
+  that the main thread checks when it enters a step function.
 - ``request`` asks for the interruption, and the sender thread sends the signal. It sends the signal
   again if the exception was lost, for example inside a ``__del__``, where Python drops it. While
-  the exception is alive and is being handled, as in a ``finally`` of the body, it is not raised
-  again.
+  the exception is alive and is being handled, as in a ``finally`` of the step function, it is not
+  raised again.
 - Inside ``atomic`` a request waits until the section ends.
 
 Python runs a signal handler between two bytecodes, or inside a call that waits. At a place where an
@@ -42,7 +42,7 @@ from typing import NoReturn
 
 from fft.errors import FftError
 from fft.health.compiling import never_compiled
-from fft.train.unsafe_places import Safety, guarded, look, owner
+from fft.train.unsafe_places import Safety, classify, guarded, owner
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _REPEAT_S = 0.02
@@ -97,7 +97,7 @@ class Interrupter:
         self._in_flight = False
         """A signal was sent, and its handler has not run yet."""
         self._body: FrameType | None = None
-        """Frame of the function that opened the body."""
+        """Frame of the step function."""
         self._rechecks_left = 0
         """Number of checks that the handler may still trigger before the sender's next signal."""
         self._sent = False
@@ -117,7 +117,7 @@ class Interrupter:
     # --- any thread ---
 
     def request(self, cause: str) -> bool:
-        """Interrupt the open body and return at once. Return whether a body was open."""
+        """Interrupt the open step function, and return at once whether one was open."""
         with self._changed:
             if not self._open or self._cause is not None:
                 return self._open
@@ -139,7 +139,7 @@ class Interrupter:
 
     @guarded
     def enter(self) -> None:
-        """Open a body."""
+        """Open a step function."""
         with self._changed:
             self._cause, self._raised = None, None
             self._open = threading.get_ident() == self._main
@@ -147,7 +147,7 @@ class Interrupter:
 
     @guarded
     def leave(self) -> bool:
-        """Close the body, which returned or raised.
+        """Close the step function, which returned or raised.
 
         Return whether its interruption was requested.
         """
@@ -190,7 +190,7 @@ class Interrupter:
 
     @guarded
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked worker never has an open body
+        if os.getpid() != self._pid:  # a forked worker never has an open step function
             signal.signal(number, self._previous)
             signal.raise_signal(number)
             return
@@ -203,7 +203,7 @@ class Interrupter:
             return
         if self._on_its_way() and not self._is_lost():
             return
-        safety = look(frame, self._body)
+        safety = classify(frame, self._body)
         if safety is Safety.SAFE or (safety is Safety.SOON and self._waits(frame, sent)):
             self._raise(cause)
         if safety is Safety.SOON and self._may_recheck(sent):

@@ -20,7 +20,7 @@ from fft.engine.core import Host
 from fft.errors import FftError
 from fft.messages.effects import Finish
 from fft.messages.protocol import Drain, Stop
-from fft.train.drain_clock import DrainClock, waiting_for
+from fft.train.drain_clock import DrainTimer, waiting_for
 from fft.train.participation import Participation
 from fft.train.preemption import Notice, NoticeSource, Poller, source_of
 from fft.train.settings import drain_within
@@ -47,14 +47,14 @@ class Leaving:
         self._job = job
         self._watchers = watchers
         self._pollers: list[Poller] = []
-        self._clock = DrainClock(_Leaver(job, watchers, host), margin_s)
+        self._clock = DrainTimer(_Leaver(job, watchers, host), margin_s)
 
     def drain(self, within: float | None, reason: str) -> None:
         """See ``ManagerFFT.drain``."""
         notice = Notice(reason, within)
         self.is_asked = True
         self.ask()
-        self._clock.hear(notice)
+        self._clock.on_notice(notice)
 
     def ask(self) -> None:
         """Pass the request to the engine, if there is a request and an engine."""
@@ -134,7 +134,7 @@ class _Leaver:
         self._watchers = weakref.ref(watchers)
         self._host = host
 
-    def why_still_here(self) -> str | None:
+    def describe_wait(self) -> str | None:
         job, watchers = self._job(), self._watchers()
         engine = job.engine if job is not None else None
         if engine is None or watchers is None:

@@ -198,8 +198,8 @@ class ManagerFFT(TorchftInterface):
                 and rounds; None uses the type of the gradient.
 
         Raises:
-            FftError: DistributedDataParallel averages in a way that FFT cannot take over, or
-                all parameters of the model are averaged already.
+            FftError: DistributedDataParallel averages in a way that FFT does not support, or all
+                parameters of the model are averaged already.
         """
         torch_ddp.refuse_unfit(model)
         self._parts.paradigm.refuse_sync()
@@ -302,7 +302,7 @@ class ManagerFFT(TorchftInterface):
         """Yield transactions until the job has finished or this group has drained.
 
         After a rollback the next transaction repeats the step. It has the same batch, unless the
-        rollback changed the members: the slices of the step are then distributed anew.
+        rollback changed the members: the slices of the step are then redistributed.
 
         Args:
             loader: ``fft.CursorLoader``, ``fft.StreamLoader`` (their workers end with this
@@ -321,7 +321,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             DataError: ``loader`` could not be restored.
             UnequalData: ranks that must draw the same items have drawn different ones.
-            FftError: a registered model averages its gradients in a way that FFT cannot take over,
+            FftError: a registered model averages its gradients in a way that FFT does not support,
                 or a pipeline's schedule is not registered.
         """
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):

@@ -110,7 +110,7 @@ class TorchNccl:
         made.allreduce([number], dist.AllreduceOptions()).wait()  # type: ignore[attr-defined]
 
 
-def meet(
+def connect_all(
     library: NcclLibrary, made: Communicator, store: Store, rank: int, world_size: int
 ) -> None:
     """Connect ``made`` with the other ranks; each of them calls this.

@@ -58,14 +58,14 @@ class CheckRunner:
         self._who = f"group {place[0]} rank {place[1]}"
         self._bus = bus
         self._note = note
-        self._line = checks.Line()
+        self._line = checks.CheckSockets()
         self._thread: threading.Thread | None = None
         self._worker: threading.Thread | None = None
         """Thread of a check that cannot be interrupted; it may still run after its time limit."""
         self._busy = False
         self._closed = False
 
-    def take(self, check: Check) -> CheckTask | None:
+    def start(self, check: Check) -> CheckTask | None:
         """Start this rank's task of ``check``, if there is one, and return it at once.
 
         Call it from one thread only.
@@ -78,7 +78,7 @@ class CheckRunner:
             self._answer(check, "refused", {"error": "busy with another check"})
             return task
         self._busy = True
-        self._line = checks.Line()
+        self._line = checks.CheckSockets()
         self._thread = threading.Thread(
             target=self._work, args=(check, task, self._line), name="fft-check", daemon=True
         )
@@ -94,7 +94,7 @@ class CheckRunner:
 
     # --- the thread of a check ---
 
-    def _work(self, check: Check, task: CheckTask, line: checks.Line) -> None:
+    def _work(self, check: Check, task: CheckTask, line: checks.CheckSockets) -> None:
         try:
             told = self._results(check, task, line)
             self._note("check", {"id": check.id, "round": check.round, "found": told})
@@ -102,7 +102,7 @@ class CheckRunner:
             self._busy = False  # reset before the answer, after which the next request may arrive
         self._answer(check, "done", told)
 
-    def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
+    def _results(self, check: Check, task: CheckTask, line: checks.CheckSockets) -> dict[str, Any]:
         deadline = time.monotonic() + check.limit
         if task.part == "alone":
             self._answer(check, "accepted", {})
@@ -111,7 +111,7 @@ class CheckRunner:
                 "memory": self._bounded(checks.memory, deadline),
             }
         else:
-            found = {"network": self._meet(check, task, line, deadline)}
+            found = {"network": self._check_connection(check, task, line, deadline)}
         return {
             kind: {
                 "ok": one.ok,
@@ -121,7 +121,9 @@ class CheckRunner:
             for kind, one in found.items()
         }
 
-    def _meet(self, check: Check, task: CheckTask, line: checks.Line, deadline: float) -> Outcome:
+    def _check_connection(
+        self, check: Check, task: CheckTask, line: checks.CheckSockets, deadline: float
+    ) -> Outcome:
         if task.part == "connect":
             self._answer(check, "accepted", {})
             return checks.connect(task.address, task.key, deadline, line)
@@ -132,7 +134,7 @@ class CheckRunner:
             return Outcome(False, 0.0, f"cannot listen: {error}")
         try:
             self._answer(check, "accepted", {"address": listening.address})
-            return listening.meet(deadline)
+            return listening.run(deadline)
         finally:
             listening.close()
 
@@ -175,11 +177,11 @@ class OperatorCommands:
         place = (job.peer.group, job.peer.rank)
         self._checks = CheckRunner(place, job.bus, job.trace.note)
 
-    def obey(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         """Execute a command of an operator. Trace it if it concerns this participant."""
         peer = self._job.peer
         if isinstance(command, Check):
-            if (task := self._checks.take(command)) is not None:
+            if (task := self._checks.start(command)) is not None:
                 told = command_to_json(replace(command, tasks=(task,)))
                 self._job.trace.note("command", told)
             return

@@ -40,7 +40,7 @@ class Participation:
         """None until the process has joined."""
         self.thread = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
-        """Whether the trace tells the launcher that lost ranks of this group can be replaced."""
+        """Whether the launcher may replace lost ranks of this group, according to the trace."""
         self.group_bus: ErrorBus | None = None
         self.reporter: ProgressReporter | None = None
         self._seen: set[tuple[str, str]] = set()

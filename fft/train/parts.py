@@ -57,18 +57,12 @@ from fft.train.error_reports import Reported
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.operator_commands import OperatorCommands, make_injector
-from fft.train.paradigms.selection import paradigm_of, scope_of
+from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.participation import Participation
 from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.settings import (
-    Settings,
-    common_settings,
-    monitor_config,
-    refuse_other_settings,
-    refuse_ranks,
-)
+from fft.train.settings import Settings, common_settings, monitor_config, refuse_other_settings
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.transaction import TransactionLoop
@@ -501,7 +495,7 @@ class EngineHost:
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:
-            parts.commands.obey(command)
+            parts.commands.execute(command)
 
 
 def _may_meet(job: Participation) -> bool:

@@ -24,7 +24,7 @@ from fft.util.log_sampler import LogSampler
 
 VARIABLE = "FFT_PROGRESS_INTERVAL"
 DEFAULT_INTERVAL_S = 1.0
-WORDS_A_SECOND = 100
+REPORTS_PER_SECOND = 100
 """Maximum number of reports of a whole job; in a large job each rank reports less often."""
 _KEEP = 1024
 """Maximum number of timed steps between two reports."""
@@ -53,14 +53,14 @@ class _Waiting:
     """Context manager around waits for other ranks inside a step. It is one reused object, so that
     it costs next to nothing."""
 
-    __slots__ = ("_pacer", "_since")
+    __slots__ = ("_reporter", "_since")
 
-    def __init__(self, pacer: ProgressReporter) -> None:
-        self._pacer = pacer
+    def __init__(self, reporter: ProgressReporter) -> None:
+        self._reporter = reporter
         self._since = threading.local()
 
     def __enter__(self) -> None:
-        self._since.at = self._pacer.clock()
+        self._since.at = self._reporter.clock()
 
     def __exit__(
         self,
@@ -68,7 +68,7 @@ class _Waiting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pacer.waited += self._pacer.clock() - self._since.at
+        self._reporter.waited += self._reporter.clock() - self._since.at
 
 
 class ProgressReporter:
@@ -95,11 +95,11 @@ class ProgressReporter:
         self._begun = 0.0
         self._own = 0.0
         self._lock = threading.Lock()
-        self._bodies: list[float] = []
+        self._step_times: list[float] = []
         self._step = 0
         self._ranks = 1
         self._failed = LogSampler()
-        self._to_say: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         """Reports to send; None ends the thread."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -119,15 +119,15 @@ class ProgressReporter:
         """Count the txn, which was committed as step ``step`` in a job of ``ranks`` ranks."""
         with self._lock:
             self._step, self._ranks = step, ranks
-            if len(self._bodies) < _KEEP:
-                self._bodies.append(max(0.0, self._own))
+            if len(self._step_times) < _KEEP:
+                self._step_times.append(max(0.0, self._own))
 
     def say(self, report: Report) -> None:
         """Queue ``report`` for the thread. Any thread; never waits. It is ignored after `close`."""
         with self._lock:
             if self._is_closed:
                 return
-            self._to_say.put(report)
+            self._queue.put(report)
             if self._thread is None:
                 self._start()
 
@@ -136,29 +136,29 @@ class ProgressReporter:
         bus hangs."""
         with self._lock:
             self._is_closed = True
-        self._to_say.put(None)
+        self._queue.put(None)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(1.0)
 
     def word(self) -> SpeedReport | None:
         """Return the report on the time since the last call, or None if no txn was committed."""
         with self._lock:
-            bodies, self._bodies = self._bodies, []
+            step_times, self._step_times = self._step_times, []
             step = self._step
-        if not bodies:
+        if not step_times:
             return None
         group, rank, inc = self._peer
-        return SpeedReport(group, rank, inc, step, round(median_low(bodies), 6), self._scope)
+        return SpeedReport(group, rank, inc, step, round(median_low(step_times), 6), self._scope)
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._speak, name="fft-progress", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fft-progress", daemon=True)
         self._thread.start()
 
-    def _speak(self) -> None:
+    def _run(self) -> None:
         due = self._next()
         while True:
             try:
-                word = self._to_say.get(timeout=max(0.0, due - time.monotonic()))
+                word = self._queue.get(timeout=max(0.0, due - time.monotonic()))
                 if word is None:
                     return
             except queue.Empty:
@@ -177,4 +177,4 @@ class ProgressReporter:
         """Return when the next speed report is due."""
         if not self._interval:
             return time.monotonic() + threading.TIMEOUT_MAX / 2
-        return time.monotonic() + max(self._interval, self._ranks / WORDS_A_SECOND)
+        return time.monotonic() + max(self._interval, self._ranks / REPORTS_PER_SECOND)

@@ -262,7 +262,7 @@ class Reducer:
         self._forget()
         self._quiet_at_begin = self._is_quiet
         for bucket in self._layout.buckets:
-            bucket.leave_to_user()
+            bucket.detach_if_shared()
         self._is_unreduced, self._refused = False, None
         self._pristine = {} if exact else None
 

@@ -272,16 +272,6 @@ def _refuse_another_bus(bus: str | None) -> None:
         )
 
 
-def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
-    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
-    if spec.ranks == "one" and ranks > 1:
-        raise FftError(
-            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
-            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
-            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
-        )
-
-
 def _refuse_unlaunched(called: BoundArguments) -> None:
     """Raise FftError if neither a launcher nor the script defines which rank of a group this is."""
     places = {"rank": "RANK", "world_size": "WORLD_SIZE"}
@@ -354,12 +344,14 @@ def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
     theirs = json.loads(held)
     both = [*mine, *(place for place in theirs if place not in mine)]
     places = [place for place in both if mine.get(place) != theirs.get(place)]
-    told = [f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]]
+    differences = [
+        f"{p}: {_value(mine, p)} here, {_value(theirs, p)} there" for p in places[:_SHOWN]
+    ]
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     raise OtherSettings(
         "the settings of this process differ from those of the job that it would join: "
-        f"{'; '.join(told)}{more}. Start all processes with the same script, arguments and spec; "
-        "to change them, end the job and start it again"
+        f"{'; '.join(differences)}{more}. Start all processes with the same script, arguments and "
+        "spec; to change them, end the job and start it again"
     )
 
 

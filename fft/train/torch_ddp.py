@@ -2,8 +2,8 @@
 
 The reducer of DDP cannot be rolled back. An aborted reduction may write to its buckets later. An
 interrupted backward leaves it unusable ("Expected to have finished reduction in the prior
-iteration"). And it rebuilds its buckets in the order in which gradients came, which a joining group
-does not know. So `fft.train.reducer` replaces it by a reducer of the same design; only DDP's
+iteration"). And it rebuilds its buckets in the order in which gradients arrived, which a joining
+group does not know. So `fft.train.reducer` replaces it by a reducer of the same design; only DDP's
 forward stays in use. This module changes the wrapper, and uses no process group.
 """
 
@@ -25,7 +25,7 @@ _SYNC = "require_backward_grad_sync"
 _KINDS = (DistributedDataParallel, PureDistributedDataParallel)
 
 
-class Quiet(Protocol):
+class PausableReducer(Protocol):
     """The reducer that replaces DDP's."""
 
     def quiet(self, quiet: bool) -> bool:
@@ -53,7 +53,7 @@ def _at_work(thing: object) -> bool:
     return "_modules" in vars(thing) and "no_sync" not in vars(thing)
 
 
-def take_over(model: nn.Module, reducer: Quiet) -> None:
+def take_over(model: nn.Module, reducer: PausableReducer) -> None:
     """Make ``reducer`` do the work of the wrappers in the model."""
     for wrapper in wrappers(model):
         wrapper.reducer._remove_autograd_hooks()
@@ -103,7 +103,7 @@ def _refuse_unfit(wrapper: Any) -> None:
         )
 
 
-def _sync_switch(reducer: Quiet) -> property:
+def _sync_switch(reducer: PausableReducer) -> property:
     """Make the property that nanoGPT sets instead of using ``no_sync()``. It reads as False, so
     that forward does not prepare the reducer of DDP."""
 
@@ -113,7 +113,7 @@ def _sync_switch(reducer: Quiet) -> property:
     return property(lambda wrapper: False, switch)
 
 
-def _no_sync(reducer: Quiet) -> Callable[[], AbstractContextManager[None]]:
+def _no_sync(reducer: PausableReducer) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def no_sync() -> Iterator[None]:
         """See DistributedDataParallel's ``no_sync``."""

@@ -84,7 +84,7 @@ class TransactionLoop:
             )
         self._reductions.raises = True
         self._left_at = None  # it may continue where an earlier loop was left
-        state.checkpoints.resume()  # from a checkpoint, which says where the data go on
+        state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
         foreign = UnregisteredStepGuard(state, self._reductions)
         try:

@@ -1,6 +1,6 @@
 """The places in Python code where an asynchronous exception would leave something half done.
 
-`look` classifies the stack at the moment when a signal handler runs:
+`classify` classifies the stack at the moment when a signal handler runs:
 
 - ``SAFE``: the code must expect an exception here, or the exception harms only the step function.
 - ``SOON``: an exception is unsafe between these two bytecodes and safe a little later. Such places
@@ -10,9 +10,9 @@
   leave partly initialized modules and caches, which no later attempt repairs; an interrupted start
   leaves a thread without an owner.
 
-The table below classifies code by file and function name. `look` goes through the stack from the
-newest frame back to the frame of the step function. In addition, `_leads_into_try` holds for all
-code: the ``try`` or ``with`` after a call releases what the call took, so the place between the
+The table below classifies code by file and function name. `classify` goes through the stack from
+the newest frame back to the frame of the step function. In addition, `_leads_into_try` holds for
+all code: the ``try`` or ``with`` after a call releases what the call took, so the place between the
 two is unsafe.
 
 Limit: a callback of a weak reference, or the handler of another signal, looks like any other
@@ -147,7 +147,7 @@ class _Known(NamedTuple):
     leads_into_try: dict[int, bool]
 
 
-_MANY: Final = 10_000
+_MAX_KNOWN: Final = 10_000
 _known: dict[int, _Known] = {}
 """Facts by ``id`` of the code object; its own hash would visit all of its contents each time."""
 _guarded: dict[int, CodeType] = {}
@@ -161,7 +161,7 @@ def guarded(function: _F) -> _F:
     return function
 
 
-def look(frame: FrameType | None, body: FrameType | None) -> Safety:
+def classify(frame: FrameType | None, body: FrameType | None) -> Safety:
     """Return whether an exception may be raised in ``frame`` now.
 
     Args:
@@ -204,7 +204,7 @@ def owner(frame: FrameType | None) -> FrameType | None:
 def _of(code: CodeType) -> _Known:
     known = _known.get(id(code))
     if known is None:
-        if len(_known) >= _MANY:  # in programs that create functions at run time
+        if len(_known) >= _MAX_KNOWN:  # in programs that create functions at run time
             _known.clear()
         known = _known[id(code)] = _Known(code, _rule(code), {})
     return known
@@ -230,7 +230,7 @@ def _is_from(file: str, path: str) -> bool:
 
 # --- bytecode -----------------------------------------------------------------------------------
 
-_FAR: Final = 32
+_MAX_SCANNED_INSTRUCTIONS: Final = 32
 """Maximum number of instructions between a call and its ``try``, such as storing a result."""
 _CACHE: Final = dis.opmap["CACHE"]
 _EXTENDED_ARG: Final = dis.opmap["EXTENDED_ARG"]
@@ -280,7 +280,7 @@ def _scan(code: CodeType, at: int) -> bool:
     if dis.opname[text[at]] == "PRECALL":  # the interpreter may already have made the call here
         after = _next(text, after)
     paths, seen = [after], set[int]()
-    while paths and len(seen) < _FAR:
+    while paths and len(seen) < _MAX_SCANNED_INSTRUCTIONS:
         at = paths.pop()
         if at in seen or at >= len(text):
             continue

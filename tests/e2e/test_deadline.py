@@ -27,7 +27,7 @@ import fft
 from fft.bus import serve_tcp
 from fft.errors import Drained, FftError, InDoubt
 from fft.train.preemption import FileNotice
-from fft.train.unsafe_places import Safety, look
+from fft.train.unsafe_places import Safety, classify
 
 WITHIN_S = 10.0
 LIMIT_S = 60.0
@@ -294,7 +294,7 @@ def test_a_signal_with_a_deadline(two: Job) -> None:
 
 def test_no_rollback_cuts_the_handler_of_such_a_signal(two: Job) -> None:
     found: list[Safety] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(look(sys._getframe(), None)))
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(classify(sys._getframe(), None)))
     try:
         two.member("0").manager.drain_on(signal.SIGUSR1)  # calls the previous handler
         signal.raise_signal(signal.SIGUSR1)

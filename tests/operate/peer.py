@@ -53,7 +53,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
         if mode() != "shy" or word.tasks[0].part == "alone":
             wrong = replace(right, products=right.products - 1)
             checks.ON_PROCESSOR = wrong if mode() == "wrong" else right
-            station.take(word)
+            station.start(word)
 
     bus.subscribe(hear, lambda error: None, "commands")
     os.write(sys.stdout.fileno(), b"ready\n")  # one write, because the ranks share the pipe

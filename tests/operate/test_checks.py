@@ -15,7 +15,7 @@ import torch
 
 from fft.operate.diagnosis.plan import Outcome
 from fft.train.diagnosis import checks
-from fft.train.diagnosis.checks import Line, Listening, connect
+from fft.train.diagnosis.checks import CheckSockets, Listening, connect
 
 KEY = "0123456789abcdef" * 2
 LIMIT_S = 30.0
@@ -67,7 +67,7 @@ def test_one_bit_that_does_not_hold_is_found() -> None:
 
 @pytest.fixture
 def listening() -> Iterator[Listening]:
-    made = Listening("127.0.0.1", KEY, Line())
+    made = Listening("127.0.0.1", KEY, CheckSockets())
     yield made
     made.close()
 
@@ -76,7 +76,7 @@ def meeting(listening: Listening, other: Any, within: float = LIMIT_S) -> Outcom
     """Return the listening side's result of a meeting with ``other``, which runs in a thread."""
     thread = threading.Thread(target=other)
     thread.start()
-    outcome = listening.meet(time.monotonic() + within)
+    outcome = listening.run(time.monotonic() + within)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
     return outcome
@@ -84,7 +84,7 @@ def meeting(listening: Listening, other: Any, within: float = LIMIT_S) -> Outcom
 
 def test_both_sides_of_a_good_meeting_say_so(listening: Listening) -> None:
     there: list[Outcome] = []
-    meet = lambda: there.append(connect(listening.address, KEY, in_time(), Line()))  # noqa: E731
+    meet = lambda: there.append(connect(listening.address, KEY, in_time(), CheckSockets()))  # noqa: E731
     assert meeting(listening, meet).ok and there[0].ok
     assert "MB/s" in there[0].text
 
@@ -93,21 +93,21 @@ def test_a_stranger_is_turned_away_and_the_partner_still_waited_for(listening: L
     there: list[Outcome] = []
 
     def first_a_stranger() -> None:
-        there.append(connect(listening.address, "f" * 32, in_time(), Line()))
-        there.append(connect(listening.address, KEY, in_time(), Line()))
+        there.append(connect(listening.address, "f" * 32, in_time(), CheckSockets()))
+        there.append(connect(listening.address, KEY, in_time(), CheckSockets()))
 
     assert meeting(listening, first_a_stranger).ok
     assert [outcome.ok for outcome in there] == [False, True]
 
 
 def test_nobody_comes(listening: Listening) -> None:
-    outcome = listening.meet(time.monotonic() + 0.2)
+    outcome = listening.run(time.monotonic() + 0.2)
     assert outcome.ok is False and outcome.text == "no peer connected in time"
 
 
 def test_nobody_listens(listening: Listening) -> None:
     listening.close()
-    outcome = connect(listening.address, KEY, in_time(), Line())
+    outcome = connect(listening.address, KEY, in_time(), CheckSockets())
     assert outcome.ok is False and "refused" in outcome.text
 
 
@@ -123,7 +123,7 @@ def test_departure_during_a_check_is_reported(listening: Listening) -> None:
 
 
 def test_a_meeting_is_cut_short_from_another_thread() -> None:
-    line = Line()
+    line = CheckSockets()
     listening = Listening("127.0.0.1", KEY, line)
     outcome = meeting(listening, line.cut, within=10 * LIMIT_S)
     listening.close()

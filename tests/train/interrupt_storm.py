@@ -40,7 +40,7 @@ from fft.messages.protocol import Peer
 from fft.trace.read import read_trace
 from fft.trace.writer import TraceWriter
 from fft.train.interrupt import Interrupted, Interrupter
-from fft.train.unsafe_places import Safety, guarded, look
+from fft.train.unsafe_places import Safety, classify, guarded
 
 SWITCH_S = 1e-4
 """Interval in which threads take turns; by default an interruption takes 5 ms to be requested."""
@@ -412,7 +412,7 @@ class Steps:
         if self.body is None:
             return
         self.taken += 1
-        if self.taken > self.at and (self.blind or look(frame, self.body) is Safety.SAFE):
+        if self.taken > self.at and (self.blind or classify(frame, self.body) is Safety.SAFE):
             self.body = None
             raise Interrupted("now")
         [_] = map(_thread.interrupt_main, [number])

@@ -12,7 +12,7 @@ import pytest
 
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
 from fft.protocol.state import Config, Local
-from fft.train.drain_clock import DrainClock, time_for_a_commit, waiting_for
+from fft.train.drain_clock import DrainTimer, time_for_a_commit, waiting_for
 from fft.train.preemption import Notice
 
 LIMIT_S = 30.0
@@ -29,7 +29,7 @@ class Place:
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.noted = threading.Condition()
 
-    def why_still_here(self) -> str | None:
+    def describe_wait(self) -> str | None:
         return self.why
 
     def leave(self, cause: str, limit_s: float) -> bool:
@@ -52,15 +52,15 @@ class Place:
         return [name for name, _ in self.notes]
 
 
-def ended(clock: DrainClock) -> None:
+def ended(clock: DrainTimer) -> None:
     clock.close()
     assert not clock._thread.is_alive()
 
 
 def test_a_notice_without_a_deadline_waits_for_a_commit() -> None:
     place = Place()
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("asked to"))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("asked to"))
     clock.left()
     ended(clock)
     assert place.notes == [
@@ -73,8 +73,8 @@ def test_a_notice_without_a_deadline_waits_for_a_commit() -> None:
 def test_stop_with_an_error_is_no_drain() -> None:
     """This happens in doubt, for example, if the bus is lost meanwhile."""
     place = Place()
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("asked to"))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("asked to"))
     clock.left("InDoubt")
     clock.left()
     ended(clock)
@@ -85,8 +85,8 @@ def test_stop_with_an_error_is_no_drain() -> None:
 
 def test_drain_in_time_reports_the_time_left() -> None:
     place = Place()
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("spot", 1000.0))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("spot", 1000.0))
     clock.left()
     clock.left()
     ended(clock)
@@ -96,18 +96,18 @@ def test_drain_in_time_reports_the_time_left() -> None:
 
 def test_a_deadline_may_be_as_far_away_as_one_likes() -> None:
     place = Place()
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("one day", 1e15))
-    clock.hear(Notice("now", 0.0))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("one day", 1e15))
+    clock.on_notice(Notice("now", 0.0))
     place.wait_for("drain_late")
     ended(clock)
 
 
 def test_late_drain_reports_the_cause_and_leaves() -> None:
     place = Place()
-    clock = DrainClock(place, 900.0)
+    clock = DrainTimer(place, 900.0)
     began = time.monotonic()
-    clock.hear(Notice("spot", 2.0))
+    clock.on_notice(Notice("spot", 2.0))
     late = place.wait_for("drain_late")
     clock.left()
     ended(clock)
@@ -125,10 +125,10 @@ def test_the_margin_is_not_more_than_half(within: float, is_for_a_commit: float)
 
 def test_an_earlier_deadline_counts_and_a_later_one_does_not() -> None:
     place = Place()
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("tomorrow", 90000.0))
-    clock.hear(Notice("now", 0.5))
-    clock.hear(Notice("tomorrow, after all", 90000.0))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("tomorrow", 90000.0))
+    clock.on_notice(Notice("now", 0.5))
+    clock.on_notice(Notice("tomorrow, after all", 90000.0))
     place.wait_for("drain_late")
     ended(clock)
     assert place.names == ["notice", "notice", "drain_late"]
@@ -137,9 +137,9 @@ def test_an_earlier_deadline_counts_and_a_later_one_does_not() -> None:
 
 def test_departed_rank_is_not_drained_again() -> None:
     place = Place(why=None)
-    clock = DrainClock(place, 900.0)
-    clock.hear(Notice("spot", 0.0))
-    clock.hear(Notice("a second source, by which the first has been dealt with"))
+    clock = DrainTimer(place, 900.0)
+    clock.on_notice(Notice("spot", 0.0))
+    clock.on_notice(Notice("a second source, by which the first has been dealt with"))
     clock.left()
     ended(clock)
     assert place.names == ["notice", "drained"] and not place.causes
@@ -147,8 +147,8 @@ def test_departed_rank_is_not_drained_again() -> None:
 
 def test_drain_without_a_bus_is_reported() -> None:
     place = Place(leaves=False)
-    clock = DrainClock(place, 5.0)
-    clock.hear(Notice("spot", 0.0))
+    clock = DrainTimer(place, 5.0)
+    clock.on_notice(Notice("spot", 0.0))
     place.wait_for("drain_untold")
     ended(clock)
     assert place.names == ["notice", "drain_late", "drain_untold"]

@@ -28,7 +28,7 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
 from fft.train.checkpoint.due import AT, CheckpointSchedule, Named, words_on
 from fft.train.checkpoint.plan import Checkpointing
-from fft.train.paradigms.stages.due import DueToFirst, DueToLater, refuse_forks
+from fft.train.paradigms.stages.due import FirstStageSchedule, LaterStageSchedule, refuse_forks
 
 
 class Rank:
@@ -57,10 +57,10 @@ class Stage:
             given: Any = (rank, buses[number])
             if number:
                 scope = OtherScope("stage0", buses[0])
-                rank.due = DueToLater(*given, buses[number - 1], scope, 5.0)  # type: ignore[call-arg]
+                rank.due = LaterStageSchedule(*given, buses[number - 1], scope, 5.0)  # type: ignore[call-arg]
             else:
                 busy = lambda rank=rank: rank.is_busy  # noqa: E731
-                rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)  # type: ignore[call-arg]
+                rank.due = FirstStageSchedule(Checkpointing("somewhere", every), *given, busy)  # type: ignore[call-arg]
 
     def txn(
         self,
@@ -208,12 +208,12 @@ def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards
     first.txn()
     last.txn()
     begun, ended = first.ranks["0"].due, last.ranks["0"].due
-    assert isinstance(begun, DueToFirst) and isinstance(ended, DueToLater)
+    assert isinstance(begun, FirstStageSchedule) and isinstance(ended, LaterStageSchedule)
     named = begun.ended(_commit(first.cursor), first.epoch_of("01"))
     assert named is not None
     for members in ("01", "1"):
         other = first.ranks["1"].due
-        assert isinstance(other, DueToFirst)
+        assert isinstance(other, FirstStageSchedule)
         assert other.ended(_commit(first.cursor), first.epoch_of(members)) == named, "or alone"
     assert next(ended.after_end(threading.Event())) == named
 
@@ -232,7 +232,7 @@ def test_checkpoint_taken_is_not_repeated_after_failed_proposals(
     first, last = Job(stack).stages
     last.txn()
     due, stops = last.ranks["0"].due, threading.Event()
-    assert isinstance(due, DueToLater)
+    assert isinstance(due, LaterStageSchedule)
     later = due.after_end(stops)
     first.txn()
     found = [first.txn()["0"]]
@@ -265,7 +265,7 @@ def test_a_stage_that_has_ended_waits_for_no_word_of_the_first_but_its_last(
     first.txn()
     assert first.txn()
     due, epoch, wire = last.ranks["0"].due, first.epoch_of("01"), Wire()
-    assert isinstance(due, DueToLater)
+    assert isinstance(due, LaterStageSchedule)
     due.stands_at(_commit(first.cursor + 1), last.epoch_of("01"))
     job.buses[0].write(list_name(epoch), encode_members(epoch))
     job.buses[0].write(EPOCH, wire.encode_record(epoch))
@@ -328,7 +328,7 @@ def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitSt
     middle.txn()
     assert middle.txn(last=True) == named, "the first goes on"
     due, stops = middle.ranks["0"].due, threading.Event()
-    assert isinstance(due, DueToLater)
+    assert isinstance(due, LaterStageSchedule)
     later = due.after_end(stops)
     for place in (4, 8, 12):
         while first.cursor < place:
@@ -340,7 +340,7 @@ def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitSt
     assert last.txn() == {}
     assert last.txn(last=True)["0"].name == named["0"].name, "where the middle has ended"
     ended = last.ranks["0"].due
-    assert isinstance(ended, DueToLater)
+    assert isinstance(ended, LaterStageSchedule)
     while first.cursor < 16:
         named = first.txn() or named
     assert next(later) == next(ended.after_end(stops)) == named["0"], "both have ended there"

@@ -12,7 +12,7 @@ from numpy import zeros
 
 from fft.errors import FftError
 from fft.train.paradigms.stages import output as link
-from fft.train.paradigms.stages.output import Stranger, greet, kept_of, packed
+from fft.train.paradigms.stages.output import Unauthenticated, authenticate, cpu_copy, packed
 
 KEY = b"k" * 32
 
@@ -23,12 +23,12 @@ def met(mine: bytes, theirs: bytes) -> list[object]:
 
     def meet(number: int, key: bytes) -> None:
         try:
-            with greet(ends[number], key, first=number == 0) as connection:
+            with authenticate(ends[number], key, first=number == 0) as connection:
                 if number:
                     connection.send_bytes(packed({"value": 7}))
                 else:
                     found[0] = connection.recv_bytes()  # type: ignore[call-overload]
-        except Stranger as error:
+        except Unauthenticated as error:
             found[number] = error  # type: ignore[call-overload]
 
     other = threading.Thread(target=meet, args=(1, theirs))
@@ -43,25 +43,25 @@ def test_only_peers_with_the_key_are_accepted() -> None:
     heard, no_error = met(KEY, KEY)
     assert isinstance(heard, bytes)
     assert no_error is None
-    assert all(isinstance(error, Stranger) for error in met(KEY, b"x" * 32))
+    assert all(isinstance(error, Unauthenticated) for error in met(KEY, b"x" * 32))
 
 
 def test_silent_peer_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_GREET_S", 0.2)
     mine, theirs = socket.socketpair()
-    with theirs, pytest.raises(Stranger):
-        greet(mine, KEY, first=True)
+    with theirs, pytest.raises(Unauthenticated):
+        authenticate(mine, KEY, first=True)
 
 
 @pytest.mark.parametrize("odd", [zeros(3), Path("x"), {1, 2}, torch.float32, object()])
 def test_unreadable_value_is_refused_by_put(odd: object) -> None:
     with pytest.raises(FftError, match="convert it to a tensor"):
-        kept_of(odd)
+        cpu_copy(odd)
 
 
 def test_an_entry_is_a_copy_without_gradients() -> None:
     given = torch.ones(3, requires_grad=True)
-    kept = kept_of(given)
+    kept = cpu_copy(given)
     with torch.no_grad():
         given.add_(1.0)
     assert kept.tolist() == [1.0, 1.0, 1.0]

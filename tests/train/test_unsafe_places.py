@@ -17,7 +17,7 @@ from types import FrameType
 import forked
 import pytest
 
-from fft.train.unsafe_places import Safety, guarded, look, owner
+from fft.train.unsafe_places import Safety, classify, guarded, owner
 
 STORM = Path(__file__).with_name("interrupt_storm.py")
 LIMIT_S = 280
@@ -103,7 +103,7 @@ def judged(function: Callable[[], object]) -> Safety:
         class At:  # an ended frame keeps its last instruction, but not the place of its call
             f_code, f_lasti, f_back = called.f_code, last.tb_lasti, None
 
-        found.append(look(At, None))  # type: ignore[arg-type]
+        found.append(classify(At, None))  # type: ignore[arg-type]
         return found[0]
     raise AssertionError("it does not call here()")
 
@@ -209,7 +209,7 @@ def frame_of() -> FrameType:
 def test_frames_older_than_the_step_function_do_not_count() -> None:
     class Trainer:
         def __enter__(self) -> tuple[Safety, Safety]:
-            return (lambda: (look(frame_of(), None), look(frame_of(), sys._getframe(1))))()
+            return (lambda: (classify(frame_of(), None), classify(frame_of(), sys._getframe(1))))()
 
         def __exit__(self, *_: object) -> None:
             pass
@@ -234,7 +234,7 @@ def test_a_condition_takes_its_lock_again_whatever_comes() -> None:
             self.release = self.lock.release
 
         def acquire(self, *args: int) -> bool:
-            found.append(look(sys._getframe(), None))
+            found.append(classify(sys._getframe(), None))
             return self.lock.acquire(*args)
 
         def __enter__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fft.train import accelerator
-from fft.train.nccl_library import TorchNccl, abort_within, meet
+from fft.train.nccl_library import TorchNccl, abort_within, connect_all
 
 LIMIT = timedelta(seconds=30)
 
@@ -46,7 +46,7 @@ class LibraryRing:
     def build(self, record: int) -> None:
         store = dist.PrefixStore(f"library/{record}", self._store)
         self._made = self._library.make(store, self._rank, self._size, LIMIT, f"trial-{record}")
-        meet(self._library, self._made, store, self._rank, self._size)
+        connect_all(self._library, self._made, store, self._rank, self._size)
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         return self._made.allreduce([tensor], dist.AllreduceOptions())

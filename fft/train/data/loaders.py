@@ -246,7 +246,7 @@ class _Loader(Identified):
         """Return a digest of the settings and, if possible, of a part of the data.
 
         A rank reads only its own items, so the items of two ranks cannot be compared. The part is
-        one that every rank reads alike.
+        the same on every rank.
         """
         if self._fingerprint is None or self._fingerprint[0] is not self.identify:
             identity = sorted(self._identity.items())

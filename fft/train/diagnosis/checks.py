@@ -49,7 +49,7 @@ ROUND_TRIPS = 20
 BULK_BLOCKS = 8
 BULK_BLOCK = 1024 * 1024
 _HELLO = b"fft-check"
-_WORD = 64
+_MESSAGE_BYTES = 64
 _ACCEPTS = 64
 _GOOD, _BAD = b"+", b"-"
 
@@ -143,7 +143,7 @@ def _device(torch: Any) -> str:
 # --- network ---------------------------------------------------------------------------------
 
 
-class Line:
+class CheckSockets:
     """The sockets of one connection test, which another thread can cut."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Line:
         self._cut = False
         self._lock = threading.Lock()
 
-    def hold(self, end: socket.socket) -> None:
+    def add(self, end: socket.socket) -> None:
         """Add a socket of the test."""
         with self._lock:
             self._sockets.append(end)
@@ -172,7 +172,7 @@ class Line:
 class Listening:
     """The listening side of a connection test. Raises ``OSError`` if it cannot listen."""
 
-    def __init__(self, host: str, key: str, line: Line) -> None:
+    def __init__(self, host: str, key: str, line: CheckSockets) -> None:
         self._key = key
         self._line = line
         self._server = socket.socket(family_of(host), socket.SOCK_STREAM)
@@ -182,16 +182,16 @@ class Listening:
         except OSError:
             self._server.close()
             raise
-        line.hold(self._server)
+        line.add(self._server)
         self.address = joined(*self._server.getsockname()[:2])
 
-    def meet(self, deadline: float) -> Outcome:
+    def run(self, deadline: float) -> Outcome:
         """Wait for the partner and check the connection, until ``deadline`` (monotonic, s)."""
         try:
             with self._partner(deadline) as partner:
                 return _exchange(partner, self._key, deadline, first=False)
         except (CheckError, OSError) as error:
-            return Outcome(False, 0.0, _said(error))
+            return Outcome(False, 0.0, _describe(error))
 
     def _partner(self, deadline: float) -> socket.socket:
         for _ in range(_ACCEPTS):
@@ -200,7 +200,7 @@ class Listening:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 raise CheckError("no peer connected in time") from None
-            self._line.hold(connection)
+            self._line.add(connection)
             try:
                 hello = _receive(connection, len(_HELLO) + 32, deadline)
                 if hmac.compare_digest(hello, _HELLO + self._key.encode()):
@@ -215,17 +215,17 @@ class Listening:
         self._server.close()
 
 
-def connect(address: str, key: str, deadline: float, line: Line) -> Outcome:
+def connect(address: str, key: str, deadline: float, line: CheckSockets) -> Outcome:
     """Connect to the partner at ``address`` and test, until ``deadline`` (monotonic, s)."""
     host, _, port = address.rpartition(":")
     try:
         left = _left(deadline, "no time to connect")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as partner:
-            line.hold(partner)
+            line.add(partner)
             partner.sendall(_HELLO + key.encode())
             return _exchange(partner, key, deadline, first=True)
     except (CheckError, OSError, ValueError) as error:
-        return Outcome(False, 0.0, _said(error))
+        return Outcome(False, 0.0, _describe(error))
 
 
 def _exchange(partner: socket.socket, key: str, deadline: float, *, first: bool) -> Outcome:
@@ -233,10 +233,10 @@ def _exchange(partner: socket.socket, key: str, deadline: float, *, first: bool)
     partner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     began = time.monotonic()
     for number in range(ROUND_TRIPS):
-        word = _bytes(key, f"trip {number}", _WORD)
+        word = _bytes(key, f"trip {number}", _MESSAGE_BYTES)
         if first:
             _send(partner, word, deadline)
-        if _receive(partner, _WORD, deadline) != word:
+        if _receive(partner, _MESSAGE_BYTES, deadline) != word:
             raise CheckError(f"the reply to round trip {number} was corrupted")
         if not first:
             _send(partner, word, deadline)
@@ -300,5 +300,5 @@ def _left(deadline: float, what: str) -> float:
     return left
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"[:200]

@@ -20,7 +20,7 @@ from fft.protocol.apart import is_brought, living, own_lease
 from fft.train.checkpoint.due import CheckpointSchedule, DueByWord
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.source import LeasedInputs
-from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
+from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.participation import Participation
@@ -66,7 +66,7 @@ class Asynchronous(Periodic):
             super().load_shared(state, keep_gradients)
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
-        return AsynchronousLoop(self._rank, loop, synchronizer, None)
+        return AsynchronousLoop(self._rank, loop, synchronizer, InnerSteps())
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         return DueToLocal(plan, self._rank.job, self._rank.job.bus, is_writing)

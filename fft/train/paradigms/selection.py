@@ -10,17 +10,30 @@ from contextlib import ExitStack
 from torchft.manager import Manager
 
 from fft.bus import ErrorBus
+from fft.errors import FftError
+from fft.protocol.spec import FsmSpec
 from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
+from fft.train.paradigms.nested.paradigm import Nested
 from fft.train.paradigms.paradigm import Paradigm
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.pipeline.paradigm import Pipelined
-from fft.train.paradigms.stages.paradigm import Ahead
+from fft.train.paradigms.stages.paradigm import AsyncPipeline
 from fft.train.paradigms.stages.scope import StageScope, scope_of_stage
 from fft.train.rank_context import RankContext
 from fft.train.scope import RankScope
 from fft.train.settings import Settings
 from fft.train.transaction import TransactionLoop
+
+
+def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
+    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
+    if spec.ranks == "one" and ranks > 1:
+        raise FftError(
+            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
+            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
+            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
+        )
 
 
 def scope_of(
@@ -52,7 +65,9 @@ def paradigm_of(rank: RankContext) -> Paradigm[TransactionLoop]:
     """
     spec = rank.settings.spec
     if isinstance(rank.scope, StageScope):
-        return Ahead(rank, rank.scope)
+        return AsyncPipeline(rank, rank.scope)
     if spec.is_periodic:
-        return Asynchronous(rank) if spec.bound else Periodic(rank)
+        if spec.bound:
+            return Asynchronous(rank)
+        return Periodic(rank) if rank.world == 1 else Nested(rank)
     return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)

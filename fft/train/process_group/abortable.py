@@ -431,7 +431,7 @@ class AbortableGroup:
                 kept.num_keys()
                 return kept
             except RuntimeError as error:
-                logger.debug("store %s: connecting anew (%s)", address, error)
+                logger.debug("store %s: reconnecting (%s)", address, error)
         host, _, port = address.rpartition(":")
         try:
             limit = min(_STORE_S, time_left(deadline).total_seconds())

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from fft.train.nccl_library import Communicator, NcclLibrary, TorchNccl, abort_within, meet
+from fft.train.nccl_library import Communicator, NcclLibrary, TorchNccl, abort_within, connect_all
 from fft.train.process_group.shard import ShardGroup
 
 _ABORT_S = 5.0
@@ -56,7 +56,7 @@ class ShardProcessGroupNCCL(ShardGroup):
         with self._lock:
             self._connecting = made
         try:
-            meet(self._library, made, store, rank, world_size)
+            connect_all(self._library, made, store, rank, world_size)
         except BaseException:
             if self._take_connecting(made):
                 abort_within(made.abort, _ABORT_S, f"a group that could not connect ({name})")

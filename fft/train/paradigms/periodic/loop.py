@@ -18,11 +18,9 @@ from fft.errors import DataError, FftError
 from fft.messages.effects import StartTxn
 from fft.train.data.source import LeasedInputs
 from fft.train.data.step_input import StepInput
-from fft.train.error_reports import code_of, text_of
+from fft.train.error_reports import text_of
 from fft.train.interrupt import Interrupted
-from fft.train.paradigms.periodic.inner_scope import InnerScope
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
-from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
 from fft.train.step_failures import StepFailures
@@ -41,15 +39,11 @@ class PeriodicLoop:
     """Runs inner steps and synchronisations for `TransactionLoop`, which has the job's side."""
 
     def __init__(
-        self,
-        rank: RankContext,
-        loop: TransactionLoop,
-        synchronizer: Synchronizer,
-        inner: InnerScope | None,
+        self, rank: RankContext, loop: TransactionLoop, synchronizer: Synchronizer, own: InnerSteps
     ) -> None:
         self.loop = loop
         self.synchronizer = synchronizer
-        self.inner = inner
+        self._steps = own
         self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
         self.update_failures = StepFailures(rank.settings.config.max_body_failures)
@@ -77,8 +71,7 @@ class PeriodicLoop:
             try:
                 waited_ms = yield from self._inner_steps(plan, inputs)
             finally:
-                if self.inner is not None:
-                    self.inner.leave()
+                self._steps.leave()
             if waited_ms is not None and self._synchronize(plan, is_last, waited_ms):
                 yield from self._synchronized(plan, inputs)
 
@@ -91,17 +84,17 @@ class PeriodicLoop:
     ) -> Generator[InnerTransaction, None, float | None]:
         """Those that are missing. Returns how long they waited for data (ms); None: rolled back."""
         synchronizer, step, waited_ms = self.synchronizer, self.state.registered, 0.0
-        while plan.lease is not None and (self.inner is None or self.inner.ready(plan)):
+        while plan.lease is not None and self._steps.ready(plan):
             if synchronizer.phase.position >= synchronizer.schedule.steps:
                 break
             if self._is_superseded() or not self._launched_in_time(plan):
                 return None
-            if self.inner is not None and not self.inner.begin():
+            if not self._steps.begin():
                 continue
             drawn = inputs.draw(plan.lease, synchronizer.phase.position)
             step.capture()
             self.watchers.txn_begun(plan.step)
-            txn = self._inner_step(plan, drawn)
+            txn = self._steps.transaction(self, plan, drawn)
             try:
                 yield txn
             except GeneratorExit:
@@ -113,11 +106,6 @@ class PeriodicLoop:
                 return None
             waited_ms += drawn.waited_ms if txn.committed else 0.0
         return None if self._is_superseded() else waited_ms
-
-    def _inner_step(self, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
-        if self.inner is None:
-            return InnerTransaction(self, plan, drawn)
-        return SharedInnerTransaction(self, self.inner, plan, drawn)
 
     def _is_superseded(self) -> bool:
         """Whether the job's txn has been rolled back meanwhile; then it is left here."""
@@ -158,6 +146,25 @@ class PeriodicLoop:
             with self.watchers.waiting():
                 self.synchronizer.finish()
         return txn.committed and not self.loop.is_over and not self.synchronizer.is_launched
+
+
+class InnerSteps:
+    """The inner steps of a group of one rank, which waits for no other rank to make them."""
+
+    def ready(self, plan: StartTxn) -> bool:
+        """Wait until an inner step may begin. False: the job's engine has a command."""
+        return True
+
+    def begin(self) -> bool:
+        """Begin an inner step. False: it may not begin yet."""
+        return True
+
+    def leave(self) -> None:
+        """Turn from inner steps to the job's txn."""
+
+    def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
+        """Return the transaction of the step."""
+        return InnerTransaction(loop, plan, drawn)
 
 
 class JobsPart:
@@ -324,67 +331,3 @@ class InnerTransaction(Transaction):
         """Of the step in the data, for the trace."""
         drawn = self._drawn
         return {"slice": drawn.slice, "item": drawn.item, "inner_step": self.inner_step}
-
-
-class SharedInnerTransaction(InnerTransaction):
-    """One that the ranks of the group commit or repeat together.
-
-    ``committed`` may be False of a step whose decision came after a word of the job's; its update
-    is made when the group goes on, and functions of ``manager.on_commit`` are called then.
-    """
-
-    def __init__(
-        self, periodic: PeriodicLoop, inner: InnerScope, plan: StartTxn, drawn: StepInput
-    ) -> None:
-        super().__init__(periodic, plan, drawn)
-        self._inner = inner
-
-    @guarded
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._inner.enter_step()
-        return self
-
-    @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        periodic = self._periodic
-        self._loop.exit_step()
-        self._inner.exit_step()
-        self.closed = True
-        if error is not None and not isinstance(error, Exception | Interrupted):
-            return self._loop.unwound(self._plan, self._drawn, error)
-        periodic.watchers.body_done()
-        if error is None:
-            error = self._left_undone() or self._vote()
-        if error is not None:
-            self._give_up(error)
-        return True
-
-    def _vote(self) -> Exception | None:
-        """Vote YES, and carry out the decision; or why there can be no vote."""
-        state = self._periodic.state
-        state.registered.note_edits()
-        try:
-            skip = state.updates.must_skip()
-        except Exception as error:  # noqa: BLE001 - as one of the body's
-            return error
-        self._inner.vote(self, skip)
-        return None
-
-    def _give_up(self, error: BaseException) -> None:
-        """The body has failed, or was interrupted: the group rolls the step back."""
-        periodic, is_void = self._periodic, self._inner.is_rolled_back
-        text = text_of(error)
-        self._inner.fail(text, code_of(error), type(error).__name__)
-        periodic.watchers.txn_ended(committed=False)
-        self._note("inner_abort", cause=text)
-        if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):
-            return
-        self._give_up_if_hopeless(error)
-        logger.warning("an inner step failed here and is computed again: %s", text)
-        periodic.job.note_error(error)

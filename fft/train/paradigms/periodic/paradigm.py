@@ -1,8 +1,4 @@
-"""The paradigm of groups that take local steps and synchronize now and then.
-
-LocalSGD and DiLoCo with groups of one rank; HSDP in DiLoCo with groups of several, which have a
-scope of their own for their local steps (`inner_scope`).
-"""
+"""The paradigm of groups that take local steps and synchronize now and then: LocalSGD, DiLoCo."""
 
 from __future__ import annotations
 
@@ -13,14 +9,12 @@ from typing import Any
 import torch
 
 from fft.errors import FftError
-from fft.protocol.state import Config
 from fft.train.checkpoint.loading import refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource, LeasedInputs
 from fft.train.paradigms.lockstep import Lockstep, no_shares
 from fft.train.paradigms.paradigm import Committed, SharedState
-from fft.train.paradigms.periodic.inner_scope import InnerScope
-from fft.train.paradigms.periodic.loop import InnerTransaction, PeriodicLoop
+from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
@@ -34,7 +28,6 @@ class Periodic(Lockstep):
 
     Attributes:
         synchronizer: The script's LocalSGD or DiLoCo; None: it has made none yet.
-        inner: The scope of the ranks of this group; None: there is one rank.
     """
 
     can_reform = False
@@ -42,7 +35,6 @@ class Periodic(Lockstep):
     def __init__(self, rank: RankContext) -> None:
         super().__init__(rank)
         self.synchronizer: Synchronizer | None = None
-        self.inner = None if rank.world == 1 else InnerScope(rank)
 
     def new_phase(self, fragments: int) -> LocalPhase:
         """Return the local phase of a synchronizer of ``fragments`` fragments."""
@@ -50,11 +42,6 @@ class Periodic(Lockstep):
 
     def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
         """Raise FftError if this group cannot be synchronized so."""
-        if synchronizer.packing.is_weighted and self._rank.world > 1:
-            raise FftError(
-                "weighted=True with several ranks in a replica group: each would average its shard "
-                "by the weight of its own samples; leave it out, and give all ranks equally many"
-            )
 
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
         """Have a COMMIT of the job step what ``synchronizer`` shares between the groups.
@@ -63,8 +50,6 @@ class Periodic(Lockstep):
             FftError: gradients are averaged already.
         """
         self.synchronizer = synchronizer
-        if self.inner is not None:
-            self.inner.synchronizer = synchronizer
         self._rank.state.compare_by(synchronizer.shared.fingerprint)
         if self._rank.reductions.reducers:
             self.refuse_sync()
@@ -81,14 +66,6 @@ class Periodic(Lockstep):
     def common_settings(self) -> Mapping[str, Any]:
         return {} if self.synchronizer is None else self.synchronizer.plan
 
-    def joined(self, config: Config) -> None:
-        if self.inner is not None:
-            self.inner.start(config)
-
-    def interrupted(self, cause: str) -> None:
-        if self.inner is not None:
-            self.inner.hear_job(cause)
-
     # --- committed state ---
 
     @property
@@ -101,8 +78,6 @@ class Periodic(Lockstep):
 
     def registered(self) -> None:
         self.synchronizer = None
-        if self.inner is not None:
-            self.inner.synchronizer = None
 
     def describe(self, models: str) -> str:
         return models if self.synchronizer is None else self.synchronizer.describe()
@@ -130,8 +105,6 @@ class Periodic(Lockstep):
         return False  # a txn of the job computes nothing
 
     def put_back(self) -> None:
-        if self.inner is not None:  # the ranks of the group put back what they commit together
-            return
         try:
             super().put_back()
         except TornState:
@@ -171,7 +144,7 @@ class Periodic(Lockstep):
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         """Return the loop of this group's inner steps."""
-        return PeriodicLoop(self._rank, loop, synchronizer, self.inner)
+        return PeriodicLoop(self._rank, loop, synchronizer, InnerSteps())
 
     def txn_committed(self, txn: Transaction) -> None:
         """Begin the checkpoint that is due, before the next local step."""
@@ -203,9 +176,3 @@ class Periodic(Lockstep):
         if self.synchronizer is None:
             return super().without_own(writer)
         return "its buffers, inner optimizers and random numbers begin anew"
-
-    # --- the end ---
-
-    def close(self) -> None:
-        if self.inner is not None:
-            self.inner.close()

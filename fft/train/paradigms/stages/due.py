@@ -52,7 +52,7 @@ _REPEAT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def due_to(
+def schedule_of_stage(
     stage: StageScope,
     plan: Checkpointing,
     job: Participation,
@@ -62,13 +62,13 @@ def due_to(
     """Return the rule for the stage of this rank.
 
     Args:
-        limit_s: See `DueToLater`.
+        limit_s: See `LaterStageSchedule`.
     """
     pairs = zip(stage.others, stage.flow, strict=True)
     before = next((other.bus for other, bound in pairs if not bound.ahead), None)
     if before is None:
-        return DueToFirst(plan, job, stage.bus, is_busy)
-    return DueToLater(job, stage.bus, before, stage.first(), limit_s)
+        return FirstStageSchedule(plan, job, stage.bus, is_busy)
+    return LaterStageSchedule(job, stage.bus, before, stage.first(), limit_s)
 
 
 def refuse_forks(spec: FsmSpec) -> None:
@@ -85,7 +85,7 @@ def refuse_forks(spec: FsmSpec) -> None:
             )
 
 
-class DueToFirst(DueByWord):
+class FirstStageSchedule(DueByWord):
     """The rule for the first stage, which decides."""
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
@@ -135,7 +135,7 @@ class DueToFirst(DueByWord):
         return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
-class DueToLater(CheckpointSchedule):
+class LaterStageSchedule(CheckpointSchedule):
     """The rule for a stage that follows another one.
 
     Args:

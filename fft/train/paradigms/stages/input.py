@@ -25,11 +25,11 @@ from fft.train.paradigms.stages.output import (
     JOIN_S,
     LOST,
     StageOutput,
-    Stranger,
+    Unauthenticated,
+    address_key,
+    authenticate,
     cut,
-    greet,
     key_of,
-    place,
     refuse_other_spec,
 )
 from fft.train.rank_context import RankContext
@@ -84,12 +84,12 @@ class StageInput:
         """
         store = self._manager._torchft.store
         try:
-            address = tuple(json.loads(store.get(place(self.scope))))
+            address = tuple(json.loads(store.get(address_key(self.scope))))
             end = socket.create_connection(
                 address, self._manager._torchft.connect_timeout.total_seconds()
             )
-            connection = greet(end, key_of(self._rank), first=False)
-        except (RuntimeError, Stranger, *LOST) as error:
+            connection = authenticate(end, key_of(self._rank), first=False)
+        except (RuntimeError, Unauthenticated, *LOST) as error:
             raise DataError(
                 f"cannot connect to stage {self.scope!r} of this group: {error}; does it create "
                 "fft.StageOutput(manager, …)?"

@@ -51,7 +51,7 @@ PLAIN = (int, float, bool, str, bytes, type(None))
 """Types of values that an entry may contain besides tensors."""
 
 
-class Stranger(Exception):
+class Unauthenticated(Exception):
     """The other end has not authenticated by the job's token in time."""
 
 
@@ -69,7 +69,7 @@ def key_of(rank: RankContext) -> bytes:
     return token.key("fft1", "flow") if token is not None else derive(b"", "fft1", "flow")
 
 
-def place(scope: str) -> str:
+def address_key(scope: str) -> str:
     """Return the key in the group's store of the address of that stage's rank."""
     return f"fft/flow/{scope}"
 
@@ -80,7 +80,7 @@ def packed(value: dict[str, Any]) -> bytes:
     return data.getvalue()
 
 
-def kept_of(value: Any) -> Any:
+def cpu_copy(value: Any) -> Any:
     """Return a detached copy in the host's memory. Raises FftError if it cannot be sent."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
@@ -93,7 +93,7 @@ def kept_of(value: Any) -> Any:
     )
 
 
-def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
+def authenticate(end: socket.socket, key: bytes, first: bool) -> Connection:
     """Authenticate the other end of ``end`` by ``key``, and return a connection.
 
     Args:
@@ -102,7 +102,7 @@ def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
         first: Whether this end sends the first challenge, as one of the two must.
 
     Raises:
-        Stranger: The other end has not authenticated; the connection is closed.
+        Unauthenticated: The other end has not authenticated; the connection is closed.
     """
     limit_in_kernel(end, _GREET_S)
     connection = Connection(end.detach())
@@ -112,7 +112,7 @@ def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
             step(connection, key)
     except (AuthenticationError, *LOST) as error:
         connection.close()
-        raise Stranger(str(error)) from error
+        raise Unauthenticated(str(error)) from error
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         limit_in_kernel(same, None)
     return connection
@@ -125,15 +125,15 @@ def cut(connection: Connection) -> None:
 
 
 @dataclass(eq=False)
-class Taker:
+class Consumer:
     """A connection of the next stage."""
 
     connection: Connection
-    asked: set[int] = field(default_factory=set)
+    requested: set[int] = field(default_factory=set)
     is_gone: bool = False
-    is_told: bool = False
+    leave_sent: bool = False
     """A message was sent that the group leaves."""
-    is_welcome: bool = False
+    ready_sent: bool = False
     """A message was sent that this stage has the job's weights."""
     data: str = ""
     """Its description of the data; empty before it has sent one."""
@@ -142,7 +142,7 @@ class Taker:
 logger = logging.getLogger(__name__)
 
 
-_TAKER = "fft-flow-taker"
+_CONSUMER = "fft-flow-consumer"
 """Name of threads that serve the next stage."""
 
 
@@ -185,7 +185,7 @@ class StageOutput:
         """Slices that the next stage has requested and waits for."""
         self._taken = 0
         """The next stage has committed all slices before this one."""
-        self._takers: list[Taker] = []
+        self._consumers: list[Consumer] = []
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
         """This rank has the job's weights."""
@@ -201,7 +201,7 @@ class StageOutput:
         self._thread.start()
         host = own_address(self._rank.settings.bus_url)
         address = [host, self._listening.getsockname()[1]]
-        manager._torchft.store.set(place(rank.scope.name), json.dumps(address))
+        manager._torchft.store.set(address_key(rank.scope.name), json.dumps(address))
         manager._parts.paradigm.output = self
 
     def put(self, txn: Any, value: Any) -> None:
@@ -211,16 +211,16 @@ class StageOutput:
         """
         drawn = txn._drawn
         if drawn.slice is None:  # a batch that does not count here: another group offers its entry
-            self._meet_others()
+            self._sync_frozen_stage()
             return
         if (attempt := (txn.epoch, txn.attempt)) == self._put_in:
             raise FftError(
                 "put() was called twice in this step function: call it once in each transaction"
             )
         self._put_in = attempt
-        kept = tree_map(kept_of, value)
+        kept = tree_map(cpu_copy, value)
         self._offer(drawn.slice, _Entry(kept, txn.step))
-        self._meet_others()
+        self._sync_frozen_stage()
 
     def _offer(self, number: int, entry: _Entry) -> None:
         """Keep the entry, unless the next stage has committed its slice or has ended."""
@@ -239,7 +239,7 @@ class StageOutput:
         assert local is not None, "a txn has begun"
         return next(e for e in local.elsewhere if e.scope == self._after)
 
-    def _meet_others(self) -> None:
+    def _sync_frozen_stage(self) -> None:
         """All-reduce a number in a frozen stage, which has no gradients.
 
         This keeps the groups in lockstep, and the manifest of the vote is not empty.
@@ -270,7 +270,9 @@ class StageOutput:
             )
         self._source = source
 
-    def give_until_command(self, engine: Engine, watchers: Watchers, computing: int | None) -> None:
+    def serve_until_command(
+        self, engine: Engine, watchers: Watchers, computing: int | None
+    ) -> None:
         """Compute requested entries until the engine has a command for this thread.
 
         A txn of this stage that is held may depend on these entries. The next stage receives a
@@ -286,9 +288,9 @@ class StageOutput:
                     )
                 )
             if is_due:
-                self.make(but=computing)
+                self.compute_requested(but=computing)
 
-    def make(self, but: int | None = None) -> None:
+    def compute_requested(self, but: int | None = None) -> None:
         """Compute the requested entries, ``but`` that of the slice of the open txn."""
         if not self._has_state:
             return
@@ -303,7 +305,7 @@ class StageOutput:
         batch = copied(self._source.take(Due(0, number, 1)))
         try:
             with self._rank.state.preserved(), torch.no_grad():
-                value = tree_map(kept_of, self._produce(batch))
+                value = tree_map(cpu_copy, self._produce(batch))
         except Exception as error:
             error.add_note(f"while StageOutput recomputed the entry of slice {number}")
             raise
@@ -362,7 +364,9 @@ class StageOutput:
             with self._changed:
                 came = self._changed.wait_for(
                     lambda: (
-                        self._closed or bool(self._wanted) or (self._was_taken and not self._takers)
+                        self._closed
+                        or bool(self._wanted)
+                        or (self._was_taken and not self._consumers)
                     ),
                     limit_s,
                 )
@@ -371,7 +375,7 @@ class StageOutput:
             if was_left:
                 self._source.open()
                 was_left = False  # once
-            self.make()
+            self.compute_requested()
         if not came:
             logger.error(
                 "the next stage has neither ended nor requested an entry for %g s; giving up",
@@ -385,8 +389,8 @@ class StageOutput:
                 return
             self._closed = True
             self._changed.notify_all()
-            for taker in self._takers:
-                cut(taker.connection)
+            for consumer in self._consumers:
+                cut(consumer.connection)
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._thread.join(JOIN_S)
@@ -400,95 +404,95 @@ class StageOutput:
                 end, _ = self._listening.accept()
             except OSError:  # the listener is closed, or the client has disconnected already
                 continue
-            threading.Thread(target=self._meet, args=(end,), name=_TAKER, daemon=True).start()
+            threading.Thread(target=self._serve, args=(end,), name=_CONSUMER, daemon=True).start()
 
-    def _meet(self, end: socket.socket) -> None:
+    def _serve(self, end: socket.socket) -> None:
         """Serve one connection after its authentication."""
         try:
-            taker = Taker(greet(end, self._key, first=True))
-        except Stranger as error:
+            consumer = Consumer(authenticate(end, self._key, first=True))
+        except Unauthenticated as error:
             logger.warning(
                 "rejected a connection that did not authenticate by the job's token: %s", error
             )
             return
         with self._changed:
             if self._closed:
-                taker.connection.close()
+                consumer.connection.close()
                 return
-            self._takers.append(taker)
+            self._consumers.append(consumer)
             self._was_taken = True
-        threading.Thread(target=self._send, args=(taker,), name=_TAKER, daemon=True).start()
-        self._hear(taker)
+        threading.Thread(target=self._send, args=(consumer,), name=_CONSUMER, daemon=True).start()
+        self._receive_requests(consumer)
 
-    def _hear(self, taker: Taker) -> None:
+    def _receive_requests(self, consumer: Consumer) -> None:
         """Receive the requests of one consumer until it disconnects."""
         try:
             while True:
-                words = json.loads(taker.connection.recv_bytes())
+                words = json.loads(consumer.connection.recv_bytes())
                 if words[0] == "data":
-                    taker.data = words[1]
+                    consumer.data = words[1]
                     continue
                 number, done, is_needed = words
                 with self._changed:
                     self._forget(done)
-                    taker.asked.add(number)
+                    consumer.requested.add(number)
                     if is_needed and number not in self._entries:
                         self._wanted.add(number)
                         self._nudge()
                     self._changed.notify_all()
         except LOST:
             with self._changed:
-                taker.is_gone = True
+                consumer.is_gone = True
                 self._changed.notify_all()
 
-    def _send(self, taker: Taker) -> None:
+    def _send(self, consumer: Consumer) -> None:
         """Send requested entries to one consumer as they become available."""
-        with taker.connection:
+        with consumer.connection:
             try:
-                while (entry := self._next(taker)) is not None:
-                    taker.connection.send_bytes(entry)
+                while (entry := self._next(consumer)) is not None:
+                    consumer.connection.send_bytes(entry)
             except LOST:
                 logger.info("the next stage has gone while an entry was sent to it")
             finally:
                 with self._changed:
-                    self._takers.remove(taker)
+                    self._consumers.remove(consumer)
                     self._changed.notify_all()
 
-    def _next(self, taker: Taker) -> bytes | None:
+    def _next(self, consumer: Consumer) -> bytes | None:
         """Wait for the next message to this consumer; return None if the connection is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._closed
-                    or taker.is_gone
-                    or taker.is_told < self._leaves
-                    or taker.is_welcome < self._is_ready
-                    or bool(taker.asked & self._entries.keys())
+                    or consumer.is_gone
+                    or consumer.leave_sent < self._leaves
+                    or consumer.ready_sent < self._is_ready
+                    or bool(consumer.requested & self._entries.keys())
                 )
             )
-            if self._closed or taker.is_gone:
+            if self._closed or consumer.is_gone:
                 return None
-            if taker.is_told < self._leaves:
-                taker.is_told = True
+            if consumer.leave_sent < self._leaves:
+                consumer.leave_sent = True
                 return packed({"leaves": True})
-            if taker.is_welcome < self._is_ready:
-                taker.is_welcome = True
+            if consumer.ready_sent < self._is_ready:
+                consumer.ready_sent = True
                 return packed({"ready": True})
-            if (refused := self._unlike(taker)) is not None:
+            if (refused := self._loader_mismatch(consumer)) is not None:
                 return packed({"refused": refused})
-            number = min(taker.asked & self._entries.keys())
-            taker.asked.discard(number)
+            number = min(consumer.requested & self._entries.keys())
+            consumer.requested.discard(number)
             entry = self._entries[number]
         return packed({"slice": number, "version": entry.version, "value": entry.value})
 
-    def _unlike(self, taker: Taker) -> str | None:
+    def _loader_mismatch(self, consumer: Consumer) -> str | None:
         """Return the message for a consumer with another loader, or None if the loaders match."""
         mine = None if self._source is None else repr(self._source.export(0))
-        if mine is None or taker.data in ("", mine):
+        if mine is None or consumer.data in ("", mine):
             return None
         return (
-            f"its loader is {taker.data}, but that of the first stage is {mine}: pass the loader "
-            "of the first stage to StageInput"
+            f"its loader is {consumer.data}, but that of the first stage is {mine}: pass the "
+            "loader of the first stage to StageInput"
         )
 
     def _forget(self, done: int) -> None:

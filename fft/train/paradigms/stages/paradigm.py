@@ -15,7 +15,7 @@ from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.paradigms.lockstep import no_shares
 from fft.train.paradigms.pipeline.paradigm import Pipelined
-from fft.train.paradigms.stages.due import due_to, refuse_forks
+from fft.train.paradigms.stages.due import refuse_forks, schedule_of_stage
 from fft.train.paradigms.stages.input import refuse_unconnected
 from fft.train.paradigms.stages.output import StageOutput
 from fft.train.paradigms.stages.scope import StageScope
@@ -25,7 +25,7 @@ from fft.train.transaction import Transaction, TransactionLoop
 logger = logging.getLogger(__name__)
 
 
-class Ahead(Pipelined):
+class AsyncPipeline(Pipelined):
     """Each stage has a scope of its own; queues connect each stage to the next one.
 
     Attributes:
@@ -65,7 +65,7 @@ class Ahead(Pipelined):
 
         def make_others(computing: int | None) -> None:
             if output is not None:
-                output.make(but=computing)
+                output.compute_requested(but=computing)
 
         is_still_in = yield from loop.txns(source, max_steps, make_others)
         if not is_still_in:
@@ -111,7 +111,7 @@ class Ahead(Pipelined):
     def await_command(self, engine: Engine, txn: StartTxn | None) -> None:
         if self.output is not None:
             computing = None if txn is None else txn.slice
-            self.output.give_until_command(engine, self._rank.watchers, computing)
+            self.output.serve_until_command(engine, self._rank.watchers, computing)
 
     def txn_committed(self, txn: Transaction) -> None:
         """Ensure that the next stage has an entry for the committed ``txn``."""
@@ -123,7 +123,7 @@ class Ahead(Pipelined):
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
         refuse_forks(self._rank.settings.spec)
         limit_s = self._rank.limits["flow_limit"].seconds
-        return due_to(self._scope, plan, self._rank.job, is_writing, limit_s)
+        return schedule_of_stage(self._scope, plan, self._rank.job, is_writing, limit_s)
 
     def export_own(self, gives: range) -> dict[str, Any]:
         return {} if self.output is None else {"entries": self.output.export_entries(gives)}

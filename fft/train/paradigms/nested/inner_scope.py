@@ -22,7 +22,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Self
 
 from fft.bus import open_job_bus
 from fft.engine.executor import StepExecutor
@@ -49,13 +50,18 @@ from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
 from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
+from fft.train.data.step_input import StepInput
 from fft.train.error_reports import code_of, error_of, text_of
+from fft.train.interrupt import Interrupted
 from fft.train.local_tensors import local_of
+from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.participation import Participation, bus_url
+from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
 from fft.train.reductions import ManifestBuilder
 from fft.train.state.step_state import TornState
+from fft.train.unsafe_places import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +70,7 @@ _NEVER_S = 3e8
 _UNBOUND = ("quorum", "ready_window")
 
 
-class Attempt(Protocol):
-    """A step that this rank has voted for."""
-
-    def carry_out(self, skip: Callable[[], bool]) -> bool:
-        """It is committed: make its update. Whether it went well."""
-
-
-class InnerScope:
+class InnerScope(InnerSteps):
     """Of one rank. The main thread's, unless said otherwise."""
 
     def __init__(self, rank: RankContext) -> None:
@@ -96,7 +95,7 @@ class InnerScope:
         """Of the job's txn that is open."""
         self._token = Token(0, 0)
         """Of the inner txn that began last here."""
-        self._attempt: Attempt | None = None
+        self._attempt: SharedInnerTransaction | None = None
         """What this rank has voted for, whose decision it has not carried out."""
         self._entered = self._in_body = False
         self._gate = threading.Lock()
@@ -207,6 +206,10 @@ class InnerScope:
         """The main thread turns to the job's scope."""
         self._entered = False
 
+    def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
+        """Return the transaction of a step that all ranks of the group make."""
+        return SharedInnerTransaction(loop, self, plan, drawn)
+
     def begin(self) -> bool:
         """A step begins. False: there is another word now."""
         command = self._engine.wait_command()
@@ -239,7 +242,7 @@ class InnerScope:
         self._thread.unwound()
         self._engine.post(Fault(self._token, cause, code, source))
 
-    def vote(self, attempt: Attempt, skip: bool) -> None:
+    def vote(self, attempt: SharedInnerTransaction, skip: bool) -> None:
         """Vote for the step, and carry out the decision, unless the job speaks before it comes:
         then it is carried out when this scope is entered again."""
         self._attempt = attempt
@@ -353,3 +356,68 @@ class _Host:
     def interrupt(self, cause: str) -> None:
         if (scope := self._scope()) is not None:
             scope.interrupt(cause)
+
+
+class SharedInnerTransaction(InnerTransaction):
+    """An inner step that the ranks of the group commit or repeat together.
+
+    ``committed`` may be False for a step whose decision came after a command of the job's engine.
+    Its update is made when the group continues, and functions of ``manager.on_commit`` are called
+    then.
+    """
+
+    def __init__(
+        self, periodic: PeriodicLoop, inner: InnerScope, plan: StartTxn, drawn: StepInput
+    ) -> None:
+        super().__init__(periodic, plan, drawn)
+        self._inner = inner
+
+    @guarded
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._inner.enter_step()
+        return self
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        periodic = self._periodic
+        self._loop.exit_step()
+        self._inner.exit_step()
+        self.closed = True
+        if error is not None and not isinstance(error, Exception | Interrupted):
+            return self._loop.unwound(self._plan, self._drawn, error)
+        periodic.watchers.body_done()
+        if error is None:
+            error = self._left_undone() or self._vote()
+        if error is not None:
+            self._give_up(error)
+        return True
+
+    def _vote(self) -> Exception | None:
+        """Vote YES, and carry out the decision. Return the reason if there can be no vote."""
+        state = self._periodic.state
+        state.registered.note_edits()
+        try:
+            skip = state.updates.must_skip()
+        except Exception as error:  # noqa: BLE001 - as one of the body's
+            return error
+        self._inner.vote(self, skip)
+        return None
+
+    def _give_up(self, error: BaseException) -> None:
+        """Have the group roll the step back, whose step function has failed or was interrupted."""
+        periodic, is_void = self._periodic, self._inner.is_rolled_back
+        text = text_of(error)
+        self._inner.fail(text, code_of(error), type(error).__name__)
+        periodic.watchers.txn_ended(committed=False)
+        self._note("inner_abort", cause=text)
+        if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):
+            return
+        self._give_up_if_hopeless(error)
+        logger.warning("an inner step failed here and is computed again: %s", text)
+        periodic.job.note_error(error)
