@@ -111,7 +111,7 @@ def _is_well(world: World) -> bool:
     head = world.bus.head
     if head is None or any(g.coming for g in world.groups.values()):
         return False
-    if world.spec.bound:
+    if world.setting.behind:
         inside = {p for each in head.standing for p in each.entry.peers()}
         return all(p.peer in inside for p in world.live())
     return all(
@@ -139,7 +139,7 @@ def ask_all_to_leave(world: World) -> None:
 def _lose_needed_groups(world: World) -> None:
     """If one group is too few, kill groups until one is left, just before all are asked to
     leave."""
-    if world.setting.min_groups < 2 or world.spec.bound or world.beside:
+    if world.setting.min_groups < 2 or world.setting.behind or world.beside:
         return
     for group in list(world.groups.values())[1:]:
         if group.live and world.holds_state(without=group):

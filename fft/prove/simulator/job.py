@@ -167,34 +167,23 @@ class Setting:
         whims: Whims,
     ) -> Setting:
         """Draw a setting. Each stage has one rank of each group."""
-        groups, ranks = rng.choice(_SHAPES)
+        shape = rng.choice(_SHAPES)
         if stage:
-            groups, ranks = random.Random(f"groups of {seed}").choice(_SHAPES)[0], 1
-        group_timeout, awaits = rng.choice([1.0, 3.0, 10.0]), rng.random() < 0.5
+            shape = random.Random(f"groups of {seed}").choice(_SHAPES)[0], 1
+        timeout, awaits = rng.choice([1.0, 3.0, 10.0]), rng.random() < 0.5
         weather = weather.drawn(rng)
         if weather.shapes:
-            groups, ranks = whims.rng.choice(weather.shapes)
+            shape = whims.rng.choice(weather.shapes)
         corrupts = bool(weather.chances.get("corrupted"))
-        compares = corrupts and whims.rng.random() < 0.5
-        on_divergence: Literal["stop", "heal"] = whims.rng.choice(["stop", "heal"])
-        behind = whims.rng.choice([1, 2, 4]) if spec.bound else 0
-        timeouts = _drawn_timeouts(spec, weather, rng, whims.rng)
-        alike = rng.random() < 0.5
-        least = 2 if rng.random() < 0.15 and groups > 2 else 1
-        target = rng.randint(3, 10)
         return cls(
-            groups,
-            ranks,
-            group_timeout,
-            awaits,
-            weather,
-            compares,
-            on_divergence,
-            behind,
-            timeouts,
-            alike,
-            least,
-            target,
+            *(*shape, timeout, awaits, weather),
+            compares=corrupts and whims.rng.random() < 0.5,
+            on_divergence=whims.rng.choice(["stop", "heal"]),
+            behind=whims.rng.choice([1, 2, 4]) if spec.bound else 0,
+            timeouts=_drawn_timeouts(spec, weather, rng, whims.rng),
+            alike=rng.random() < 0.5,
+            min_groups=2 if rng.random() < 0.15 and shape[0] > 2 else 1,
+            target=rng.randint(3, 10),
         )
 
 
@@ -1072,7 +1061,7 @@ class MainThread:
             if self._world.strikes("noticed_late"):
                 self.bits = self.bits.torn(who)
                 self._executor.lost = "the optimizer step was not whole"
-            if self._world.spec.bound:
+            if self._world.setting.behind:
                 self._stand_apart()
         self._wait()
 
@@ -1087,7 +1076,7 @@ class MainThread:
 
     def _bring(self, plan: StartTxn) -> None:
         """Keep the computed contribution, or recompute it in the txn from the epoch's state."""
-        if not self._world.spec.bound:
+        if not self._world.setting.behind:
             return
         config, epoch = self._process.participant.config, self._process.local.epoch
         if plan.lease is None:
@@ -1789,13 +1778,13 @@ class Chaos:
 
     def _drain(self) -> bool:
         group = self._live_group()
-        if self._world.spec.bound and self._world.rng.random() < 0.5:
+        if self._world.setting.behind and self._world.rng.random() < 0.5:
             group = self._group_in_an_epoch() or group
         # A rank that is still starting would miss the request and be left behind alone.
         if group is None or not group.whole:
             return False
         # A group of an asynchronous job stays until others no longer need its state.
-        if not self._world.spec.bound and self._spared(group):
+        if not self._world.setting.behind and self._spared(group):
             return False
         by_signal = self._world.rng.random() < 0.5
         group.drain(by_signal)
