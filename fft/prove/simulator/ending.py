@@ -139,7 +139,8 @@ def ask_all_to_leave(world: World) -> None:
 def _lose_needed_groups(world: World) -> None:
     """If one group is too few, kill groups until one is left, just before all are asked to
     leave."""
-    if world.setting.min_groups < 2 or world.setting.behind or world.beside:
+    setting = world.setting
+    if setting.min_groups < 2 or setting.behind or world.beside or not setting.weather.rates:
         return
     for group in list(world.groups.values())[1:]:
         if group.live and world.holds_state(without=group):

@@ -944,10 +944,10 @@ class Executor(StepExecutor):
         super().__init__(process.post, take)
         self._process = process
 
-    def move(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+    def transition(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
         """Make the transition for an event; return its effects."""
         try:
-            return super().move(event, facts)
+            return super().transition(event, facts)
         except ProtocolError as error:
             self._process.world.log.violated("protocol_error", f"{self._process.peer}: {error}")
 
@@ -1010,7 +1010,7 @@ class MainThread:
         if isinstance(command, Heal) and command.fetch_from is not None:
             late = self._process.peer.group in command.record.learners
             facts = {"learns"} if late else {"fetches"}
-        self._executor.obey(command, self._work, facts)
+        self._executor.execute(command, self._work, facts)
         if self._executor.role == "idle":  # it has refused
             self._wait()
 
@@ -1252,7 +1252,7 @@ class MainThread:
         limit = self._process.participant.config.timeouts.get("vote_window", 60.0)
         give_up = world.clock.now + limit
         self._process.later(world.latency.transfer(), self._fetch, command, give_up)
-        if self._executor.awaits("connected"):
+        if self._executor.has_row("connected"):
             self._heal, self._learning, self._came = None, command, None
             self._executor.report(Connected(command.record.epoch))
             self._wait()
