@@ -326,12 +326,12 @@ def _prose_gate(area: str, limit: float) -> Gate:
 
 GATES = (
     Gate("circles", circular_files, limit=0, target=0),
-    Gate("constructors", wide_constructors, limit=4, target=0),
-    Gate("attributes", wide_classes, limit=3, target=0),
-    Gate("functions", long_functions, limit=1, target=0),
+    Gate("constructors", wide_constructors, limit=2, target=0),
+    Gate("attributes", wide_classes, limit=2, target=0),
+    Gate("functions", long_functions, limit=0, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
-    Gate("paradigm-branches", paradigm_branches, limit=25, target=0),
-    Gate("code-lines", code_lines, limit=43840, target=30000),
+    Gate("paradigm-branches", paradigm_branches, limit=20, target=0),
+    Gate("code-lines", code_lines, limit=43890, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.6),
     _prose_gate("comments", 0.1),

@@ -14,6 +14,7 @@ from specs import table_of
 from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
+from fft.engine.calls import Buses
 from fft.engine.loop import Engine
 from fft.messages.commands import Command
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -95,7 +96,8 @@ class Rank:
         trace = TraceWriter(None, peer)
         local = participant.initial()
         self.host = Nothing()
-        self.engine = Engine(participant, local, self.bus, trace, self.host, self.group_bus)
+        buses = Buses(self.bus, group=self.group_bus)
+        self.engine = Engine(participant, local, buses, trace, self.host)
         self.thread = threading.Thread(target=self._train, name=f"train-{peer}", daemon=True)
         self.engine.start()
         self.engine.post(Start())

@@ -6,7 +6,7 @@ answer it in virtual time. Calls and answers hold typed objects; ``Buses`` encod
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar, assert_never
 
@@ -119,10 +119,10 @@ class Buses:
     """The real buses of one engine. It carries out calls and waits for their answers.
 
     Args:
-        scope: The bus of the engine's scope.
-        job: The bus for what all scopes must receive; by default the same.
-        group: The bus of the replica group, if its ranks have one.
-        others: The buses of other scopes, by scope.
+        scope: The bus of the engine's scope, on which it decides.
+        job: The bus for what all scopes must receive (deaths, suspicions, drains and the commands
+            of operators); by default the same.
+        group: The bus of the replica group alone, where its ranks vote first, if they have one.
     """
 
     def __init__(
@@ -130,12 +130,15 @@ class Buses:
         scope: ErrorBus,
         job: ErrorBus | None = None,
         group: ErrorBus | None = None,
-        others: Mapping[str, ErrorBus] | None = None,
     ) -> None:
-        self._at = {SCOPE: scope, JOB: job or scope}
+        self.scope, self.job, self.group = scope, job or scope, group
+        self._at = {SCOPE: scope, JOB: self.job}
         if group is not None:
             self._at[GROUP] = group
-        self._at |= {beside(name): bus for name, bus in (others or {}).items()}
+
+    def add(self, scope: str, bus: ErrorBus) -> None:
+        """Add the bus of another scope."""
+        self._at[beside(scope)] = bus
 
     def perform(self, call: Call) -> object:
         """Carry out a call and return its answer. Raises ``BusError``, ``UnreadableMessage``."""

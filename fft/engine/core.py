@@ -15,9 +15,9 @@ The ranks of a group vote on a bus of their own first; its last voter votes for 
 
 Other processes remove what ended processes leave on the bus. The proposer of the next epoch removes
 the member list of the last one. The coordinator removes the inboxes of the peers that its epoch
-leaves out, with its first commit, after which nobody sends to them. Each process removes the inbox
-of its own predecessor when it starts. A message that is sent later to a process that never returns
-stays: one entry.
+leaves out, with its first commit, after which no message is sent to them. Each process removes the
+inbox of its own predecessor when it starts. A message that is sent later to a process that never
+returns stays: one entry.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ logger = logging.getLogger("fft.engine")
 
 @dataclass(frozen=True)
 class Heard:
-    """A record of another scope, as it was announced there."""
+    """A record of another scope, as that scope announced it."""
 
     scope: str
     packed: Packed
@@ -539,8 +539,8 @@ class EngineCore:
     def _excuse(self, seconds: float) -> None:
         """Postpone all timers but the bus's own by ``seconds``, for which the bus was silent.
 
-        No peer could be heard meanwhile, and the messages of that time are handled after the
-        timers. Counting the time would make suspects of all peers whenever a replicated bus changes
+        No message arrived meanwhile, and the messages of that time are handled after the timers.
+        Counting the time would make suspects of all peers whenever a replicated bus changes
         its leader.
         """
         if seconds < SILENCE_S:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 
-from fft.bus.base import ErrorBus, Refusal, Subscription
+from fft.bus.base import Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.calls import Buses, Call
 from fft.engine.core import SILENCE_S, Close, EngineCore, Posted, ScopeReader, Wiring
@@ -46,11 +46,9 @@ class Engine:
         self,
         participant: Participant,
         local: Local,
-        bus: ErrorBus,
+        buses: Buses,
         trace: TraceWriter,
         host: Host,
-        group_bus: ErrorBus | None = None,
-        job_bus: ErrorBus | None = None,
         others: Iterable[OtherScope] = (),
     ) -> None:
         """Prepare the engine.
@@ -58,26 +56,22 @@ class Engine:
         Args:
             participant: The protocol core that it runs.
             local: The participant's first state.
-            bus: The bus of the scope, on which it decides.
+            buses: The buses that it uses.
             trace: Its trace.
             host: Its process.
-            group_bus: A bus of this replica group alone, on which its ranks vote first.
-            job_bus: The bus for what all scopes must receive: deaths, suspicions, drains and the
-                commands of operators; by default ``bus``.
             others: The scopes that this one is bound to.
         """
         self.participant = participant
-        self.bus = bus
+        self.bus = buses.scope
         self.trace = trace
         self.ended = threading.Event()
         """Set when the participant is out: peers and the main thread have been informed."""
-        self._job_bus = job_bus or bus
-        self._host = host
+        self._buses, self._host = buses, host
         self._others = tuple(others)
-        beside = {other.name: other.bus for other in self._others}
-        self._buses = Buses(bus, job_bus, group_bus, beside)
+        for other in self._others:
+            buses.add(other.name, other.bus)
         readers = tuple(ScopeReader(other.name, other.most) for other in self._others)
-        wiring = Wiring(bus.url, group_bus is not None, readers)
+        wiring = Wiring(self.bus.url, buses.group is not None, readers)
         self._core = EngineCore(participant, local, host, self, trace, wiring)
         self._events: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         self._slot: Command | None = None
@@ -117,12 +111,12 @@ class Engine:
         obey, who = partial(self._on_message, decode_command), f"participant {me}"
         self._subscriptions += [
             ResubscribingListener(self.bus, "protocol", hear, who, self._on_missed, self._on_lost),
-            ResubscribingListener(self._job_bus, "commands", obey, who),
+            ResubscribingListener(self._buses.job, "commands", obey, who),
         ]
-        if self._job_bus is not self.bus:
+        if self._buses.job is not self.bus:
             self._subscriptions.append(
                 ResubscribingListener(
-                    self._job_bus,
+                    self._buses.job,
                     "protocol",
                     partial(self._on_message, _of_all_scopes),
                     f"{who}, of all scopes,",
@@ -139,10 +133,16 @@ class Engine:
         self._events.put(event)
 
     def wait_command(self, limit: float | None = None) -> Command:
-        """Main thread: the newest command, left in the slot until ``take``.
+        """Wait for the newest command, which stays in the slot until ``take``. Main thread only.
 
-        Bounded by the core's own timers; ``limit`` seconds bound it further (``TimeoutError``).
-        Raises what ended the engine thread, if it has ended.
+        The core's own timers bound the wait.
+
+        Args:
+            limit: Maximum time of the wait in seconds.
+
+        Raises:
+            TimeoutError: The limit is over.
+            FftError: The engine's thread has failed; the cause is its error.
         """
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
@@ -156,35 +156,39 @@ class Engine:
             return command
 
     def wait_for(self, done: Callable[[], bool]) -> bool:
-        """Main thread: wait until ``done()``; False if a command came before, which stays there.
+        """Wait until ``done()`` holds. Main thread only.
 
-        Who makes it true says so by `nudge`, and has a limit of its own. This thread does so when
-        the state of this rank is there (`Local.healed`).
+        The thread that makes it true calls ``nudge`` and bounds the wait. The engine's thread does
+        so when this rank has the state (``Local.healed``).
+
+        Returns:
+            False if a command came first; the command stays in the slot.
         """
         with self._changed:
             self._changed.wait_for(lambda: done() or self.has_word())
             return not self.has_word()
 
-    def has_word(self) -> bool:  # any thread: whether `wait_command` would not wait
+    def has_word(self) -> bool:
+        """Return whether ``wait_command`` would return or raise at once. Any thread."""
         return self.superseded() or self._failure is not None
 
     def nudge(self) -> None:
-        """Any thread: look again at what ``wait_for`` waits for."""
+        """Let ``wait_for`` evaluate its condition again. Any thread."""
         with self._changed:
             self._changed.notify_all()
 
     def take(self, command: Command) -> None:
-        """Main thread: ``command`` is being carried out; the slot is free unless a newer came."""
+        """Free the slot, unless it holds a newer command than this one. Main thread only."""
         with self._changed:
             if self._slot is command:
                 self._slot = None
 
     def superseded(self) -> bool:
-        """Main thread, at work on a command: whether a newer one is waiting."""
+        """Return whether a newer command than the one in progress waits. Main thread only."""
         return self._slot is not None or self._abandoned is not None
 
     def abandon(self, command: Finish) -> None:
-        """Any thread: the main thread shall stop with ``command``, for this thread is held up."""
+        """Stop the main thread with ``command`` while this thread is held up. Any thread."""
         with self._changed:
             self._abandoned = command
             self._changed.notify_all()
@@ -192,19 +196,22 @@ class Engine:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the main thread was told to stop without this one."""
+        """Whether ``abandon`` was called."""
         return self._abandoned is not None
 
     def held_up(self) -> str | None:
-        """Any thread: the operation on the bus that this thread waits for; None: there is none."""
+        """Return which operation on the bus gets no answer; None if none is late. Any thread."""
         if (at := self._core.at_bus) is None or (took := time.monotonic() - at[1]) < SILENCE_S:
             return None
         return f"{at[0]} on the bus has had no answer for {took:.1f} s"
 
     def close(self, limit: float = 5.0) -> None:
-        """Leave (if still in), end the thread and the subscriptions. Idempotent.
+        """Leave the job if still in it, and end the thread and the subscriptions. Idempotent.
 
-        Of an engine that was abandoned nothing is waited for: the closing of the bus ends it.
+        An abandoned engine ends when its bus is closed; this call does not wait for it.
+
+        Args:
+            limit: Maximum time in seconds to wait for the thread.
         """
         if self._thread.is_alive():
             self.post(Stop("shut down"))

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from fft.engine.executor import Report
 from fft.errors import ProtocolError
 from fft.messages.effects import (
     AbortGroups,
@@ -83,8 +84,6 @@ QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """The queues of incoming messages, and the name of the step that takes their first message."""
 
 
-Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
-"""Events by which a main thread reports on its work."""
 View = tuple[int, int | None, int, str]
 
 
@@ -1109,7 +1108,7 @@ class _Here:
         thread, state = self.model.thread, self.node.thread
         return thread.has(state, event) if facts is None else thread.allows(state, event, facts)
 
-    def says(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
+    def says(self, what: str, node: Node, word: Report, cost: str | None = None) -> Act:
         """Report the main thread's work; the process handles the report at once."""
         turn = _Turn(node, self.shared)
         no = isinstance(word, Prepared) and not word.yes
@@ -1117,7 +1116,7 @@ class _Here:
         self.model._handle(turn, self.who, self.model.events.id(word))
         return self._act(what, turn, cost)
 
-    def _tells(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
+    def _tells(self, what: str, node: Node, word: Report, cost: str | None = None) -> Act:
         """Report the main thread's work; the process handles the report later."""
         turn = _Turn(node._replace(done=self.model.events.id(word)), self.shared)
         self.model.move(turn, word.type)

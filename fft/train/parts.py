@@ -36,6 +36,7 @@ from fft.bus.addresses import (
 )
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken
+from fft.engine.calls import Buses
 from fft.engine.loop import Engine
 from fft.errors import FftError, NoState, TxnAborted
 from fft.messages.causes import CauseCode
@@ -322,11 +323,9 @@ def join(manager: Manager, parts: Parts) -> Engine:
     engine = job.engine = Engine(
         participant,
         local,
-        scope.bus,
+        Buses(scope.bus, job.bus, job.group_bus),
         job.trace,
         EngineHost(manager, parts),
-        job.group_bus,
-        job.bus,
         scope.others,
     )
     engine.start()

@@ -318,7 +318,7 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
         config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
         participant = Participant(table_of(SPEC), config)
         trace = TraceWriter(None, config.me)
-        engine = Engine(participant, participant.initial(), bus, trace, Nothing())
+        engine = Engine(participant, participant.initial(), Buses(bus), trace, Nothing())
         with pytest.raises(BusError, match="no place"):
             engine.start()
         engine.close()

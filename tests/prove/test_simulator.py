@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,7 @@ def test_without_faults_every_attempt_commits() -> None:
 
 
 def world(seed: int, weather: Weather = DEFAULT) -> World:
-    return World(seed, HSDP, table_of(HSDP), weather, None, Participant)
+    return World(seed, HSDP, partial(Participant, table_of(HSDP)), weather)
 
 
 def test_listeners_hear_in_one_order_and_the_register_is_a_chain() -> None:

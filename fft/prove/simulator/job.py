@@ -11,12 +11,10 @@ there is one random generator, no real clock, and no order by hash or address.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -60,7 +58,6 @@ from fft.messages.protocol import (
     Stop,
     Suspect,
     Synchronise,
-    Timer,
     Token,
     Vote,
 )
@@ -69,10 +66,8 @@ from fft.protocol.apart import is_brought, own_lease
 from fft.protocol.invariants import History, Move
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, Local, committed
-from fft.protocol.table import Table
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.faults import Weather
@@ -86,12 +81,8 @@ _WALL = 1_700_000_000.0
 _LIMIT_EVENTS = 500
 """Number of handled events after which the faults stop, regardless of the committed steps."""
 _LIMIT_SECONDS = 60.0
-_LAST_EVENT = 20_000
-"""Maximum number of events of a run; a job that never stops sending messages violates liveness."""
-_LOOK = 0.25
-"""Virtual seconds between two checks whether a calm job is well."""
-_ASKED_AGAIN_S = 2.0
-"""Virtual seconds between two drain requests to the whole job."""
+_REDUCTIONS = 3
+"""Number of reductions of a step function."""
 
 _SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4, 2)]
 
@@ -110,114 +101,288 @@ class Violation:
 class RunEnds(Exception):
     """A violation that makes it pointless to continue."""
 
+    # --- processes ---
 
-@dataclass(slots=True)
-class _Seen:
-    """Data that are collected while the job runs."""
 
-    events: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    rows: set[tuple[str, int]] = field(default_factory=set)
-    violations: list[Violation] = field(default_factory=list)
-    held: int = 0
+class Whims:
+    """A second generator, so that what it draws does not change the draws of the first one."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"whims of {seed}")
+        self._pace: dict[str, float] = {}
+        """Group of an asynchronous job → the factor by which it is slower than others."""
+
+    def digest_interval(self) -> int:
+        """Return the number of steps between two digests that a process takes for its vote."""
+        return self.rng.choice([1, 1, 2, 4])
+
+    def pace(self, group: str) -> float:
+        """Return the factor by which a group of an asynchronous job is slower than others."""
+        if group not in self._pace:
+            self._pace[group] = self.rng.choice([1.0, 1.0, 3.0, 10.0])
+        return self._pace[group]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a seed draws for a job before it begins.
+
+    Attributes:
+        groups: Number of groups.
+        ranks: Number of ranks of each group.
+        group_timeout: Seconds until a reduction that a member does not enter fails by itself.
+        awaits_reductions: Whether errors of reductions show at the end of the step function (as in
+            torchft).
+        weather: The faults.
+        compares: Whether votes contain digests.
+        on_divergence: Reaction to states that differ.
+        behind: Number of steps that contributions of an asynchronous job may be behind.
+        timeouts: Timeouts of the participants.
+        alike: Whether all groups start with equal states (``init_sync=False``).
+        min_groups: Minimum number of groups of an epoch.
+        target: Number of steps after which the faults stop.
+    """
+
+    groups: int
+    ranks: int
+    group_timeout: float
+    awaits_reductions: bool
+    weather: Weather
+    compares: bool
+    on_divergence: Literal["stop", "heal"]
+    behind: int
+    timeouts: Mapping[str, float]
+    alike: bool
+    min_groups: int
+    target: int
+
+    @classmethod
+    def drawn(
+        cls,
+        seed: int,
+        stage: str,
+        spec: FsmSpec,
+        weather: Weather,
+        rng: random.Random,
+        whims: Whims,
+    ) -> Setting:
+        """Draw a setting. Each stage has one rank of each group."""
+        shape = rng.choice(_SHAPES)
+        if stage:
+            shape = random.Random(f"groups of {seed}").choice(_SHAPES)[0], 1
+        timeout, awaits = rng.choice([1.0, 3.0, 10.0]), rng.random() < 0.5
+        weather = weather.drawn(rng)
+        if weather.shapes:
+            shape = whims.rng.choice(weather.shapes)
+        corrupts = bool(weather.chances.get("corrupted"))
+        return cls(
+            *(*shape, timeout, awaits, weather),
+            compares=corrupts and whims.rng.random() < 0.5,
+            on_divergence=whims.rng.choice(["stop", "heal"]),
+            behind=whims.rng.choice([1, 2, 4]) if spec.bound else 0,
+            timeouts=_drawn_timeouts(spec, weather, rng, whims.rng),
+            alike=rng.random() < 0.5,
+            min_groups=2 if rng.random() < 0.15 and shape[0] > 2 else 1,
+            target=rng.randint(3, 10),
+        )
+
+
+def _drawn_timeouts(
+    spec: FsmSpec, weather: Weather, rng: random.Random, whims: random.Random
+) -> dict[str, float]:
+    drawn = {
+        "vote_window": rng.choice([2.0, 5.0, 20.0]),
+        "ready_window": rng.choice([5.0, 20.0]),
+        "ack_window": rng.choice([0.5, 1.0]),
+        "join_window": rng.choice([1.0, 5.0]),
+        "drain_window": rng.choice([2.0, 5.0]),
+    }
+    if spec.bound:  # about as long as the local phase of a group
+        drawn["join_window"] = whims.choice([0.05, 0.3, 1.0])
+    if weather.intervals:
+        interval = drawn["join_interval"] = whims.choice(weather.intervals)
+        drawn["apart_window"] = max(3 * interval, whims.choice([0.5, 5.0]))
+    mine = {name: value for name, value in drawn.items() if name in spec.timeouts}
+    return {**spec.timeouts, **mine}
+
+
+class Log:
+    """What happened in a world: its history, its counts, and its traces.
+
+    Attributes:
+        history: All moves of all participants, and the data that they consumed.
+        events: Number of events that engines have handled.
+        faults: Kind of fault → how often it occurred.
+        rows: Rows of the table that were taken: state and identity of the row.
+        violations: Properties that are violated.
+        held: Number of reports of processes that another scope holds them back.
+    """
+
+    def __init__(self, clock: Clock, spec: FsmSpec, trace_dir: Path | None) -> None:
+        self.history = History()
+        self.events = self.held = 0
+        self.faults: Counter[str] = Counter()
+        self.rows: set[tuple[str, int]] = set()
+        self.violations: list[Violation] = []
+        self._clock, self._spec, self._trace_dir = clock, spec, trace_dir
+        self._traces: dict[Peer, TraceWriter] = {}
+
+    def open(self, process: Process) -> None:
+        """Begin the history and the trace of a process."""
+        peer, clock = process.peer, self._clock
+        self.history.moves[peer] = []
+        if self._trace_dir is not None:
+            clocks = (lambda: _WALL + clock.now, lambda: clock.now)
+            trace = self._traces[peer] = TraceWriter(self._trace_dir, peer, clocks)
+            config = process.participant.config
+            trace.write("header", header(self._spec, config, process.local))
+
+    def handled(self, process: Process, before: Local, event: Event, out: Outcome) -> None:
+        """Record the outcome of an event that the engine of a process has handled."""
+        now = self._clock.now
+        self.events += 1
+        moves = self.history.moves[process.peer]
+        place = f"{process.peer}:{len(moves) + 1}"
+        moves.append(Move(process.peer, before, event, process.local, out, place, now))
+        if self._traces:
+            self._traces[process.peer].outcome(before, process.local, event, out, now)
+        for step in out.steps:
+            self.rows.add((step.source, id(step.row)))
+        if out.verdict == "refused":
+            text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
+            self.violated("protocol_error", text, place)
+
+    def crashed(self, process: Process, error: Exception) -> None:
+        """Handle an exception in the engine of a process, which is a finding."""
+        if not isinstance(error, RunEnds):
+            text = f"{error!r} in {process.local.state} at {process.call or 'no operation'}"
+            self.violated("crash", text, str(process.peer))
+
+    def violated(self, name: str, text: str, place: str = "") -> NoReturn:
+        """Record a violation and end the run."""
+        self.violations.append(Violation(name, text[:1000], place))
+        raise RunEnds
+
+    def note(self, process: Process, name: str, data: dict[str, Any]) -> None:
+        """Write a note, which is not an event, into the trace of a process."""
+        if self._traces:
+            self._traces[process.peer].note(name, data, process.local)
+
+    def told(self) -> History:
+        """Return the history in the order in which an audit reads the traces."""
+        order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
+        consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
+        contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
+        moves = {peer: self.history.moves[peer] for peer in order}
+        return History(moves, consumed, contributed)
+
+    def close(self) -> None:
+        """Close the traces. Idempotent."""
+        for trace in self._traces.values():
+            trace.close()
+
+
+class Skips:
+    """Skips that several ranks have in common, decided once for each txn."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._skips: dict[Token, int] = {}
+        self._all_skip: dict[Token, bool] = {}
+
+    def alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
+        """Whether the caller may skip reductions alone; a skip by all would be undetectable."""
+        if len(members) == 1 or token in self._skips:
+            return False
+        self._world.count("skipped")
+        self._skips[token] = -1
+        return True
+
+    def by_rank(self, token: Token) -> int:
+        """Return the rank number that skips a reduction in this txn, in every group, or -1."""
+        if token not in self._skips:
+            skips = self._world.strikes("skipped_by_all")
+            self._skips[token] = (
+                self._world.rng.randrange(self._world.setting.ranks) if skips else -1
+            )
+        return self._skips[token]
+
+    def by_all(self, token: Token) -> bool:
+        """Whether the user skips this txn on all ranks."""
+        if token not in self._all_skip:
+            self._all_skip[token] = self._world.strikes("all_skip")
+        return self._all_skip[token]
 
 
 class World:
-    """All objects of one run."""
+    """All objects of one run.
+
+    Attributes:
+        spec: The spec of the job.
+        name: The stage, if stages have scopes: then each is a world of its own.
+        beside: The worlds of the other stages.
+        processes: All processes that have ever started.
+        outage_until: End of an outage of the bus, in virtual seconds.
+        phase: ``weather``, then ``calm``, then ``ending``.
+        hopeless: Whether the job has lost its state, so that it has to stop.
+    """
 
     def __init__(
         self,
         seed: int,
         spec: FsmSpec,
-        table: Table,
+        core: Callable[[Config], Participant],
         weather: Weather,
-        trace_dir: Path | None,
-        participant: type[Participant],
+        trace_dir: Path | None = None,
         stage: str = "",
         clock: Clock | None = None,
     ) -> None:
         """Prepare the world of a seed.
 
-        ``stage`` is set for a spec whose stages have scopes: each stage is a world of its own, on a
-        ``clock`` that they share.
+        Args:
+            seed: The seed.
+            spec: The spec of the job.
+            core: Makes the core of a participant.
+            weather: The mix of faults.
+            trace_dir: Directory for traces; None: no traces are written.
+            stage: The stage, for a spec whose stages have scopes.
+            clock: The clock that all stages share.
         """
-        self.spec = spec
-        self._own_spec = spec.stage(spec.stages.index(stage)) if stage else spec
-        self.name = stage
+        self.spec, self.name = spec, stage
         self.beside: dict[str, World] = {}
-        """The worlds of the other stages."""
-        self.rng = rng = random.Random(f"{stage} of {seed}" if stage else seed)
+        self.rng = random.Random(f"{stage} of {seed}" if stage else seed)
         self.clock = clock or Clock()
-        self.latency = Latency(rng)
-        self.count_groups, self.ranks = rng.choice(_SHAPES)
-        if stage:  # each stage has one rank of each group
-            self.count_groups, _ = random.Random(f"groups of {seed}").choice(_SHAPES)
-            self.ranks = 1
-        self.group_timeout = rng.choice([1.0, 3.0, 10.0])
-        """Seconds until a reduction that a member does not enter fails by itself."""
-        self.awaits_reductions = rng.random() < 0.5
-        """Whether errors of reductions show at the end of the step function (as in torchft)."""
-        self.reductions = 3
-        self.weather = weather.drawn(rng)
+        self.latency = Latency(self.rng)
+        self.whims = Whims(seed)
+        self.setting = Setting.drawn(seed, stage, spec, weather, self.rng, self.whims)
+        self.log = Log(
+            self.clock, spec.stage(spec.stages.index(stage)) if stage else spec, trace_dir
+        )
         self.bus = SimBus(self)
         self.processes: dict[Peer, Process] = {}
-        self.history = History()
         self.outage_until = 0.0
-        self.burst_until = 0.0
-        self.is_calm = self.is_ending = self.hopeless = False
-        self.leavers: list[Process] = []
-        """Processes that were asked to leave at the end."""
-        self.seen = _Seen()
-        self._table = table
-        self._participant = participant
-        self._trace_dir = trace_dir
-        self._traces: dict[Peer, TraceWriter] = {}
+        self.phase: Literal["weather", "calm", "ending"] = "weather"
+        self.hopeless = False
         self.data_notes = DataNotes(self, spec)
+        self.skips = Skips(self)
+        self._core = core
         self._meetings: dict[tuple[int, ...], Meeting] = {}
-        self._incarnations: Counter[tuple[str, int]] = Counter()
-        self._skips: dict[Token, int] = {}
-        self._all_skip: dict[Token, bool] = {}
-        # a second generator, so that the draws above stay as they were
-        whims = random.Random(f"whims of {seed}")
-        if self.weather.shapes:
-            self.count_groups, self.ranks = whims.choice(self.weather.shapes)
-        corrupts = bool(self.weather.chances.get("corrupted"))
-        self.compares = corrupts and whims.random() < 0.5
-        """Whether votes contain digests."""
-        self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
-        self._whims = whims
-        self.behind = whims.choice([1, 2, 4]) if spec.bound else 0
-        """Number of steps that contributions of an asynchronous job may be behind."""
-        self._pace: dict[str, float] = {}
-        """Group of an asynchronous job → the factor by which it is slower than others."""
-        self._timeouts = self._draw_timeouts()
-        self._alike = rng.random() < 0.5
-        """Whether all groups start with equal states (``init_sync=False``)."""
-        self.min_groups = 2 if rng.random() < 0.15 and self.count_groups > 2 else 1
-        self.target = rng.randint(3, 10)
-        supervised = rng.random()
+        supervised = self.rng.random()
         self.groups = {
-            str(n): Group(self, str(n), rng.random() < (1.0 if supervised < 0.5 else 0.5))
-            for n in range(self.count_groups)
+            str(n): Group(self, str(n), self.rng.random() < (1.0 if supervised < 0.5 else 0.5))
+            for n in range(self.setting.groups)
         }
         self.chaos = Chaos(self)
 
-    def _draw_timeouts(self) -> dict[str, float]:
-        rng = self.rng
-        drawn = {
-            "vote_window": rng.choice([2.0, 5.0, 20.0]),
-            "ready_window": rng.choice([5.0, 20.0]),
-            "ack_window": rng.choice([0.5, 1.0]),
-            "join_window": rng.choice([1.0, 5.0]),
-            "drain_window": rng.choice([2.0, 5.0]),
-        }
-        if self.spec.bound:  # about as long as the local phase of a group
-            drawn["join_window"] = self._whims.choice([0.05, 0.3, 1.0])
-        if self.weather.intervals:
-            interval = drawn["join_interval"] = self._whims.choice(self.weather.intervals)
-            drawn["apart_window"] = max(3 * interval, self._whims.choice([0.5, 5.0]))
-        mine = {name: value for name, value in drawn.items() if name in self.spec.timeouts}
-        return {**self.spec.timeouts, **mine}
+    @property
+    def is_calm(self) -> bool:
+        """Whether the faults have stopped."""
+        return self.phase != "weather"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all groups were asked to leave."""
+        return self.phase == "ending"
 
     # --- processes ---
 
@@ -227,38 +392,34 @@ class World:
         ``replaces``: it takes the place of a lost process whose group lives; its weights equal
         those of no other process.
         """
-        self._incarnations[(group.name, rank)] += 1
-        peer = Peer(group.name, rank, self._incarnations[(group.name, rank)])
+        setting, policies = self.setting, self.spec.policies
+        peer = group.next_peer(rank)
         store = f"store-{group.name}-{instance}"
         config = Config(
             me=peer,
-            world=self.ranks,
+            world=setting.ranks,
             store=store,
             transport=f"http://{peer.group}.{peer.rank}.{peer.inc}",
             pid=1000 + len(self.processes),
             host="sim",
-            timeouts=self._timeouts,
-            min_groups=self.min_groups,
-            expected_groups=self.count_groups,
-            min_reductions=self.spec.policies.min_reductions,
+            timeouts=setting.timeouts,
+            min_groups=setting.min_groups,
+            expected_groups=setting.groups,
+            min_reductions=policies.min_reductions,
             leases=self.spec.is_periodic,
-            bound=self.behind,
-            quorum=self.spec.policies.quorum,
-            on_divergence=self._on_divergence,
+            bound=setting.behind,
+            quorum=policies.quorum,
+            on_divergence=setting.on_divergence,
             flow=self.spec.bound_to(self.name) if self.name else (),
         )
-        participant = self._participant(self._table, config)
-        lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
+        participant = self._core(config)
+        lineage = GENESIS if setting.alike else f"fresh:{group.name}:{store}"
         if replaces:
             lineage = f"fresh:{peer}"
         local = participant.initial(lineage, now=self.clock.now)
         process = Process(self, participant, local, Bits(f"{lineage}/{rank}"), group, instance)
         self.processes[peer] = self.bus.inboxes[inbox_name(peer)] = process
-        self.history.moves[peer] = []
-        if self._trace_dir is not None:
-            clocks = (lambda: _WALL + self.clock.now, lambda: self.clock.now)
-            trace = self._traces[peer] = TraceWriter(self._trace_dir, peer, clocks)
-            trace.write("header", header(self._own_spec, config, local))
+        self.log.open(process)
         process.start()
         return process
 
@@ -293,41 +454,6 @@ class World:
 
     # --- what processes ask of the world ---
 
-    def handled(self, process: Process, before: Local, event: Event, out: Outcome) -> None:
-        """Record the outcome of an event that the engine of a process has handled."""
-        seen, now = self.seen, self.clock.now
-        seen.events += 1
-        moves = self.history.moves[process.peer]
-        place = f"{process.peer}:{len(moves) + 1}"
-        moves.append(Move(process.peer, before, event, process.local, out, place, now))
-        if self._traces:
-            self._traces[process.peer].outcome(before, process.local, event, out, now)
-        for step in out.steps:
-            seen.rows.add((step.source, id(step.row)))
-        if out.verdict == "refused":
-            text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
-            self.violated("protocol_error", text, place)
-
-    def crashed(self, process: Process, error: Exception) -> None:
-        """Handle an exception in the engine of a process, which is a finding."""
-        if not isinstance(error, RunEnds):
-            text = f"{error!r} in {process.local.state} at {process.call or 'no operation'}"
-            self.violated("crash", text, str(process.peer))
-
-    def count_held(self) -> None:
-        """Count a report of a process that another scope holds it back."""
-        self.seen.held += 1
-
-    def violated(self, name: str, text: str, place: str = "") -> NoReturn:
-        """Record a violation and end the run."""
-        self.seen.violations.append(Violation(name, text[:1000], place))
-        raise RunEnds
-
-    def note(self, process: Process, name: str, data: dict[str, Any]) -> None:
-        """Write a note, which is not an event, into the trace of a process."""
-        if self._traces:
-            self._traces[process.peer].note(name, data, process.local)
-
     def consumed(self, process: Process, plan: StartTxn | None, base: int | None) -> None:
         """Let the data loader note the slice of a committed txn, if it has one.
 
@@ -339,10 +465,10 @@ class World:
         if plan is None or (number := plan.slice) is None:
             return
         peer = process.peer
-        self.history.consumed.append((peer, plan.token, number, str(peer)))
+        self.log.history.consumed.append((peer, plan.token, number, str(peer)))
         self.data_notes.consumed(process, plan, number, base)
         if base is not None:
-            self.history.contributed.append((peer, plan.token, base, str(peer)))
+            self.log.history.contributed.append((peer, plan.token, base, str(peer)))
 
     def announce(self, message: BusMessage) -> None:
         """Send a message as the supervisor does; while the bus is away it waits or gives up."""
@@ -365,23 +491,15 @@ class World:
             if peer in meeting.peers and era in (None, key[0]):
                 meeting.lose(peer)
 
-    def told(self) -> History:
-        """Return the history in the order in which an audit reads the traces."""
-        order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
-        consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
-        contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
-        moves = {peer: self.history.moves[peer] for peer in order}
-        return History(moves, consumed, contributed)
-
     # --- faults ---
 
     def count(self, kind: str) -> None:
         """Count a fault of this kind."""
-        self.seen.faults[kind] += 1
+        self.log.faults[kind] += 1
 
     def strikes(self, kind: str) -> bool:
         """Whether a fault of this kind occurs here and now; it is counted if so."""
-        chance = self.weather.chances.get(kind, 0.0)
+        chance = self.setting.weather.chances.get(kind, 0.0)
         if not chance or self.is_calm or self.rng.random() >= chance:
             return False
         self.count(kind)
@@ -392,37 +510,6 @@ class World:
         if self.is_calm:
             return None
         return self.chaos.body_fault()
-
-    def skips_alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
-        """Whether the caller may skip reductions alone; a skip by all would be undetectable."""
-        if len(members) == 1 or token in self._skips:
-            return False
-        self.count("skipped")
-        self._skips[token] = -1
-        return True
-
-    def skipped_by_all(self, token: Token) -> int:
-        """Return the rank number that skips a reduction in this txn, in every group, or -1."""
-        if token not in self._skips:
-            skips = self.strikes("skipped_by_all")
-            self._skips[token] = self.rng.randrange(self.ranks) if skips else -1
-        return self._skips[token]
-
-    def all_skip(self, token: Token) -> bool:
-        """Whether the user skips this txn on all ranks."""
-        if token not in self._all_skip:
-            self._all_skip[token] = self.strikes("all_skip")
-        return self._all_skip[token]
-
-    def digest_interval(self) -> int:
-        """Return the number of steps between two digests that a process takes for its vote."""
-        return self._whims.choice([1, 1, 2, 4])
-
-    def apart_for(self, peer: Peer) -> float:
-        """Return how long a group of an asynchronous job computes between two synchronizations."""
-        if peer.group not in self._pace:
-            self._pace[peer.group] = self._whims.choice([1.0, 1.0, 3.0, 10.0])
-        return self.latency.compute() * self._pace[peer.group]
 
     def holds_state(self, without: Group | None = None) -> bool:
         """Whether the job could go on with the whole groups that live.
@@ -441,7 +528,7 @@ class World:
         ]
         return bool(able) and all(
             any(_holds(p, head) for ranks in able for p in ranks if p.peer.rank == rank)
-            for rank in range(self.ranks)
+            for rank in range(self.setting.ranks)
         )
 
     # --- the run ---
@@ -452,177 +539,25 @@ class World:
             group.start()
         self.chaos.begin()
 
-    def is_due(self, since: float) -> bool:
-        """Whether the weather has lasted long enough, if the job began at ``since``."""
+    def is_due(self, since: float, target: int) -> bool:
+        """Whether ``target`` steps are committed, or the job has run for long since ``since``."""
         return (
-            self._step() >= self.target
-            or self.seen.events >= _LIMIT_EVENTS
+            self.step >= target
+            or self.log.events >= _LIMIT_EVENTS
             or self.clock.now >= since + _LIMIT_SECONDS
             or self.hopeless
         )
 
     def calm_down(self) -> None:
         """Stop the faults."""
-        self.is_calm = True
+        self.phase = "calm"
         self.latency.calm_work = 0.4
         self.chaos.end()
 
-    def close(self) -> None:
-        """Close the traces. Idempotent."""
-        for trace in self._traces.values():
-            trace.close()
-
-    def _step(self) -> int:
+    @property
+    def step(self) -> int:
+        """Number of committed steps."""
         return self.bus.head.step if self.bus.head else 0
-
-    def _pass(self, seconds: float) -> None:
-        """Let virtual time pass."""
-        until, passed = self.clock.now + seconds, [False]
-        self.clock.after(seconds, None, passed.__setitem__, 0, True)
-        while not passed[0] and self.clock.now <= until:
-            self.clock.turn()
-            if self.seen.events > _LAST_EVENT:
-                self.violated("liveness", f"more than {_LAST_EVENT} events: {self._where()}")
-
-    def bound(self) -> float:
-        """Return the virtual seconds within which a calm job must be well again."""
-        t = self._timeouts
-        windows = ("vote_window", "ready_window", "bus_limit", "join_window")
-        waits = sum(t.get(name, 0.0) for name in windows)
-        return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
-
-    def settle(self) -> float | None:
-        """Check that the calm job gets well. Returns the time it took; None if it must be lost."""
-        begun, deadline = self.clock.now, self.clock.now + self.bound()
-        self._pass(1.0)  # messages in transit arrive
-        can = self.holds_state()
-        self.hopeless = not can
-        step = self._step()
-        while self.clock.now < deadline:
-            if can and self._state_left(begun):
-                can = False
-                self.hopeless = True
-            if any(world._is_lost(begun) for world in self.beside.values()):
-                return None  # participants that wait for them wait forever
-            if can:
-                for world in (self, *self.beside.values()):
-                    world._mend_groups()
-                if self._step() >= step + 2 and self._is_well():
-                    return self.clock.now - begun
-            elif not self._in_doubt():
-                return None
-            self._pass(_LOOK)
-        what = "no progress" if can else "in doubt"
-        self.violated(
-            "liveness",
-            f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
-        )
-        return None
-
-    def _is_lost(self, begun: float) -> bool:
-        """Whether the scope cannot go on, and must not."""
-        self.hopeless |= not self.holds_state()
-        return self.hopeless or self._state_left(begun)
-
-    def _state_left(self, begun: float) -> bool:
-        """Whether the state is gone because its holders left regularly, or because states differ.
-
-        The holders were asked to leave; or they had waited for others since before the calm began,
-        at ``begun``, and the ``quorum`` timer ended the wait.
-        """
-        head = self.bus.head
-        if head is None or self.holds_state():
-            return False
-        if head.diverged:
-            return True
-        held = [p for p in self.processes.values() if p.local.lineage == head.lineage]
-        return any(p.code == 0 or self._gave_up(p, begun) for p in held)
-
-    def _gave_up(self, process: Process, begun: float) -> bool:
-        moves = self.history.moves[process.peer]
-        last = next((move for move in moves if move.after.role == "terminal"), None)
-        if last is None or not isinstance(last.event, Timer):
-            return False
-        return last.event.name == "quorum" and last.before.since < begun
-
-    def _mend_groups(self) -> None:
-        """Let the operator replace every group that is not whole by now."""
-        for group in self.groups.values():
-            ended = [p for p in group.processes if not p.alive]
-            leaves = bool(group.live) and all(p.code == 0 for p in ended)
-            if group.coming or group.whole or leaves or (group.away and self._enough()):
-                continue
-            group.replace(group.instance)
-
-    def _enough(self) -> bool:
-        return sum(g.whole for g in self.groups.values()) >= self.min_groups
-
-    def _is_well(self) -> bool:
-        """Whether every live process is a member of the newest epoch, in its txns."""
-        head = self.bus.head
-        if head is None or any(g.coming for g in self.groups.values()):
-            return False
-        if self.spec.bound:
-            inside = {p for each in head.standing for p in each.entry.peers()}
-            return all(p.peer in inside for p in self.live())
-        return all(
-            p.local.epoch is not None
-            and p.local.token.epoch == head.epoch
-            and p.local.role in AT_WORK
-            for p in self.live()
-        )
-
-    def _in_doubt(self) -> bool:
-        return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
-
-    def ask_all_to_leave(self) -> None:
-        """Ask all groups to leave."""
-        self.is_ending = True
-        self._lose_needed_groups()
-        self.leavers, groups = self.live(), self.groups
-        self.announce(Drain(groups=tuple(groups), by="supervisor"))
-        if self.rng.random() < 0.5:  # it also passes a SIGTERM on
-            for group in groups.values():
-                group.drain(by_signal=True)
-
-    def _lose_needed_groups(self) -> None:
-        """If one group is too few, kill groups until one is left, just before all are asked to
-        leave."""
-        if self.min_groups < 2 or self.behind or self.beside:
-            return
-        for group in list(self.groups.values())[1:]:
-            if group.live and self.holds_state(without=group):
-                self.count("kill_group")
-                for process in group.live:
-                    self.strike_down(process)
-
-    def see_all_leave(self) -> None:
-        """Check that all processes end regularly; the request is repeated, as by ``fft drain``."""
-        deadline, again = self.clock.now + self.bound(), self.clock.now + _ASKED_AGAIN_S
-        while self.live():
-            if self.clock.now > deadline:
-                self.violated("liveness", f"asked to drain, but still there: {self._where()}")
-            if self.clock.now > again:
-                again += _ASKED_AGAIN_S
-                self.announce(Drain(groups=tuple(self.groups), by="supervisor"))
-            self._pass(_LOOK)
-        if self.bus.head is not None and self.bus.head.diverged:
-            return  # noticed only now; it ends all processes
-        # A process that has lost its place in the message order can only be ended, with its group.
-        leavers = chain(self.leavers, *(stage.leavers for stage in self.beside.values()))
-        deaf = {p.peer.group for p in leavers if p.local.deaf}
-        badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
-        if bad := [f"{p.peer} ({p.code})" for p in badly]:
-            self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
-        if late := [f"{p.peer}" for p in self.leavers if self._gave_up(p, math.inf)]:
-            text = "drained, but waited for groups that do not come back"
-            self.violated("liveness", f"{text}: {', '.join(late)}")
-
-    def _where(self) -> str:
-        head = self.bus.head
-        at = f"head {head.kind} {head.epoch}.{head.txn} step {head.step}" if head else "no head"
-        states = ", ".join(f"{p.peer} {p.local.state} {p.local.token}" for p in self.live())
-        return f"{at}; {states or 'nobody is there'}"
 
 
 def _holds(process: Process, head: Record) -> bool:
@@ -927,6 +862,8 @@ class Process(VirtualEngine):
         self.slow = 1.0
         self.doom: int | None = None
         """Number of operations on a bus after which it is killed."""
+        self.is_asked = False
+        """Whether it was asked to leave when the job ended."""
         self.main = MainThread(self, bits)
 
     def start(self) -> None:
@@ -951,7 +888,7 @@ class Process(VirtualEngine):
         try:
             super()._advance(go_on, *given)
         except Exception as error:
-            self.world.crashed(self, error)
+            self.world.log.crashed(self, error)
             raise
 
     def _begin(self, call: Call) -> None:
@@ -966,11 +903,11 @@ class Process(VirtualEngine):
 
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
         """Record the outcome of an event."""
-        self.world.handled(self, before, event, out)
+        self.world.log.handled(self, before, event, out)
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
         """Count a note of the engine: that another scope holds a txn back."""
-        self.world.count_held()
+        self.world.log.held += 1
 
     def put(self, command: Command) -> None:
         """Hand a command to the main thread."""
@@ -1012,7 +949,7 @@ class Executor(StepExecutor):
         try:
             return super().transition(event, facts)
         except ProtocolError as error:
-            self._process.world.violated("protocol_error", f"{self._process.peer}: {error}")
+            self._process.world.log.violated("protocol_error", f"{self._process.peer}: {error}")
 
 
 class MainThread:
@@ -1040,7 +977,7 @@ class MainThread:
         self._heal: Heal | None = None
         self._held = 0, False
         """Contents of the vote once the state has arrived: reductions, and whether to skip."""
-        self._interval = self._world.digest_interval()
+        self._interval = self._world.whims.digest_interval()
         self._learning: Heal | None = None
         """For a learner: the heal that it is fetching its state for."""
         self._came: _Came | None = None
@@ -1124,7 +1061,7 @@ class MainThread:
             if self._world.strikes("noticed_late"):
                 self.bits = self.bits.torn(who)
                 self._executor.lost = "the optimizer step was not whole"
-            if self._world.spec.bound:
+            if self._world.setting.behind:
                 self._stand_apart()
         self._wait()
 
@@ -1134,12 +1071,12 @@ class MainThread:
         record = process.local.head
         assert record is not None, "a txn was committed"
         self._computed = own_lease(record.leases, process.participant.config), record.step
-        after = self._world.apart_for(process.peer)
-        process.later(after, process.post, Synchronise())
+        pace = self._world.whims.pace(process.peer.group)
+        process.later(self._world.latency.compute() * pace, process.post, Synchronise())
 
     def _bring(self, plan: StartTxn) -> None:
         """Keep the computed contribution, or recompute it in the txn from the epoch's state."""
-        if not self._world.spec.bound:
+        if not self._world.setting.behind:
             return
         config, epoch = self._process.participant.config, self._process.local.epoch
         if plan.lease is None:
@@ -1176,7 +1113,7 @@ class MainThread:
         self._plan = plan
         self._bring(plan)
         self.bits = self.bits.begin(self._process.peer, plan.token)
-        if world.compares and self._learning is None and world.strikes("corrupted"):
+        if world.setting.compares and self._learning is None and world.strikes("corrupted"):
             self.bits = self.bits.corrupted(self._process.peer)
         self._failing = world.body_fault()
         compute = world.latency.compute()
@@ -1216,11 +1153,11 @@ class MainThread:
             self._world.count(self._failing)
             self._vote(0, skip=True)
             return
-        if self._failing == "skipped" and self._world.skips_alone(plan.token, self.groups.members):
+        if self._failing == "skipped" and self._world.skips.alone(plan.token, self.groups.members):
             self.bits = self.bits.spoil(self._process.peer)
-            self._vote(self._world.rng.choice([0, self._world.reductions - 1]))
+            self._vote(self._world.rng.choice([0, _REDUCTIONS - 1]))
             return
-        self.groups.meet(plan.token, self._world.group_timeout)
+        self.groups.meet(plan.token, self._world.setting.group_timeout)
 
     def _reduced(self) -> None:
         assert self._plan is not None
@@ -1234,11 +1171,11 @@ class MainThread:
                 self._raise_late()
         else:
             world, token = self._world, self._plan.token
-            left_out = world.skipped_by_all(token) == self._process.peer.rank
+            left_out = world.skips.by_rank(token) == self._process.peer.rank
             alone = self._failing == "user_skips"
             if alone:
                 world.count("user_skips")
-            self._vote(world.reductions - left_out, skip=world.all_skip(token) or alone)
+            self._vote(_REDUCTIONS - left_out, skip=world.skips.by_all(token) or alone)
 
     def _raise_late(self) -> None:
         self._fault("injected: exception after the reductions")
@@ -1248,15 +1185,15 @@ class MainThread:
         """Handle a failed reduction: the gradients here differ from those of the peers."""
         self.bits = self.bits.spoil(self._process.peer)
         self._fault(cause)
-        if self._world.awaits_reductions:
-            self._vote(self._world.reductions, cause)
+        if self._world.setting.awaits_reductions:
+            self._vote(_REDUCTIONS, cause)
         else:
             self._give_up()
 
     def _unwind(self) -> None:
         """End the step function after an abort."""
-        if self._world.awaits_reductions:
-            self._vote(self._world.reductions, "the process group was aborted")
+        if self._world.setting.awaits_reductions:
+            self._vote(_REDUCTIONS, "the process group was aborted")
         else:
             self._give_up()
 
@@ -1270,7 +1207,7 @@ class MainThread:
             return
         manifest = Manifest(count=count, bytes=4 * count, shapes="x")
         # By the step, so that a replay compares again.
-        compares = self._world.compares and self._plan.step % self._interval == 0
+        compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
         self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
@@ -1516,6 +1453,12 @@ class Group:
         """This instance was asked to leave."""
         self._world = world
         self._restarts = 0
+        self._incarnations: Counter[int] = Counter()
+
+    def next_peer(self, rank: int) -> Peer:
+        """Return the next incarnation of a rank."""
+        self._incarnations[rank] += 1
+        return Peer(self.name, rank, self._incarnations[rank])
 
     @property
     def live(self) -> list[Process]:
@@ -1525,14 +1468,14 @@ class Group:
     @property
     def whole(self) -> bool:
         """Whether every rank of this instance lives."""
-        return len(self.live) == self._world.ranks
+        return len(self.live) == self._world.setting.ranks
 
     # --- starting ---
 
     def _may_reform(self) -> bool:
         """Whether its live ranks wait for a process that replaces one that has ended."""
         world = self._world
-        if world.name or not (self.live and len(self.processes) == world.ranks > 1):
+        if world.name or not (self.live and len(self.processes) == world.setting.ranks > 1):
             return False
         return not (self.leaving or world.is_ending) and world.strikes("reformed")
 
@@ -1558,7 +1501,7 @@ class Group:
         self.instance += 1
         self.processes, self.coming = [], True
         self.away = self.leaving = False
-        for rank in range(world.ranks):
+        for rank in range(world.setting.ranks):
             world.clock.after(world.latency.boot(), None, self._spawn, rank, self.instance)
 
     def _spawn(self, rank: int, instance: int, replaces: bool = False) -> None:
@@ -1577,7 +1520,7 @@ class Group:
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
         self.processes.append(world.spawn(self, rank, instance, replaces))
-        self.coming = len(self.processes) < world.ranks
+        self.coming = len(self.processes) < world.setting.ranks
 
     # --- ending ---
 
@@ -1694,10 +1637,11 @@ class Chaos:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        rates = world.weather.rates
+        self._burst_until = 0.0
+        rates = world.setting.weather.rates
         self._kinds = [kind for kind in rates if rates[kind] > 0]
         self._weights = [rates[kind] for kind in self._kinds]
-        chances = world.weather.chances
+        chances = world.setting.weather.chances
         self._fates = [(kind, chances[kind]) for kind in _BODY if chances.get(kind)]
 
     def begin(self) -> None:
@@ -1705,7 +1649,7 @@ class Chaos:
         if not self._kinds:
             return
         world = self._world
-        often = _BURST if world.burst_until > world.clock.now else 1.0
+        often = _BURST if self._burst_until > world.clock.now else 1.0
         delay = world.rng.expovariate(sum(self._weights) * often)
         world.clock.after(delay, None, self._strike)
 
@@ -1733,7 +1677,7 @@ class Chaos:
     def body_fault(self) -> str | None:
         """Return the fault for a step function that begins now, or None."""
         world = self._world
-        if world.burst_until > world.clock.now and world.rng.random() < 0.5:
+        if self._burst_until > world.clock.now and world.rng.random() < 0.5:
             return world.rng.choice(["exception", "one_sided"])
         dice = world.rng.random()
         for kind, chance in self._fates:
@@ -1834,13 +1778,13 @@ class Chaos:
 
     def _drain(self) -> bool:
         group = self._live_group()
-        if self._world.spec.bound and self._world.rng.random() < 0.5:
+        if self._world.setting.behind and self._world.rng.random() < 0.5:
             group = self._group_in_an_epoch() or group
         # A rank that is still starting would miss the request and be left behind alone.
         if group is None or not group.whole:
             return False
         # A group of an asynchronous job stays until others no longer need its state.
-        if not self._world.spec.bound and self._spared(group):
+        if not self._world.setting.behind and self._spared(group):
             return False
         by_signal = self._world.rng.random() < 0.5
         group.drain(by_signal)
@@ -1900,7 +1844,7 @@ class Chaos:
 
     def _burst(self) -> bool:
         world = self._world
-        world.burst_until = world.clock.now + world.rng.uniform(0.3, 1.5)
+        self._burst_until = world.clock.now + world.rng.uniform(0.3, 1.5)
         return True
 
 
@@ -1918,7 +1862,7 @@ class DataNotes:
 
     def __init__(self, world: World, spec: FsmSpec) -> None:
         self._world = world
-        self._takers = 1 if spec.samples == "per_group" else world.ranks
+        self._takers = 1 if spec.samples == "per_group" else world.setting.ranks
         follows = [e.scope for e in spec.bound_to(world.name) if not e.ahead] if world.name else []
         self._before = next(iter(follows), None)
         self._entries: dict[tuple[str, int], int] = {}
@@ -1942,7 +1886,7 @@ class DataNotes:
         version = self._source.entry(group, number)
         if version is not None:
             told = {"slice": number, "version": version, "token": list(plan.token)}
-            self._world.note(process, ENTRY, told)
+            self._world.log.note(process, ENTRY, told)
         return version is not None
 
     def entry(self, group: str, number: int) -> int | None:
@@ -1953,7 +1897,7 @@ class DataNotes:
         if not able:
             return None
         version = self._entries[(group, number)] = able[-1].local.step
-        self._world.note(able[-1], MADE_ANEW, {"slice": number, "version": version})
+        self._world.log.note(able[-1], MADE_ANEW, {"slice": number, "version": version})
         return version
 
     def _able(self, group: str) -> list[Process]:
@@ -1978,7 +1922,7 @@ class DataNotes:
             number: The slice.
             base: In an asynchronous job, the job's step that the contribution began from.
         """
-        note, token, rank = self._world.note, list(plan.token), process.peer.rank
+        note, token, rank = self._world.log.note, list(plan.token), process.peer.rank
         if process.peer not in self._told:
             self._told.add(process.peer)
             note(process, LOOP, {"runs": TRANSACTIONS, "from": token})
@@ -1986,7 +1930,9 @@ class DataNotes:
         data: dict[str, Any] = {"slice": number, "step": plan.step, "token": token}
         if not self._world.spec.is_periodic:
             data["item"] = item
-        elif self._world.ranks == 1:  # scopes inside groups of several ranks are not simulated
+        elif (
+            self._world.setting.ranks == 1
+        ):  # scopes inside groups of several ranks are not simulated
             note(process, "inner_commit", {"slice": number, "item": item, "inner_step": 0})
             data["inner_steps"] = 1
         if base is not None:

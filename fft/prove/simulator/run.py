@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fft.protocol.invariants import judge
@@ -17,6 +18,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Row
 from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.clock import Clock
+from fft.prove.simulator.ending import ask_all_to_leave, see_all_leave, settle
 from fft.prove.simulator.faults import Weather, weather_of
 from fft.prove.simulator.job import RunEnds, Violation, World
 from fft.trace.barriers import judge_live_sets
@@ -69,12 +71,11 @@ def run_seed(
     clock, table = Clock(), _table(loaded)
     weather = weather or weather_of(bool(loaded.bound))
     worlds = [
-        World(seed, loaded, table, weather, place, participant, stage, clock)
+        World(seed, loaded, partial(participant, table), weather, place, stage, clock)
         for stage, place in _places(trace_dir, loaded.stages or [""])
     ]
     for world in worlds:
         world.beside = {other.name: other for other in worlds if other is not world}
-        world.target = worlds[0].target
     settled = live(worlds, clock)
     return _judged(seed, loaded, worlds, settled)
 
@@ -95,25 +96,27 @@ def live(worlds: list[World], clock: Clock) -> float | None:
     try:
         for world in worlds:
             world.begin()
-        begun = clock.now
-        while not all(w.is_due(begun) for w in worlds) and not any(w.hopeless for w in worlds):
+        begun, target = clock.now, worlds[0].setting.target
+        while not all(w.is_due(begun, target) for w in worlds) and not any(
+            w.hopeless for w in worlds
+        ):
             if not clock.turn():
                 return None
         for world in worlds:
             world.calm_down()
         for world in worlds:
-            if (took := world.settle()) is None:
+            if (took := settle(world)) is None:
                 return None
             settled = max(settled or 0.0, took)
         for world in worlds:
-            world.ask_all_to_leave()
+            ask_all_to_leave(world)
         for world in worlds:
-            world.see_all_leave()
+            see_all_leave(world)
     except RunEnds:
         pass
     finally:
         for world in worlds:
-            world.close()
+            world.log.close()
     return settled
 
 
@@ -121,7 +124,7 @@ def _flow_of(world: World) -> Flow:
     flow = Flow(world.name, {e.scope: e.ahead for e in world.spec.bound_to(world.name)})
     for record in world.bus.history:
         flow.take(record)
-    for moves in world.history.moves.values():
+    for moves in world.log.history.moves.values():
         ends = (move for move in moves if move.after.role == "terminal")
         if (end := next(ends, None)) is not None:
             flow.end(end)
@@ -135,23 +138,23 @@ def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None
     faults: Counter[str] = Counter()
     rows: frozenset[str] = frozenset()
     for world in worlds:
-        history = world.told()
+        history = world.log.told()
         findings = [*judge(history), judge_live_sets(history)]
         told += [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
         checks += sum(f.checks for f in findings)
         kinds += Counter(record.kind for record in world.bus.history)
-        faults += world.seen.faults
-        rows |= _names(spec, world.seen.rows)
-        told += world.seen.violations
+        faults += world.log.faults
+        rows |= _names(spec, world.log.rows)
+        told += world.log.violations
     flow = judge_flow(map(_flow_of, worlds))
     told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
     return Result(
         seed=seed,
-        groups=first.count_groups,
-        ranks=first.ranks,
+        groups=first.setting.groups,
+        ranks=first.setting.ranks,
         violations=tuple(told),
         faults=dict(faults),
-        events=sum(world.seen.events for world in worlds),
+        events=sum(world.log.events for world in worlds),
         commits=kinds["commit"],
         aborts=kinds["abort"],
         epochs=kinds["epoch"],

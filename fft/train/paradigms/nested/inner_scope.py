@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fft.bus import open_job_bus
+from fft.engine.calls import Buses
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError, FftError
@@ -129,7 +130,7 @@ class InnerScope(InnerSteps):
         participant = Participant(Table(spec), config)
         local = participant.initial(lineage=GENESIS, step=0, cursor=0, batches=0)
         own.trace.write("header", header(spec, config, local))
-        own.engine = Engine(participant, local, bus, own.trace, _Host(self))
+        own.engine = Engine(participant, local, Buses(bus), own.trace, _Host(self))
         own.engine.start()
         own.engine.post(Start())
 
