@@ -144,7 +144,7 @@ class CommitExecutor:
         local, thread = self._job.local, self._job.thread
         if thread.role != "applying" or local is None:
             return
-        if (torn := self.by_loop.take_torn()) is not None:
+        if (torn := self.by_loop.take_incomplete()) is not None:
             self.fail(RuntimeError(torn))
             return
         if not thread.transition_if(
