@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from fft.errors import FftError
 from fft.messages.effects import Apply, StartTxn
-from fft.messages.protocol import Applied, ApplyFailed, Decision, Peer, Record, Token
+from fft.messages.protocol import Applied, ApplyFailed, Decision, Record, Token
 from fft.train.error_reports import text_of
 from fft.train.interrupt import Interrupted
 from fft.train.rank_context import RankContext
@@ -129,7 +129,8 @@ class CommitExecutor:
         if record.token <= token:
             return
         is_left_out = record.kind == "epoch" and me not in record.peer_set
-        if is_left_out or (record.kind == "abort" and _is_twin(record.by, me)):
+        has_same_shard = record.by.group != me.group and record.by.rank == me.rank
+        if is_left_out or (record.kind == "abort" and has_same_shard):
             self._watchers.interrupt(reason)
 
     def leave_to_loop(self, command: Apply) -> None:
@@ -143,7 +144,7 @@ class CommitExecutor:
         local, thread = self._job.local, self._job.thread
         if thread.role != "applying" or local is None:
             return
-        if (torn := self.by_loop.take_torn()) is not None:
+        if (torn := self.by_loop.take_incomplete()) is not None:
             self.fail(RuntimeError(torn))
             return
         if not thread.transition_if(
@@ -168,11 +169,6 @@ class CommitExecutor:
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""
         self.by_loop.close()
-
-
-def _is_twin(peer: Peer, me: Peer) -> bool:
-    """Whether ``peer`` holds the same shard in another group."""
-    return peer.group != me.group and peer.rank == me.rank
 
 
 def _hung(hang: Interrupted) -> FftError:

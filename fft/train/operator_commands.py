@@ -15,10 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from fft.bus import (
-    BusError,
-    ErrorBus,
-)
+from fft.bus import BusError, ErrorBus
 from fft.bus.addresses import own_address
 from fft.messages.commands import (
     Answer,

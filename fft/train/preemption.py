@@ -177,20 +177,20 @@ class FileNotice:
 
 
 def _file_content(text: str, reason: str, age: float) -> Notice:
-    said = json.loads(text)
+    content = json.loads(text)
     if (
-        not isinstance(said, dict)
-        or not said
-        or not said.keys() <= {"within", "deadline", "reason"}
+        not isinstance(content, dict)
+        or not content
+        or not content.keys() <= {"within", "deadline", "reason"}
     ):
         raise ValueError("unknown content")
-    if "within" in said and "deadline" in said:
+    if "within" in content and "deadline" in content:
         raise ValueError("give either within or deadline, not both")
-    reason = str(said.get("reason", reason))[:500]
-    if "within" in said:
-        return Notice(reason, max(0.0, _number(said["within"]) - age))
-    if "deadline" in said:
-        return Notice(reason, _until(said["deadline"]))
+    reason = str(content.get("reason", reason))[:500]
+    if "within" in content:
+        return Notice(reason, max(0.0, _number(content["within"]) - age))
+    if "deadline" in content:
+        return Notice(reason, _until(content["deadline"]))
     return Notice(reason)
 
 
@@ -314,8 +314,8 @@ def read_aws(status: int, body: bytes) -> Notice | None:
     """Read ``spot/instance-action``: 404 without an interruption, else its action and time."""
     if status == 404:
         return None
-    said = _json(status, body, "instance-action")
-    action, when = str(said["action"]), str(said["time"])
+    content = _json(status, body, "instance-action")
+    action, when = str(content["action"]), str(content["time"])
     return Notice(f"EC2 will {action} this Spot Instance at {when}", _until(when))
 
 
@@ -354,10 +354,10 @@ def read_azure(status: int, body: bytes, vm: str) -> Notice | None:
 def _json(status: int, body: bytes, what: str) -> dict[str, Any]:
     if status != 200:
         raise ConfigError(f"{what}: status {status}")
-    said = json.loads(body)
-    if not isinstance(said, dict):
+    content = json.loads(body)
+    if not isinstance(content, dict):
         raise ConfigError(f"{what}: no JSON object")
-    return said
+    return content
 
 
 # --- settings -----------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class RankState:
         """The state that all groups share, or None if none is registered."""
         return self.paradigm.shared
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the start of the step after a rollback of the job, if the step has begun here.
 
         Raises TornState if part of it is lost for good.
@@ -187,8 +187,8 @@ class RankState:
             with torch.no_grad():
                 for buffer, bits in buffers:
                     put_bits(buffer, bits)
-            for put_back in rng:
-                put_back()
+            for restore in rng:
+                restore()
 
     def digest(self) -> str:
         """Digest of parameters, optimizer state and buffers."""

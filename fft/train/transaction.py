@@ -225,7 +225,7 @@ class TransactionLoop:
     def enter_step(self) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
-        self._state.updates.opened()
+        self._state.updates.begin_step()
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine

@@ -85,7 +85,7 @@ class Updates:
         """Whether ``optimizer`` is stepped here."""
         return any(each is optimizer for each in self._optimizers)
 
-    def opened(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step function. Raises FftError if a scheduler was stepped since the last
         update."""
         self._epochs = self._epochs_now()
@@ -204,7 +204,7 @@ class LoopUpdates:
         self._thread = threading.get_ident()
         self._hooks: list[Any] = []
         self._is_open = False
-        """There was a commit, and `look` has not been called since."""
+        """There was a commit, and `check_missed` has not been called since."""
         self.missed: int | None = None
         """Step of the last commit, if no optimizer step has followed it here."""
 
@@ -229,7 +229,7 @@ class LoopUpdates:
         """Whether the loop has stepped an optimizer since, and no step is unfinished."""
         return 0 < self._begun == self._finished
 
-    def take_torn(self) -> str | None:
+    def take_incomplete(self) -> str | None:
         """Return once that a step was begun and did not finish, or None."""
         if self._begun <= self._finished:
             return None
@@ -241,7 +241,7 @@ class LoopUpdates:
         """Stop watching for an update that has failed, which the engine knows."""
         self._is_open = False
 
-    def look(self, step: int) -> bool:
+    def check_missed(self, step: int) -> bool:
         """Return whether no optimizer step followed the commit of ``step``. Once for each commit.
 
         Called before the next txn. To step none is correct if all groups do so: the scaler has
@@ -254,7 +254,7 @@ class LoopUpdates:
         self.missed = None if self._begun or self._finished else step
         return self.missed is not None
 
-    def why_torn(self, cause: Cause) -> str | None:
+    def why_lost(self, cause: Cause) -> str | None:
         """Return why this rank's state is lost, or None if it is not.
 
         It is lost if this rank made no optimizer step after the last commit, and its vote does not

@@ -106,8 +106,8 @@ class Worker:
         self._state.checkpoints.take()
         # noticed late: by a second optimizer, after the first one was counted
         by_loop = self._commits.by_loop
-        thread.lost = by_loop.take_torn() or thread.lost
-        if by_loop.look(self._manager._torchft.step - 1):
+        thread.lost = by_loop.take_incomplete() or thread.lost
+        if by_loop.check_missed(self._manager._torchft.step - 1):
             self._job.note("no_optimizer_step", {"step": by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
@@ -238,7 +238,7 @@ class Worker:
         )
         self._reductions.reset()
         try:
-            self._state.paradigm.put_back()
+            self._state.paradigm.restore()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
             self._job.thread.lost, self._state.lost = text_of(error), error
@@ -246,7 +246,7 @@ class Worker:
         assert local is not None
         if local.stuck:
             self._voter.pause()
-        if (why := self._commits.by_loop.why_torn(command.cause)) is not None:
+        if (why := self._commits.by_loop.why_lost(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
             self._job.thread.lost, self._state.lost = why, TornState(why)
         self._job.thread.restored(command)

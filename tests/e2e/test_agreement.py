@@ -414,7 +414,7 @@ def test_transactions_after_the_end_say_so(tmp_path: Path) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=2):
             with txn:
                 _loss(member, txn.batch).backward()
-        with pytest.raises(FftError, match=r"over since step 2.*Call transactions\(\) once"):
+        with pytest.raises(FftError, match=r"ended at step 2.*Call transactions\(\) once"):
             next(iter(member.manager.transactions(_loader(), max_steps=4)))
 
     with job(tmp_path, 2) as made:

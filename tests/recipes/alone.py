@@ -192,14 +192,14 @@ class HeldForMate(Trouble):
     @staticmethod
     def mate(manager: fft.ManagerFFT, folder: Path) -> None:
         paradigm: Any = manager._parts.paradigm
-        own = paradigm.put_back
+        own = paradigm.restore
 
         def tell() -> None:
-            paradigm.put_back = own
+            paradigm.restore = own
             own()
             (folder / "restored").write_bytes(b"here")
 
-        paradigm.put_back = tell
+        paradigm.restore = tell
 
     def at(self, place: str) -> None:
         if place == "end":

@@ -368,7 +368,7 @@ def test_copied_exports_do_not_follow_the_state() -> None:
     """State that a step function may change is sent to a joiner as a copy, including buffers of
     subclasses."""
     model, state = with_quantized_weight()
-    sent = state.export(across_body=True)
+    sent = state.export(copy_mutable=True)
     kept = copy.deepcopy(sent["buffers"])
     model.table.inner.codes.zero_()
     inside = sent["buffers"]["model0.table"]["tensors"]["inner"]["tensors"]["codes"]

@@ -431,7 +431,7 @@ def test_exported_state_shares_no_memory_with_the_step_function() -> None:
     run = Setup()
     run.counter.seen["tensor"] = torch.ones(3)
     run.step()
-    exported = run.state.export(across_body=True)
+    exported = run.state.export(copy_mutable=True)
     mine = {t.untyped_storage().data_ptr() for t in run.model.buffers()}
     mine |= {run.counter.seen["tensor"].untyped_storage().data_ptr()}
     for part in ("buffers", "lr_schedulers", "extra"):

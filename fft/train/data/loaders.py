@@ -579,7 +579,7 @@ def order_of(
 
     def indexes(which: int) -> torch.Tensor:
         with seeded(f"{seed}/order", which):
-            found = _drawn(sampler, seed, which) if order is None else order(which)
+            found = _sample_order(sampler, seed, which) if order is None else order(which)
             return _as_indexes(found, which)
 
     return indexes
@@ -606,7 +606,7 @@ def _as_indexes(found: Any, which: int) -> torch.Tensor:
     )
 
 
-def _drawn(sampler: Any, seed: int, which: int) -> Iterable[int]:
+def _sample_order(sampler: Any, seed: int, which: int) -> Iterable[int]:
     """Return the indexes of ``sampler`` in data epoch ``which``."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):

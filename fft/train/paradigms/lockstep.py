@@ -66,8 +66,8 @@ class Lockstep(Paradigm[TransactionLoop]):
     def changes_extra(self) -> bool:
         return self._rank.state.has_extra
 
-    def put_back(self) -> None:
-        self._rank.state.put_back()
+    def restore(self) -> None:
+        self._rank.state.restore()
 
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
         if self._rank.state.step is not None:

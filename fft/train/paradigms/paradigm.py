@@ -47,8 +47,8 @@ class Committed(Protocol):
 class SharedState(Protocol):
     """The state that all replica groups share."""
 
-    def export(self, across_body: bool = False) -> dict[str, object]:
-        """Return live tensors and plain data; ``across_body``: no step function changes them."""
+    def export(self, copy_mutable: bool = False) -> dict[str, object]:
+        """Return live tensors and plain data; ``copy_mutable``: no step function changes them."""
 
     def digest(self, buffers: bool = True) -> str:
         """Return a digest of all bits, for the audit."""
@@ -177,7 +177,7 @@ class Paradigm(ABC, Generic[LoopT]):
         """
 
     @abstractmethod
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the start of the step after a rollback of the job.
 
         Raises:

@@ -196,7 +196,7 @@ class AbortableGroup:
                 target=self._build, args=given, name="fft-configure", daemon=True
             )
             self._worker.start()
-            while not generation.settled.wait(
+            while not generation.configured.wait(
                 min(_PROBE_AFTER_S, time_left(deadline).total_seconds())
             ):
                 if time.monotonic() >= deadline:
@@ -220,7 +220,7 @@ class AbortableGroup:
                 generation.cause = cause
         if not first:
             return
-        generation.settled.set()
+        generation.configured.set()
         generation.waiters.close()
         store = generation.store
         if store is not None:
@@ -357,7 +357,7 @@ class AbortableGroup:
                     self._target._pg = TrackedBackend(
                         backend, generation, self._gloo, self._get_waiting
                     )
-        generation.settled.set()
+        generation.configured.set()
         if kept:
             for past in self._take_past():
                 self._release(past, everyone=True)  # all members are past that rendezvous

@@ -49,7 +49,8 @@ class Generation:
     """Time after which gloo fails an op."""
     cause: str | None = None
     """Cause of the abort, or None if it was not aborted."""
-    settled: threading.Event = field(default_factory=threading.Event)
+    configured: threading.Event = field(default_factory=threading.Event)
+    """Set when the configuration has succeeded, failed or was aborted."""
     backend: object | None = None
     error: Exception | None = None
     store: RendezvousStore | None = None

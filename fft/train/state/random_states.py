@@ -87,7 +87,7 @@ def _plain(value: Any) -> int | float:
 
 
 def _bind(put: Callable[[Any], object], value: object) -> Callable[[], None]:
-    def put_back() -> None:
+    def restore() -> None:
         put(value)
 
-    return put_back
+    return restore

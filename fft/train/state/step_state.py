@@ -242,8 +242,8 @@ class StepState:
             module.training = mode
         for name, trained in saved.trained.items():
             self._parameters[name].requires_grad_(trained)
-        for put_back in saved.settings:
-            put_back()
+        for restore in saved.settings:
+            restore()
         restore_buffers((module for module, _ in saved.modes), saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # not strict: a group that the user has added since has no captured values
@@ -253,8 +253,8 @@ class StepState:
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in saved.extra.items():
             self._extra[name].load_state_dict(copy.deepcopy(values))
-        for put_back in saved.rng:
-            put_back()
+        for restore in saved.rng:
+            restore()
         if lost:
             self._edited = (self._edited or set()) | lost
             raise TornState(
@@ -295,14 +295,14 @@ class StepState:
 
     # -- the whole state
 
-    def export(self, across_body: bool = False) -> dict[str, Any]:
+    def export(self, copy_mutable: bool = False) -> dict[str, Any]:
         """Return the state of this rank as plain containers, scalars and local tensors.
 
         The tensors are the live ones: serialize or copy them before the next forward. The result
         loads with ``torch.load(..., weights_only=True)``.
 
         Args:
-            across_body: Copy everything that a step function may change, which is all except
+            copy_mutable: Copy everything that a step function may change, which is all except
                 parameters and optimizer state. The result is then valid until the next optimizer
                 step.
 
@@ -311,7 +311,7 @@ class StepState:
         """
         lasting = self.export_lasting(self.sharded_names())
         changing = {"buffers": self.export_buffers(), **self.export_changing()}
-        return merged(copy.deepcopy(changing) if across_body else changing, lasting)
+        return merged(copy.deepcopy(changing) if copy_mutable else changing, lasting)
 
     def export_changing(self) -> dict[str, Any]:
         """Export the part, except buffers, that the step function or code around it may change."""

@@ -39,8 +39,8 @@ class Nested(Periodic):
     def interrupted(self, cause: str) -> None:
         self.inner.hear_job(cause)
 
-    def put_back(self) -> None:
-        """Leave the state as it is: the ranks put back what they commit together."""
+    def restore(self) -> None:
+        """Leave the state as it is: the ranks restore together what they commit together."""
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         self.inner.synchronizer = synchronizer

@@ -104,9 +104,9 @@ class Periodic(Lockstep):
     def changes_extra(self) -> bool:
         return False  # a txn of the job computes nothing
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         try:
-            super().put_back()
+            super().restore()
         except TornState:
             if self.synchronizer is None:
                 raise
@@ -158,7 +158,7 @@ class Periodic(Lockstep):
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
         if self.synchronizer is None:
             return super().export_shared()
-        return self.synchronizer.shared.export(across_body=True), {}
+        return self.synchronizer.shared.export(copy_mutable=True), {}
 
     def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
         if self.synchronizer is None:

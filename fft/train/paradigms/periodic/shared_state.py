@@ -139,7 +139,7 @@ class SharedState:
 
     # --- from group to group ---
 
-    def export(self, across_body: bool = False) -> dict[str, object]:
+    def export(self, copy_mutable: bool = False) -> dict[str, object]:
         """As `StepState.export`, of what the groups have in common: no body changes it."""
         return {
             "plan": self._plan,

@@ -228,7 +228,7 @@ class Synchronizer(ABC):
 
     def export_own(self) -> dict[str, Any]:
         """At the end of a window: this group's own. Copy its tensors before the next inner step."""
-        own = self._rank.state.registered.export(across_body=True)
+        own = self._rank.state.registered.export(copy_mutable=True)
         del own["buffers"]
         return {"state": own, "weights": list(self.phase.weights)}
 

@@ -19,8 +19,8 @@ class Pipelined(Lockstep):
 
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
         # importing torch's pipelining takes half a second
-        from fft.train.paradigms.pipeline.schedule import registered
+        from fft.train.paradigms.pipeline.schedule import register_schedule
 
         state = self._rank.state
         group = self._rank.groups.stage_group()
-        state.pipelines += [registered(schedule, group, state.models, averaged)]
+        state.pipelines += [register_schedule(schedule, group, state.models, averaged)]

@@ -79,7 +79,7 @@ def refuse_forgotten(group: object | None) -> None:
             )
 
 
-def registered(
+def register_schedule(
     schedule: Any,
     group: object,
     models: Iterable[nn.Module],

@@ -148,12 +148,7 @@ class LaterStageSchedule(CheckpointSchedule):
     outlives = True
 
     def __init__(
-        self,
-        job: Participation,
-        bus: ErrorBus,
-        before: ErrorBus,
-        first: OtherScope,
-        limit_s: float,
+        self, job: Participation, bus: ErrorBus, before: ErrorBus, first: OtherScope, limit_s: float
     ) -> None:
         self._job, self._bus, self._before = job, bus, before
         self._first, self._limit_s = first, limit_s
