@@ -233,10 +233,11 @@ def private_uses() -> list[str]:
 
 
 def paradigm_branches() -> list[str]:
-    """Return reads of a property of a spec that tells paradigms apart, outside of their rooms."""
+    """Return reads of a property of a spec that tells paradigms apart, except by paradigms, the spec,
+    and the checker and simulator, which check every spec."""
     found = []
     for path, tree in trees().items():
-        if path.startswith(("fft/protocol/", "fft/train/paradigms/")):
+        if path.startswith(("fft/protocol/", "fft/prove/", "fft/train/paradigms/")):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in TELLS_PARADIGMS_APART:
@@ -301,7 +302,7 @@ def prose() -> dict[str, tuple[int, list[str]]]:
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     found: dict[str, tuple[int, list[str]]] = {}
     for name in names:
-        if not (ROOT / name).exists():
+        if not (ROOT / name).is_file():
             continue
         for area, first, text in _prose_of(name):
             words, places = found.setdefault(area, (0, []))
@@ -330,10 +331,10 @@ GATES = (
     Gate("attributes", wide_classes, limit=2, target=0),
     Gate("functions", long_functions, limit=0, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
-    Gate("paradigm-branches", paradigm_branches, limit=20, target=0),
+    Gate("paradigm-branches", paradigm_branches, limit=0, target=0),
     Gate("code-lines", code_lines, limit=43890, target=30000),
     _prose_gate("docs", 0.3),
-    _prose_gate("docstrings", 0.6),
+    _prose_gate("docstrings", 0.3),
     _prose_gate("comments", 0.1),
     _prose_gate("tests", 0.3),
     _prose_gate("yaml", 0.0),

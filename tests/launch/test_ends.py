@@ -374,18 +374,20 @@ def test_death_is_reported_at_once_with_signal_and_step(
         assert job.verdict().exit_status == ExitStatus.COMPLETE
 
 
-@pytest.mark.parametrize("how", ["interrupted", "drained", "one drained", "given up", "failed"])
+@pytest.mark.parametrize(
+    "how", ["interrupted", "killed", "drained", "one drained", "given up", "failed"]
+)
 def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, how: str) -> None:
     with run_job(groups=2, ranks=1, max_restarts=0) as job:
         actors = two_at_work(job, stage, 5)
-        if how == "interrupted":
+        if how in ("interrupted", "killed"):
             job.supervisor.interrupt()
             for actor in actors.values():
                 assert actor.says() == {"heard": "sigterm"}
         for group in {"drained": (0, 1), "one drained": (1,)}.get(how, ()):
             event = {"type": "drain", "groups": [str(group)], "by": "me"}
             trace(job, group, 0, 1, record(kind="transition", event=event, step=5))
-        for group in {"given up": (1,), "failed": (0, 1)}.get(how, ()):
+        for group in {"killed": (1,), "given up": (1,), "failed": (0, 1)}.get(how, ()):
             os.kill(actors[str(group), "0"].pid, signal.SIGKILL)
             actors[str(group), "0"].gone()
         for group in "01":
@@ -396,6 +398,7 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
         status
         == {
             "interrupted": ExitStatus.DRAINED,
+            "killed": ExitStatus.DRAINED,
             "drained": ExitStatus.DRAINED,
             "one drained": ExitStatus.FEWER_GROUPS,
             "given up": ExitStatus.FEWER_GROUPS,

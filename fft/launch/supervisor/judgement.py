@@ -248,6 +248,8 @@ class Judgement:
         """
         lines, remarks = list(self.problems), list[str]()
         excused = set(self.given_up)
+        # not started again while the job is to end, and the others have left with the state
+        going = any(g.finished and not g.evicted for g in self.groups)
         for group in self.groups:
             if group.evicted or self.hopeless:  # ended on request, or reported already
                 continue
@@ -269,6 +271,9 @@ class Judgement:
                     continue  # reported already
                 elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
+                elif self.asked_to_end and child.code == -signal.SIGKILL and going:
+                    how = cause_of(child.code)
+                    remarks.append(f"group {group.name} ended with {how} as the job was to end")
                 elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
                     excused |= {lines[-1]} if group.given_up else set()
