@@ -1,1 +1,1 @@
-"""Runs one participant in a process: the thread that owns it, its timers and its votes."""
+"""The engine that runs one participant in a process: its thread, its timers and its votes."""

@@ -1,7 +1,7 @@
-"""The operations that the engine asks of a bus, as pure data, and their execution on real buses.
+"""Bus operations of the engine as pure data, and their execution on real buses.
 
-The engine's core only describes an operation and receives its answer later, so a simulator can
-answer it in virtual time. Calls and answers hold typed objects; ``Buses`` encodes and decodes them.
+The engine core only describes an operation and receives the reply later, so a simulator can reply
+in virtual time. Calls and replies hold typed objects; ``Buses`` encodes and decodes them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fft.messages.wire import (
 )
 
 SCOPE = ""
-"""The bus of the engine's own scope, where it decides."""
+"""The bus of the engine's own scope, which holds the scope's records and ballots."""
 JOB = "job"
-"""The bus for what all scopes must receive: drains, and answers to operators."""
+"""The bus for job-wide messages: drains, and replies to operators."""
 GROUP = "group"
-"""The bus of this replica group alone, where its ranks vote first."""
+"""The bus of this replica group, on which its ranks vote first."""
 
 
 def beside(scope: str) -> str:
-    """Return the place of the bus of another scope, for ``Call.at``."""
+    """Return the value of ``Call.at`` that selects the bus of another scope."""
     return f"scope {scope}"
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read a register. The answer is its value, or None if it has none."""
+    """Read a register. The reply is its value, or None if the register is empty."""
 
     key: str
     at: str = SCOPE
@@ -50,7 +50,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write a register. The answer is None."""
+    """Write a register. The reply is None."""
 
     key: str
     value: Register
@@ -59,9 +59,9 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class CompareSet:
-    """Put ``desired`` into the head register if it holds ``expected``.
+    """Write ``desired`` to the head register if it holds ``expected`` (compare-and-set).
 
-    The answer is the value that the register holds afterwards. With ``announce``, a winning call
+    The reply is the value that the register holds afterwards. With ``announce``, a winning call
     also broadcasts ``desired``.
     """
 
@@ -73,7 +73,7 @@ class CompareSet:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Add votes to a ballot. The answer is all of its votes once there are ``voters``, or None."""
+    """Add votes to a ballot. The reply is all of its votes once there are ``voters``, or None."""
 
     slot: str
     tag: str
@@ -84,7 +84,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Remove a register, ballot or inbox. The answer is None."""
+    """Delete a register, ballot or inbox. The reply is None."""
 
     key: str
     at: str = SCOPE
@@ -92,7 +92,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Broadcast a message. The answer is None."""
+    """Broadcast a message. The reply is None."""
 
     message: BusMessage | Packed | HeldReport
     at: str = SCOPE
@@ -101,7 +101,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put a message into an inbox. The answer is None."""
+    """Send a message to an inbox. The reply is None."""
 
     inbox: str
     message: BusMessage | Packed | Answer
@@ -112,17 +112,17 @@ Call = Read | Write | CompareSet | Cast | Delete | Publish | Send
 
 T = TypeVar("T")
 Calls = Generator[Call, Any, T]
-"""A procedure that yields calls, receives their answers or errors, and returns a ``T``."""
+"""A generator that yields calls, receives their replies or errors, and returns a ``T``."""
 
 
 class Buses:
-    """The real buses of one engine. It carries out calls and waits for their answers.
+    """The real buses of one engine. It performs calls synchronously.
 
     Args:
-        scope: The bus of the engine's scope, on which it decides.
-        job: The bus for what all scopes must receive (deaths, suspicions, drains and the commands
-            of operators); by default the same.
-        group: The bus of the replica group alone, where its ranks vote first, if they have one.
+        scope: The bus of the engine's scope, with its records and ballots.
+        job: The bus for job-wide messages (deaths, suspicions, drains and operator commands); by
+            default the bus of the scope.
+        group: The bus of the replica group, on which its ranks vote first, or None.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Buses:
         self._at[beside(scope)] = bus
 
     def perform(self, call: Call) -> object:
-        """Carry out a call and return its answer. Raises ``BusError``, ``UnreadableMessage``."""
+        """Perform a call and return the reply. Raises ``BusError``, ``UnreadableMessage``."""
         bus = self._at[call.at]
         match call:
             case Read(key=key):
@@ -165,7 +165,7 @@ class Buses:
         return None
 
     def run(self, calls: Calls[T]) -> T:
-        """Carry out a whole procedure. Raises what it raises."""
+        """Run a procedure to its end and return its result. Its exceptions propagate."""
         advance, given = calls.send, None
         while True:
             try:
@@ -191,7 +191,7 @@ class Buses:
 
 
 def _decoded(key: str, held: bytes) -> Packed | bytes | int:
-    """Decode the value of a register; a member list stays encoded, as ``Wire`` may hold it."""
+    """Decode the value of a register. A member list stays encoded: ``Wire`` may have it cached."""
     if key in (HEAD, EPOCH):
         return decode_packed(held)
     return int(held) if key.startswith(LEFT) and held.isdigit() else held

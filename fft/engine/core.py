@@ -1,23 +1,24 @@
-"""The engine without I/O: everything that an engine decides, driven by its caller.
+"""The sans-I/O core of the engine, driven by its caller.
 
-``EngineCore`` owns a participant. It orders the events, hands each one to the protocol, traces the
-outcome and carries out the effects. It reads no clock, starts no thread and touches no bus. The
-caller passes the time to ``step``, which returns each operation on a bus as a ``Call``; the answer
-or error comes back with the next ``step`` or ``fail``. Requests to the process return at once, so
-they are plain calls of the injected ``Host`` and ``Slot``.
+``EngineCore`` owns a participant. It orders the events, passes each one to the protocol, traces the
+outcome and carries out the effects. It reads no clock, starts no thread and performs no I/O. The
+caller passes the time to ``step``, which returns each bus operation as a ``Call``. The caller
+passes the reply to the next ``step``, or the error to ``fail``. Requests to the process return at
+once, so they are plain calls of the injected ``Host`` and ``Slot``.
 
-Answers of the bus are handled first, then due timers, then the queue. Work that only tidies up
-waits until there is nothing else to do. Work that only the main thread may do (restore, heal,
-apply, begin) goes to the slot, which holds the newest command.
+Replies from the bus are handled first, then expired timers, then queued events. Cleanup work runs
+only when the core is idle. Commands for the main thread (restore, heal, apply, start a txn) go to
+the slot, which holds the newest command.
 
-The load on the job's bus is low. Records cross it without their members (``fft.messages.wire``).
-The ranks of a group vote on a bus of their own first; its last voter votes for all on the job's.
+To keep the load on the job bus low, records are sent without their member lists
+(``fft.messages.wire``). The ranks of a group first vote on a bus of their own. The last of them to
+vote then casts all votes of the group on the job bus.
 
-Other processes remove what ended processes leave on the bus. The proposer of the next epoch removes
-the member list of the last one. The coordinator removes the inboxes of the peers that its epoch
-leaves out, with its first commit, after which no message is sent to them. Each process removes the
-inbox of its own predecessor when it starts. A message that is sent later to a process that never
-returns stays: one entry.
+Live processes garbage-collect the keys and inboxes of exited processes. The proposer of an epoch
+deletes the member list of the previous epoch. The coordinator deletes the inboxes of peers that its
+epoch excludes, starting with its first commit. Each process deletes the inbox of its previous
+incarnation when it starts. A message that is sent after that to a process that never restarts is
+not deleted; this leaks one entry.
 """
 
 from __future__ import annotations
@@ -92,21 +93,21 @@ from fft.protocol.state import Local
 from fft.protocol.witness import Witness
 
 SLOTS = 8
-"""Number of ballot slots. They are reused, so that a vote that comes too late leaves no key."""
+"""Number of ballot slots. They are reused, so that a late vote leaks no key."""
 SILENCE_S = 0.3
-"""An operation on the bus that takes longer is a silence of the bus."""
+"""Duration in seconds after which a pending bus operation counts as a bus stall."""
 _READS = 16
-"""Number of times that the head may move on while the members of its record are looked up."""
+"""Maximum number of retries when the head register advances while its member list is read."""
 _BUS_TIMERS = ("bus_retry", "bus_limit", "bus_quiet")
 _REMOVALS = 16
-"""Maximum number of inboxes removed after one commit, so that the commit is not held up."""
+"""Maximum number of inboxes deleted after one commit, which bounds the delay of the commit."""
 
 logger = logging.getLogger("fft.engine")
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A record of another scope, as that scope announced it."""
+    """A record that another scope announced."""
 
     scope: str
     packed: Packed
@@ -114,7 +115,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Close:
-    """The caller's last event: the core completes its chores and is closed."""
+    """The last event from the caller: the core runs the pending cleanup work and closes."""
 
 
 Posted = Event | OperatorCommand | RollCall | Packed | Heard | Close
@@ -123,68 +124,69 @@ Command = Restore | Heal | Apply | StartTxn | Finish
 _Failed = (BusError, UnreadableMessage)
 
 
-# --- what the caller provides -------------------------------------------------------------------
+# --- interfaces that the caller implements ------------------------------------------------------
 
 
 class Host(Protocol):
-    """Requests to the process that the engine runs in. All of them return at once."""
+    """Callbacks into the process that the engine runs in. All of them return at once."""
 
     def cancel_futures(self, cause: str) -> None:
         """Fail every pending future of the txn."""
 
     def abort_groups(self, cause: str) -> None:
-        """Abort the process groups of the epoch, which frees all threads blocked in them.
+        """Abort the process groups of the epoch, which unblocks all threads in their collectives.
 
-        The abort of the replica group's own process group may wait until the main thread asks for
-        a txn, as long as all ranks of the group may still meet in code between two txns.
+        The host may defer the abort of the replica group's own process group until the main thread
+        asks for a txn. The user's code between two txns may still run collectives on that group.
         """
 
     def members_lost(self) -> None:
-        """Handle that further peers are dead or suspected, perhaps ranks of this group."""
+        """Handle newly dead or suspected peers, which may be ranks of this group."""
 
     def decided(self, record: Record) -> None:
-        """Handle a decision of the job; this process may have seen it before."""
+        """Handle a decided record of the job; it may be passed more than once."""
 
     def command(self, command: OperatorCommand) -> None:
         """Handle an operator's command, which may not concern this process. Never raises."""
 
     def interrupt(self, cause: str) -> None:
-        """Unwind the step function, if one is open, because a command waits for the main thread.
+        """Interrupt the running step function, if any: a command is waiting for the main thread.
 
-        Called after the command is in the slot, so a step function that opens later finds it.
+        The core calls this after it puts the command into the slot, so a step function that starts
+        later finds the command.
         """
 
 
 class Slot(Protocol):
-    """The place of the newest command for the main thread."""
+    """A one-entry mailbox that holds the newest command for the main thread."""
 
     def put(self, command: Command) -> None:
         """Replace the command in the slot."""
 
     def nudge(self) -> None:
-        """Let the main thread look again at the state that it waits for."""
+        """Wake the main thread, so that it re-evaluates the condition that it waits for."""
 
 
 class Trace(Protocol):
-    """The record of the events; see ``fft.trace.writer.TraceWriter``."""
+    """The trace of the participant; see ``fft.trace.writer.TraceWriter``."""
 
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
-        """Record the outcome of an event, before its effects are carried out."""
+        """Trace the outcome of an event, before its effects are carried out."""
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Record an observation that is no event."""
+        """Trace an observation that is not a protocol event."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """The buses that a core can reach, and its log."""
+    """The buses that a core uses, and its logger."""
 
     url: str = "the bus"
-    """Name of the scope's bus in messages."""
+    """URL of the scope's bus, for error messages."""
     has_group_bus: bool = False
-    """The ranks of this replica group vote on a bus of their own first."""
+    """Whether the ranks of this replica group first vote on a bus of their own."""
     others: tuple[ScopeReader, ...] = ()
-    """The scopes that this one is bound to."""
+    """The linked scopes (upstream and downstream stages), whose records this scope waits for."""
     log: logging.Logger = logger
 
 
@@ -192,12 +194,12 @@ class Wiring:
 
 
 class ScopeReader:
-    """The records of a scope that this one is bound to.
+    """Access to the records of a linked scope.
 
     Args:
         name: The scope.
-        most: Maximum number of groups whose data count, if others are spares.
-        at: Place of its bus, for calls.
+        most: Maximum number of groups that consume data; further groups are spares.
+        at: Value of ``Call.at`` that selects the bus of the scope.
     """
 
     def __init__(self, name: str, most: int | None = None, at: str | None = None) -> None:
@@ -206,10 +208,10 @@ class ScopeReader:
         self._at = beside(name) if at is None else at
         self._wire = Wire()
         self._epoch: Record | None = None
-        """The newest epoch record that was seen."""
+        """The newest epoch record that was read."""
 
     def take(self, packed: Packed) -> Calls[ScopeRecord | None]:
-        """Return the position that a record gives, or None if its scope has moved on."""
+        """Return the position according to a record, or None if the scope has a newer epoch."""
         record = yield from self._found(packed)
         if record is None:
             return None
@@ -219,16 +221,17 @@ class ScopeReader:
             held = yield Read(EPOCH, self._at)
             found = None if held is None else (yield from self._found(held))
             if found is None or found.epoch != record.epoch:
-                return None  # it is being written
+                return None  # the epoch record is still being written
             self._epoch = found
         groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
         takers = len(groups) if self._most is None else min(len(groups), self._most)
         return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
 
     def read(self) -> Calls[ScopeRecord | None]:
-        """Return the position that the newest record gives.
+        """Return the position according to the newest record.
 
-        None: there is no record, or it is being written.
+        Returns:
+            None if there is no record or if its member list is still being written.
         """
         held = yield Read(HEAD, self._at)
         found = None if held is None else (yield from self.take(held))
@@ -240,7 +243,7 @@ class ScopeReader:
         return replace(found, groups=(), takers=0)
 
     def _has_left(self, group: str) -> Calls[bool]:
-        """Whether a member group has left without a record, as all may at once."""
+        """Return whether all ranks of a group left without a record, as the last groups may."""
         assert self._epoch is not None, "its groups are known"
         ranks = next(g.ranks for g in self._epoch.members if g.group == group)
         for rank in ranks:
@@ -262,12 +265,12 @@ class ScopeReader:
 
 
 class EngineCore:
-    """Decides for one participant; the module describes how its caller drives it.
+    """The decision logic of one participant; see the module docstring for the calling convention.
 
     Attributes:
         local: State of the participant.
-        at_bus: The effect whose operation on a bus is open, and its begin.
-        closed: Whether ``Close`` was handled; the core then does nothing more.
+        at_bus: Name of the effect whose bus operation is pending and its start time, or None.
+        closed: Whether ``Close`` was handled; the core then ignores all events.
         fenced: Number of events that were dropped because their fencing token was old.
     """
 
@@ -289,13 +292,13 @@ class EngineCore:
         self._others = {other.name: other for other in wiring.others}
         self._now = 0.0
         self._turn: Calls[None] | None = None
-        """The work on the present event, which waits for the answer of a call."""
+        """The generator that handles the current event, suspended while a call is pending."""
         self._inbox: deque[Posted] = deque()
         self._answers: deque[Event] = deque()
-        """Events that answer calls."""
+        """Events that result from replies to calls; handled before all others."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._chores: deque[Callable[[], Calls[None]]] = deque()
-        """Work that only tidies up."""
+        """Cleanup work, which runs when the core is idle."""
         self._records = _Records(self, wiring)
         self._ballots = _Ballots(self, wiring)
         self._told_held: TellHeld | None = None
@@ -308,16 +311,17 @@ class EngineCore:
         self._inbox.append(event)
 
     def step(self, now: float, answer: object = None) -> Call | None:
-        """Go on until the next call on a bus, or to the end of the present event.
+        """Run until the next bus call, or to the end of the current event.
 
-        Without an open call this takes the next event. One event may make many calls.
+        If no call is pending, this starts the next event. One event may make many calls.
 
         Args:
-            now: Time in seconds, of the same clock as in every other call.
-            answer: Answer of the open call.
+            now: Time in seconds; all calls must use the same clock.
+            answer: Reply to the pending call.
 
         Returns:
-            The next call, to be answered by ``step`` or ``fail``; None after the whole event.
+            The next call, or None at the end of the event. Pass the reply to a call to ``step``, or
+            its error to ``fail``.
         """
         self._now = now
         if self._turn is None:
@@ -328,7 +332,7 @@ class EngineCore:
         return self._resume(self._turn.send, answer)
 
     def fail(self, now: float, error: Exception) -> Call | None:
-        """Go on after the open call failed; otherwise like ``step``.
+        """Continue after the pending call failed; otherwise like ``step``.
 
         Args:
             now: Time in seconds.
@@ -339,7 +343,7 @@ class EngineCore:
         return self._resume(self._turn.throw, error)
 
     def patience(self, now: float) -> float | None:
-        """Return the seconds until there is work without a new event; None: there is none."""
+        """Return the seconds until the next work without a new event, or None if no work is due."""
         if self._turn or self._answers or self._inbox or self._chores:
             return 0.0
         return max(0.0, self._timers[0][0] - now) if self._timers else None
@@ -382,7 +386,7 @@ class EngineCore:
                 yield from self._handle(posted)
 
     def _answer_roll(self, call: RollCall) -> Calls[None]:
-        """Answer if this participant holds the state with which the job would go on."""
+        """Reply if this participant holds the state from which the job would continue."""
         s = self.local
         if s.head is None or self._ended:
             return
@@ -398,7 +402,7 @@ class EngineCore:
     def _hear_other_scope(self, heard: Heard) -> Calls[None]:
         try:
             record = yield from self._others[heard.scope].take(heard.packed)
-        except _Failed as error:  # a txn that waits for that scope reads the record itself
+        except _Failed as error:  # a txn that waits for that scope reads the head register
             self._wiring.log.warning("a record of scope %s cannot be read: %s", heard.scope, error)
             return
         if record is not None:
@@ -411,7 +415,7 @@ class EngineCore:
         after, out = self.participant.handle(before, event, now)
         self.local = after
         if after.healed and not before.healed:
-            self._slot.nudge()  # no command reports it
+            self._slot.nudge()  # healing sends no command to wake the main thread
         if out.verdict == "fenced":
             self.fenced += 1
         elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
@@ -425,14 +429,14 @@ class EngineCore:
             self._host.decided(event.record)
             yield from self._records.tidy(event.record)
 
-    # --- for the parts of the core ---
+    # --- used by the components of the core ---
 
     def answer(self, event: Event) -> None:
-        """Handle an answer of the bus before any other event."""
+        """Queue the result of a bus call, which is handled before any other event."""
         self._answers.append(event)
 
     def add_chore(self, work: BusEffect | Callable[[], Calls[None]]) -> None:
-        """Do some work, or carry out an effect, when no event waits."""
+        """Add cleanup work or an effect, which runs when no event is queued."""
         self._chores.append(work if callable(work) else partial(self._use_bus, work))
 
     # --- effects ---
@@ -467,9 +471,9 @@ class EngineCore:
     def _finish(self, effect: Finish) -> Calls[None]:
         me = self.participant.config.me
         if effect.error is not None:
-            self._host.cancel_futures(effect.reason)  # the others may have left the collective
+            self._host.cancel_futures(effect.reason)  # peers may have left the collective
             self._host.abort_groups(effect.reason)
-        elif self._others:  # no record says so where the last groups leave without a commit
+        elif self._others:  # no record shows the exit of the last groups
             try:
                 yield Write(left_name(me.group, me.rank), me.inc)
             except BusError as error:
@@ -494,7 +498,7 @@ class EngineCore:
         )
         me = self.participant.config.me
         report = HeldReport(*me, held.step, held.scope, held.cursor, held.needed)
-        with suppress(BusError):  # it is for observers, and the trace has it
+        with suppress(BusError):  # best effort: only observers need it; the trace has it
             yield Publish(report, JOB, "progress")
 
     def _use_bus(self, effect: BusEffect) -> Calls[None]:
@@ -537,11 +541,11 @@ class EngineCore:
                 assert_never(effect)
 
     def _excuse(self, seconds: float) -> None:
-        """Postpone all timers but the bus's own by ``seconds``, for which the bus was silent.
+        """Postpone all timers except the bus timers by the duration of a bus stall.
 
-        No message arrived meanwhile, and the messages of that time are handled after the timers.
-        Counting the time would make suspects of all peers whenever a replicated bus changes
-        its leader.
+        No message arrived during the stall, and the core handles queued messages only after expired
+        timers. Without the extension, every leader election of a replicated bus would cause
+        suspicion of all peers.
         """
         if seconds < SILENCE_S:
             return
@@ -553,7 +557,7 @@ class EngineCore:
 
 
 class _Records:
-    """The records of a core's scope: the head register, member lists, and trust in both."""
+    """Access to the records of the core's scope, with checks that the bus has not lost data."""
 
     def __init__(self, core: EngineCore, wiring: Wiring) -> None:
         self._core, self._url, self._log = core, wiring.url, wiring.log
@@ -562,34 +566,34 @@ class _Records:
         self._epoch: Record | None = None
         """The newest epoch record seen."""
         self._announced: Record | None = None
-        """The newest own commit record that was announced together with its decision."""
+        """The newest own commit record that the bus announced together with the decision."""
         self._witness = Witness()
         self._distrusted = ""
-        """The reason for which the register is not used any more."""
+        """Why the head register is no longer trusted; empty while it is."""
         self._lists: dict[str, int] = {}
-        """Own member lists on the bus, and the epoch that each was proposed for."""
+        """Names of this rank's member lists on the bus → the epoch that each was proposed for."""
         self._gone: set[Peer] = set()
-        """Peers that an epoch left out, whose inboxes may not be removed yet."""
+        """Excluded peers whose inboxes are not deleted yet."""
 
     # --- trust ---
 
     def failed(self, operation: str, error: Exception) -> BusDown:
-        """Log a failed operation and return the event that reports it."""
+        """Log a failed bus operation and return the event that reports it."""
         self._log.error("%s on the bus failed: %s", operation, error)
-        if isinstance(error, BusForgot):  # what the bus answers from now on may be wrong
+        if isinstance(error, BusForgot):  # later replies from this bus may be wrong
             operation, self._distrusted = "forgot", self._distrusted or str(error)
         return BusDown(operation, str(error)[:2000])
 
     def check_trust(self) -> None:
-        """Raise ``BusForgot`` if the register is not used any more."""
+        """Raise ``BusForgot`` if the head register is no longer trusted."""
         if self._distrusted:
             raise BusForgot(self._distrusted)
 
     def believed(self, event: Decision, record: Record) -> Event:
-        """Return the decision, or the event that the register contradicts itself.
+        """Return the decision, or a ``BusDown`` event if it contradicts a record seen before.
 
-        The peers then receive the older value. They may have seen one side only, and could continue
-        with it.
+        In the latter case the earlier record is broadcast. A peer that received only one of the two
+        would continue with it.
         """
         if (found := self._witness.against(record)) is None:
             return event
@@ -602,20 +606,20 @@ class _Records:
     # --- the register ---
 
     def packed(self, message: BusMessage) -> BusMessage | Packed:
-        """Return the message in its form on the bus: a record without its members."""
+        """Return the form in which the message is sent: a record without its member list."""
         if isinstance(message, Decision) and message.record is not None and not message.won:
             return self._wire.pack(message.record)
         return message
 
     def is_announced(self, message: BusMessage) -> bool:
-        """Whether the bus announced the message together with the decision."""
+        """Return whether the bus has announced this message together with the decision."""
         return isinstance(message, Decision) and message.record is self._announced
 
     def read_head(self) -> Calls[Record | None]:
         """Return the newest record, or None if there is none.
 
         Raises:
-            BusForgot: The register held a newer value before.
+            BusForgot: The register is empty or older than a record seen before.
         """
         held = yield Read(HEAD)
         if held is not None:
@@ -625,7 +629,7 @@ class _Records:
         return None
 
     def decide(self, after: Record | None, proposal: Record) -> Calls[None]:
-        """Propose the successor of a record; the answer is a ``Decision``."""
+        """Propose the successor of a record; the result is queued as a ``Decision``."""
         wire, answer = self._wire, self._core.answer
         expected = None if after is None else wire.pack(after)
         desired = wire.pack(proposal)
@@ -633,7 +637,7 @@ class _Records:
             name = list_name(desired)
             self._lists[name] = proposal.epoch
             yield Write(name, proposal.members)
-        # a commit usually has one proposer; other records have many, whose losers would announce
+        # commits usually have one proposer; losing proposers reserve a broadcast for nothing
         announce = proposal.kind == "commit"
         held = yield CompareSet(expected, desired, announce)
         won = held == desired
@@ -649,14 +653,14 @@ class _Records:
             answer(Decision((yield from self._newest(held))))
 
     def _drop_lists(self, head: Packed) -> Calls[None]:
-        """Remove the lists of own proposals that lost; one whose outcome is open stays."""
+        """Delete the member lists of this rank's lost proposals; keep those still undecided."""
         epoch, kept = head.record.epoch, list_name(head) if head.members else ""
         for name, number in list(self._lists.items()):
             if name != kept and (number < epoch or (number == epoch and kept)):
                 del self._lists[name]
                 yield Delete(name)
 
-    # --- whole records ---
+    # --- records with their members ---
 
     def whole(self, packed: Packed) -> Calls[Event]:
         """Return the event of a record that was announced without its members."""
@@ -673,10 +677,10 @@ class _Records:
         return record
 
     def _complete(self, packed: Packed) -> Calls[Record]:
-        """Return the record with its members, or the newest one if the job has moved on from it.
+        """Return the record with its members, or a newer record if the head register has advanced.
 
         Raises:
-            BusForgot: The members of the newest record are missing.
+            BusForgot: The member list of the newest record is missing.
         """
         for _ in range(_READS):
             if (record := self._wire.whole(packed)) is not None:
@@ -695,7 +699,7 @@ class _Records:
     # --- after a decision ---
 
     def tidy(self, record: Record) -> Calls[None]:
-        """Write an own epoch record for observers; remove what peers left that are gone."""
+        """Publish this rank's epoch record for observers; delete the inboxes of excluded peers."""
         if record.kind == "epoch" and (self._epoch is None or record.n > self._epoch.n):
             before = frozenset() if self._epoch is None else self._epoch.peer_set
             self._gone = (self._gone | before) - record.peer_set
@@ -710,17 +714,17 @@ class _Records:
 
     def _tidy_bus(self, calls: Iterable[Call]) -> Calls[None]:
         try:
-            for call in calls:  # noqa: UP028  (a list cannot receive answers)
+            for call in calls:  # noqa: UP028  (a list cannot receive replies)
                 yield call
         except BusError as error:
             self._core.answer(self.failed("tidy", error))
 
 
 class _Ballots:
-    """The way of a rank's vote to the job's ballot: through the ballot of its own group.
+    """Two-level voting: first the ballot of the replica group, then the ballot of the job.
 
-    The ranks of a group vote on a bus of their own first. The rank that completes this vote casts
-    all of them on the job's bus.
+    The ranks of a group first vote on a bus of their own. The rank whose vote completes the group's
+    ballot casts all of its votes on the job bus.
     """
 
     def __init__(self, core: EngineCore, wiring: Wiring) -> None:
@@ -729,22 +733,22 @@ class _Ballots:
         self._has_group_bus = wiring.has_group_bus and self._world > 1
 
     def cast(self, effect: CastVote) -> Calls[Ballot | None]:
-        """Vote, and return the ballot if it is complete."""
+        """Cast a vote; return the job's ballot if it is complete, or None."""
         votes = yield from self._group_votes(effect)
         if not votes:
             return None
         slot, tag = _slot(effect.token), _tag(effect.token)
         cast = yield Cast(slot, tag, tuple(votes), effect.voters)
         by_peer = _by_peer(cast)
-        if len(by_peer) < effect.voters:  # one vote counts twice; the last voter gets all of them
+        if len(by_peer) < effect.voters:  # a vote was counted twice; the last voter gets all votes
             return None
         return Ballot(effect.token, tuple(by_peer.values()))
 
     def _group_votes(self, effect: CastVote) -> Calls[list[Vote]]:
-        """Return the votes to cast on the job's bus: the group's, one's own, or none.
+        """Return the votes to cast on the job bus: all of the group, this rank's only, or none.
 
-        In the first txn of an epoch every rank votes for itself. A group in which one rank has lost
-        the group's bus, where the others wait for its vote, can then still commit.
+        In the first txn of an epoch, every rank votes directly on the job bus. A group in which one
+        rank has lost the group bus, while the others wait for its vote there, can then commit.
         """
         if not self._has_group_bus or effect.token.txn <= 1:
             return [effect.vote]
@@ -781,7 +785,7 @@ def _slot(token: Token) -> str:
 
 
 def _old_slot(token: Token) -> str:
-    """Return another slot than the txn's, to which one of its voters may still be adding."""
+    """Return a slot half a cycle away. A voter may still be adding to the txn's own slot."""
     return _slot(Token(token.epoch, token.txn + SLOTS // 2))
 
 

@@ -1,8 +1,8 @@
 """The main thread's part of the protocol, without I/O: its table, and the order of its work.
 
-``StepExecutor`` owns the state of one main thread (``fsm_specs/main_thread.yaml``). It takes the
-engine's commands and the reports on their results. The work itself is injected: torch's part in
-production, a model of it in the simulator. So both take the same rows in the same order.
+``StepExecutor`` owns the state of one main thread (``fsm_specs/main_thread.yaml``). It accepts the
+engine's commands and the reports on their results. The work itself is injected: the torch code in
+production, a model of it in the simulator. Both therefore take the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from fft.protocol.vocabulary import COMMANDS
 Report = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
 """The result of a command."""
 Work = Mapping[str, Callable[[Any], None]]
-"""Effect of the table → the function that carries it out, which gets the command."""
+"""Effect of the table → the function that carries it out; its argument is the command."""
 
 
 class StepExecutor:
-    """Takes commands and reports by the table.
+    """The state machine of the main thread: processes commands and reports by the table.
 
-    The main thread itself makes the transitions; only ``transition_if`` may come from another
-    thread.
+    The main thread makes the transitions. Other threads may call only ``transition_if`` and
+    ``role``.
 
     Args:
-        post: Gives an event to the engine.
+        post: Posts an event to the engine.
         take: Frees the engine's slot for the next command.
         lock: Held during a transition.
 
     Attributes:
-        lost: The reason for which the state of this rank is lost, until a rollback reports it; or
-            None. Meanwhile the executor refuses epochs and txns.
+        lost: Why the state of this rank is lost, until a rollback reports it, or None. While it is
+            set, the executor rejects epochs and txns.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class StepExecutor:
 
     @property
     def role(self) -> Role:
-        """The role of the state. Any thread."""
+        """The role of the current state. Thread-safe."""
         return self._table.role(self._state)
 
     def has_row(self, event: str) -> bool:
-        """Return whether the state has a row for the event."""
+        """Return whether the current state has a row for the event."""
         return self._table.has(self._state, event)
 
     # --- commands ---
@@ -79,8 +79,8 @@ class StepExecutor:
 
         Args:
             command: The command in the slot.
-            work: What carries out the effects, except for refusals.
-            facts: Guards that hold for it, besides ``torn``.
+            work: Functions for the effects, except for the effects that reject a command.
+            facts: Guards that hold for the command, besides ``torn``.
 
         Raises:
             ProtocolError: The command is not allowed in this state.
@@ -97,7 +97,7 @@ class StepExecutor:
                 work[effect](command)
 
     def accept(self, command: Command, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Make the transition for a command; return its effects, for the caller to carry out."""
+        """Make the transition for a command; return the effects that the caller must carry out."""
         if self.lost is not None:
             facts = {*facts, "torn"}
         return self.transition(COMMANDS[type(command)], facts)
@@ -109,17 +109,17 @@ class StepExecutor:
     # --- reports ---
 
     def report(self, result: Report) -> None:
-        """Make the transition for the result of a command, then give it to the engine.
+        """Make the transition for the result of a command, then post the result to the engine.
 
         Raises:
-            ProtocolError: No such command is being carried out.
+            ProtocolError: No such command is in progress.
         """
         says_no = isinstance(result, Prepared) and not result.yes
         self.transition(result.type, {"says_no"} if says_no else NO_FACTS)
         self._post(result)
 
     def restored(self, command: Restore) -> None:
-        """Report a rollback, and with it a loss of the state."""
+        """Report a completed rollback, and the loss of the state if ``lost`` is set."""
         why, self.lost = self.lost, None
         if why is None:
             self.report(Restored(command.token))
@@ -127,11 +127,14 @@ class StepExecutor:
             self.report(Restored(command.token, True, why, CauseCode.STATE_LOST))
 
     def unwound(self) -> None:
-        """End a step function without a vote, if it has not voted. The rollback follows."""
+        """Record that the step function ended without a vote. The txn will be rolled back.
+
+        Has no effect after a vote.
+        """
         self.transition_if("computing", "unwound")
 
     def transition_if(self, role: Role, event: str) -> bool:
-        """Make the transition if the state has this role; return whether it has. Any thread."""
+        """Make the transition if the state has this role; return whether it has. Thread-safe."""
         with self._lock:
             if self.role != role:
                 return False
@@ -139,10 +142,10 @@ class StepExecutor:
             return True
 
     def transition(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
-        """Make the transition for an event; return its effects.
+        """Make the transition for an event and return its effects.
 
         Raises:
-            ProtocolError: The state has no row for it.
+            ProtocolError: The current state has no row for the event.
         """
         with self._lock:
             self._state, effects = self._table.react(self._state, event, facts)

@@ -1,8 +1,8 @@
 """The engine in production: one thread that drives an ``EngineCore`` on real buses.
 
-Events from the bus, the main thread and timers come through one queue. The core handles them in its
-order and asks for operations on buses, which this thread carries out one after another. The main
-thread takes its commands from a slot that holds the newest one.
+Events from the buses and from other threads arrive through one queue. The core orders them and
+requests bus operations, which the engine thread performs one after another. The main thread takes
+its commands from a slot that holds the newest one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from fft.util.log_sampler import LogSampler
 logger = logging.getLogger(__name__)
 
 _SHOWN = 200
-"""Bytes of an unreadable message, and of its error, that log and trace have."""
+"""Maximum length of an unreadable message, and of its error text, in the log and the trace."""
 
 
 class Engine:
-    """Runs one participant. ``start`` once, ``post`` from any thread, ``close`` at the end."""
+    """The engine thread of one participant.
+
+    Call ``start`` once and ``close`` at the end. ``post`` is thread-safe.
+    """
 
     def __init__(
         self,
@@ -54,18 +57,18 @@ class Engine:
         """Prepare the engine.
 
         Args:
-            participant: The protocol core that it runs.
-            local: The participant's first state.
-            buses: The buses that it uses.
-            trace: Its trace.
-            host: Its process.
-            others: The scopes that this one is bound to.
+            participant: The protocol logic to run.
+            local: The initial state of the participant.
+            buses: The buses that the engine uses.
+            trace: Trace writer of the participant.
+            host: Callbacks into the process that the engine runs in.
+            others: The linked scopes (upstream and downstream stages).
         """
         self.participant = participant
         self.bus = buses.scope
         self.trace = trace
         self.ended = threading.Event()
-        """Set when the participant is out: peers and the main thread have been informed."""
+        """Set when the participant has finished or failed, after the main thread was notified."""
         self._buses, self._host = buses, host
         self._others = tuple(others)
         for other in self._others:
@@ -88,26 +91,26 @@ class Engine:
 
     @property
     def local(self) -> Local:
-        """State of the participant."""
+        """The state of the participant."""
         return self._core.local
 
     @property
     def fenced(self) -> int:
-        """Number of events that were dropped because their fencing token was old."""
+        """The number of events that were dropped because their fencing token was old."""
         return self._core.fenced
 
     @property
     def unreadable(self) -> int:
-        """Messages from the bus that were no messages of FFT."""
+        """The number of messages from the bus that could not be decoded."""
         return sum(self._strange.counts().values())
 
     def start(self) -> None:
-        """Listen to the bus and run."""
+        """Subscribe to the buses and start the thread."""
         self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
         hear = partial(self._on_message, decode)
         self._subscriptions.append(self.bus.listen(inbox_name(me), hear, self._on_lost))
-        # an engine that no longer receives commands continues without them
+        # no on_lost for operator commands: the engine can run without them
         obey, who = partial(self._on_message, decode_command), f"participant {me}"
         self._subscriptions += [
             ResubscribingListener(self.bus, "protocol", hear, who, self._on_missed, self._on_lost),
@@ -135,14 +138,14 @@ class Engine:
     def wait_command(self, limit: float | None = None) -> Command:
         """Wait for the newest command, which stays in the slot until ``take``. Main thread only.
 
-        The core's own timers bound the wait.
+        The timers of the core also bound the wait.
 
         Args:
-            limit: Maximum time of the wait in seconds.
+            limit: Timeout in seconds, or None.
 
         Raises:
-            TimeoutError: The limit is over.
-            FftError: The engine's thread has failed; the cause is its error.
+            TimeoutError: No command arrived within ``limit``.
+            FftError: The engine thread has failed; ``__cause__`` is its error.
         """
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
@@ -156,39 +159,39 @@ class Engine:
             return command
 
     def wait_for(self, done: Callable[[], bool]) -> bool:
-        """Wait until ``done()`` holds. Main thread only.
+        """Wait until ``done()`` is true. Main thread only.
 
-        The thread that makes it true calls ``nudge`` and bounds the wait. The engine's thread does
-        so when this rank has the state (``Local.healed``).
+        The thread that makes the condition true calls ``nudge`` and enforces its own timeout. The
+        engine thread calls ``nudge`` when this rank holds the state (``Local.healed``).
 
         Returns:
-            False if a command came first; the command stays in the slot.
+            False if a command arrived first; the command stays in the slot.
         """
         with self._changed:
             self._changed.wait_for(lambda: done() or self.has_word())
             return not self.has_word()
 
     def has_word(self) -> bool:
-        """Return whether ``wait_command`` would return or raise at once. Any thread."""
+        """Return whether ``wait_command`` would return or raise at once. Thread-safe."""
         return self.superseded() or self._failure is not None
 
     def nudge(self) -> None:
-        """Let ``wait_for`` evaluate its condition again. Any thread."""
+        """Wake ``wait_for``, so that it re-evaluates its condition. Thread-safe."""
         with self._changed:
             self._changed.notify_all()
 
     def take(self, command: Command) -> None:
-        """Free the slot, unless it holds a newer command than this one. Main thread only."""
+        """Empty the slot, unless a newer command has replaced this one. Main thread only."""
         with self._changed:
             if self._slot is command:
                 self._slot = None
 
     def superseded(self) -> bool:
-        """Return whether a newer command than the one in progress waits. Main thread only."""
+        """Return whether a newer command than the one in progress is waiting. Main thread only."""
         return self._slot is not None or self._abandoned is not None
 
     def abandon(self, command: Finish) -> None:
-        """Stop the main thread with ``command`` while this thread is held up. Any thread."""
+        """Stop the main thread with ``command`` while the engine thread is blocked. Thread-safe."""
         with self._changed:
             self._abandoned = command
             self._changed.notify_all()
@@ -196,22 +199,22 @@ class Engine:
 
     @property
     def abandoned(self) -> bool:
-        """Whether ``abandon`` was called."""
+        """Whether ``abandon`` was called, so the main thread stops without the engine."""
         return self._abandoned is not None
 
     def held_up(self) -> str | None:
-        """Return which operation on the bus gets no answer; None if none is late. Any thread."""
+        """Describe the bus operation that blocks the engine thread, or return None. Thread-safe."""
         if (at := self._core.at_bus) is None or (took := time.monotonic() - at[1]) < SILENCE_S:
             return None
         return f"{at[0]} on the bus has had no answer for {took:.1f} s"
 
     def close(self, limit: float = 5.0) -> None:
-        """Leave the job if still in it, and end the thread and the subscriptions. Idempotent.
+        """Leave the job if still a member; stop the thread; close the subscriptions. Idempotent.
 
-        An abandoned engine ends when its bus is closed; this call does not wait for it.
+        The thread of an abandoned engine is not joined: it ends when the bus is closed.
 
         Args:
-            limit: Maximum time in seconds to wait for the thread.
+            limit: Timeout of the join in seconds.
         """
         if self._thread.is_alive():
             self.post(Stop("shut down"))
@@ -226,7 +229,7 @@ class Engine:
         if ending and not_obeyed:
             self.trace.note("not_obeyed", not_obeyed)
         if ending:
-            with contextlib.suppress(BusError):  # a bus that is gone keeps nothing
+            with contextlib.suppress(BusError):  # if the bus is gone, so is the inbox
                 self.bus.delete(inbox_name(self.participant.config.me))
 
     # --- bus listener thread ---
@@ -237,7 +240,7 @@ class Engine:
                 return
         except UnreadableMessage as error:
             if (count := self._strange.add("unreadable")) is not None:
-                reason = str(error)[:_SHOWN]  # it may quote names of fields of any length
+                reason = str(error)[:_SHOWN]  # the error may quote field names of any length
                 logger.warning("a message on the bus is not in FFT's format: %s", reason)
                 shown = payload[:_SHOWN].decode("utf-8", "replace")
                 told = {"reason": reason, "message": shown, "count": count}
@@ -257,7 +260,7 @@ class Engine:
     # --- engine thread ---
 
     def put(self, command: Command) -> None:
-        """Hand a command to the main thread; the core calls this, as on its ``Slot``."""
+        """Put a command into the slot of the main thread. Implements ``Slot`` for the core."""
         with self._changed:
             self._slot = command
             self._changed.notify_all()
@@ -276,7 +279,7 @@ class Engine:
                 if core.closed:
                     return
                 self._wait()
-        except BaseException as error:  # the main thread must receive it, whatever it is
+        except BaseException as error:  # the main thread raises every error of this thread
             logger.exception("the FFT engine thread failed")
             with self._changed:
                 self._failure = error
@@ -294,7 +297,7 @@ class Engine:
         return self._core.step(time.monotonic(), answer)
 
     def _wait(self) -> None:
-        """Wait for an event or a timer, unless the core has work."""
+        """Wait for an event or a timer, unless the core has work to do."""
         limit = self._core.patience(time.monotonic())
         if limit == 0.0:
             return
@@ -303,6 +306,6 @@ class Engine:
 
 
 def _of_all_scopes(payload: bytes) -> Event | None:
-    """Decode a message that concerns all scopes; None if it concerns only the first one."""
+    """Decode a job-wide message, or return None if it concerns only the job bus's own scope."""
     message = decode(payload)
     return message if isinstance(message, Death | Suspect | Drain) else None

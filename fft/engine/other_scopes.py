@@ -1,4 +1,4 @@
-"""Other scopes that this one is bound to: their records, received and read on their own buses."""
+"""Records of linked scopes (upstream and downstream stages), received on their own buses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fft.messages.wire import Packed, decode
 
 
 class OtherScope:
-    """Another scope on its real bus, which the caller owns.
+    """A linked scope on its real bus, which the caller owns.
 
     Args:
         name: The scope.
-        bus: Its bus.
-        most: Maximum number of groups whose data count, if others are spares.
+        bus: The bus of the scope.
+        most: Maximum number of groups that consume data; further groups are spares.
     """
 
     def __init__(self, name: str, bus: ErrorBus, most: int | None = None) -> None:
@@ -28,23 +28,24 @@ class OtherScope:
         self.most = most
 
     def listen(self, put: Callable[[Heard], None], who: str) -> Subscription:
-        """Receive the records of the scope from now on. Raises ``BusError``."""
+        """Subscribe to the records of the scope. Raises ``BusError``."""
 
         def hear(payload: bytes) -> None:
             try:
                 message = decode(payload)
             except UnreadableMessage:
-                return  # the scope's own ranks report it
+                return  # the ranks of that scope report the unreadable message
             if isinstance(message, Packed) and message.record.kind != "abort":
                 put(Heard(self.name, message))
 
-        # a txn that waits for the scope reads the records that were missed
+        # missed records need no handler: a txn that waits for the scope reads the head register
         return ResubscribingListener(self.bus, "protocol", hear, f"{who}, of scope {self.name},")
 
     def read(self) -> ScopeRecord | None:
-        """Return the position that the newest record gives; see ``ScopeReader.read``.
+        """Return the position according to the newest record; see ``ScopeReader.read``.
 
         Raises:
-            BusError, UnreadableMessage: The bus does not answer, or has no record of FFT.
+            BusError: The bus operation failed.
+            UnreadableMessage: The register does not hold a record of FFT.
         """
         return Buses(self.bus).run(self._reader.read())
