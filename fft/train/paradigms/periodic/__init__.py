@@ -1,1 +1,1 @@
-"""Training whose groups step alone and synchronise now and then: LocalSGD and DiLoCo."""
+"""Training with local steps and periodic synchronization: LocalSGD and DiLoCo."""

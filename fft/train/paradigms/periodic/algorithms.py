@@ -1,4 +1,4 @@
-"""``fft.LocalSGD`` and ``fft.DiLoCo``: what is averaged, and what the average does."""
+"""``fft.LocalSGD`` and ``fft.DiLoCo``: the contribution of a group and the update from the mean."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from fft.train.paradigms.periodic.synchronizer import Synchronizer, SyncSchedule
 
 
 class LocalSGD(Synchronizer):
-    """The groups' parameters are averaged every ``sync_every`` inner steps (arXiv:1805.09767).
+    """Averages the parameters of the groups every ``sync_every`` steps (arXiv:1805.09767).
 
-    Arguments as of ``torchft.LocalSGD``. The groups step in ``manager.transactions``: each txn is
-    an inner step of the group alone.
+    The arguments are those of ``torchft.LocalSGD``. Each txn of ``manager.transactions`` is one
+    local step of a group.
 
     Args:
-        manager: with ``spec="local_sgd"``; ``model`` and ``optimizer`` are registered with it.
-        model: whose parameters are averaged.
-        optimizer: the inner one.
-        sync_every: inner steps between two synchronisations.
-        weighted: each group counts by the sum of what its bodies give to ``txn.weigh``.
+        manager: A manager with ``spec="local_sgd"``, with ``model`` and ``optimizer`` registered.
+        model: The model whose parameters are averaged.
+        optimizer: The inner optimizer.
+        sync_every: Local steps between two synchronizations.
+        weighted: Weight each group by the sum of its ``txn.weigh`` values.
 
     Raises:
-        FftError: the spec, the registration or a parameter does not fit; says the mend.
+        FftError: The spec, the registration or a parameter is not supported. The message gives
+            the fix.
     """
 
     algorithm = "local_sgd"
@@ -57,33 +58,35 @@ class LocalSGD(Synchronizer):
 
 
 class DiLoCo(Synchronizer):
-    """An outer optimizer steps the job's parameters by how far the groups have come on average.
+    """Updates the shared parameters with an outer optimizer on averaged pseudo-gradients.
 
-    DiLoCo (arXiv:2311.08105), and with several fragments Streaming DiLoCo (arXiv:2501.18512): they
-    are synchronised in turn, each every ``sync_every`` inner steps. Arguments as of
-    ``torchft.DiLoCo``. The groups step in ``manager.transactions``: each txn is an inner step of
-    the group alone.
+    This is DiLoCo (arXiv:2311.08105), and with several fragments Streaming DiLoCo
+    (arXiv:2501.18512). The fragments are synchronized in turn, each every ``sync_every`` local
+    steps. The arguments are those of ``torchft.DiLoCo``. Each txn of ``manager.transactions`` is
+    one local step of a group.
 
     Args:
-        manager: with ``spec="diloco"``; the model and ``inner_optimizer`` are registered with it.
-        model_fragments: modules that together have all trained parameters, each in one of them.
-        inner_optimizer: steps the group's own parameters.
-        outer_optimizer: steps the job's: one for all fragments, or one for each.
-        sync_every: inner steps between two synchronisations of one fragment; a multiple of the
+        manager: A manager with ``spec="diloco"``, with the model and ``inner_optimizer``
+            registered.
+        model_fragments: Modules that together contain each trained parameter exactly once.
+        inner_optimizer: The optimizer of the group's local parameters.
+        outer_optimizer: The optimizer of the shared parameters: one for all fragments, or one per
+            fragment.
+        sync_every: Local steps between two synchronizations of one fragment; a multiple of the
             number of fragments.
-        backup_device: where the job's parameters are kept; None: the CPU.
-        pin_memory: page-lock them there, if there is an accelerator.
-        use_bucketization: accepted; values are always reduced in buckets.
-        bucket_cap_mb: MiB that are reduced at once; None: 1024.
-        should_quantize: not supported.
-        fragment_sync_delay: inner steps that are made while the reduction is under way.
-        fragment_update_alpha: how much of its own value a group keeps when it takes over the job's:
-            0: nothing, 1: all.
-        weighted: each group counts by the sum of what its bodies give to ``txn.weigh``, such as
-            its tokens; else all count alike.
+        backup_device: Device of the shared parameters. Defaults to the CPU.
+        pin_memory: Keep them in page-locked memory if there is an accelerator.
+        use_bucketization: Has no effect, because values are always reduced in buckets.
+        bucket_cap_mb: Maximum size of a bucket in MiB. Defaults to 1024.
+        should_quantize: Not supported.
+        fragment_sync_delay: Number of local steps that overlap with the reduction.
+        fragment_update_alpha: Fraction of its local value that a group keeps when it adopts the
+            shared parameters (0: none, 1: all).
+        weighted: Weight each group by the sum of its ``txn.weigh`` values, such as its tokens.
+            Otherwise all groups have equal weight.
 
     Raises:
-        FftError: an argument, the spec, the registration or a parameter does not fit.
+        FftError: An argument, the spec, the registration or a parameter is not supported.
     """
 
     algorithm = "diloco"
@@ -136,7 +139,7 @@ class DiLoCo(Synchronizer):
         return {"fragment_update_alpha": self._alpha}
 
     def _values(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """The pseudo-gradients: where the job was, less where this group is."""
+        """Return the pseudo-gradients: the shared parameters minus the local parameters."""
         return {
             name: fragment.globals[name].to(p.device) - local_of(p)
             for name, p in fragment.trained.items()

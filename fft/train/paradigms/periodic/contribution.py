@@ -9,26 +9,26 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 BUCKET_MB = 1024.0
-"""MiB that are reduced at once, as in torchft."""
+"""Default maximum size of a bucket in MiB, as in torchft."""
 
 Reduce = Callable[[torch.Tensor, str], Work]
-"""Begins to average a tensor in place across the groups; the text describes its layout."""
+"""Starts averaging a tensor in place across the groups; the text describes its layout."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the values of a contribution are put into buckets.
+    """The packing of the values of a contribution into buckets.
 
     Attributes:
-        is_weighted: Each group counts by a weight, which its buckets contain.
-        bucket_mb: Maximum size of a bucket in MiB; None: `BUCKET_MB`.
+        is_weighted: Weight each group; its buckets contain the weight.
+        bucket_mb: Maximum size of a bucket in MiB. Defaults to `BUCKET_MB`.
     """
 
     is_weighted: bool = False
     bucket_mb: float | None = None
 
     def buckets_of(self, values: Mapping[str, torch.Tensor], weight: float) -> Iterator[_Bucket]:
-        """Yield all ``values``, in order: as many of one type in a bucket as go into it."""
+        """Pack ``values`` in order into buckets of one dtype each, up to the maximum size."""
         cap = int((BUCKET_MB if self.bucket_mb is None else self.bucket_mb) * 2**20)
         open_: dict[str, torch.Tensor] = {}
         size, dtype = 0, None
@@ -43,7 +43,7 @@ class Packing:
     def _bucket(self, values: dict[str, torch.Tensor], weight: float) -> _Bucket:
         parts = [value.reshape(-1) for value in values.values()]
         if self.is_weighted:
-            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too short for products
+            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too imprecise to weight
                 parts = [part.float() for part in parts]
             parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
         own = torch.cat(parts)
@@ -53,12 +53,12 @@ class Packing:
 
 @dataclass
 class _Bucket:
-    """Values that lie behind each other, and their average where it is under way."""
+    """A flat buffer of contiguous values, and its reduction across groups if in progress."""
 
     sizes: dict[str, int]
     """Number of elements of each value."""
     is_weighted: bool
-    """The last number is the weight, by which the others are multiplied."""
+    """The last element is the weight, and the other elements are multiplied by it."""
     own: torch.Tensor
     """The contribution of this group."""
     reduced: torch.Tensor
@@ -74,19 +74,19 @@ class _Bucket:
 
 
 class Contribution:
-    """A group's part in one synchronization: the same in every attempt at it."""
+    """The contribution of a group to one synchronization; repeated attempts reduce it unchanged."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], packing: Packing, weight: float) -> None:
         self._buckets = list(packing.buckets_of(values, weight))
 
     def launch(self, reduce: Reduce, layout: str) -> None:
-        """Begin to average a copy; ``layout`` describes what the buckets belong to."""
+        """Start averaging a copy; ``layout`` identifies the contribution of the buckets."""
         for bucket in self._buckets:
             bucket.reduced = bucket.own.clone()
             bucket.work = reduce(bucket.reduced, f"{layout}{list(bucket.sizes)}")
 
     def wait(self) -> None:
-        """Wait for the averages. Raises TxnAborted: a reduction failed."""
+        """Wait for the averages. Raises TxnAborted if a reduction failed."""
         for bucket in self._buckets:
             assert bucket.work is not None, "it was launched"
             bucket.work.wait()

@@ -1,9 +1,9 @@
-"""The loop of a group that takes local steps and synchronizes now and then.
+"""The training loop of a group that takes local steps and synchronizes periodically.
 
-The script gets inner steps: transactions of the group, which commits or repeats each by itself.
-After a number of them the job's transaction comes, which does nothing but synchronize.
-A rollback of the job interrupts at most the inner step that is being computed; those before it
-stay. Main thread.
+The loop yields inner steps: transactions that the group commits or repeats on its own. The inner
+steps between two synchronizations are a window. After each window one transaction of the job
+performs the synchronization. A rollback of the job interrupts at most the inner step that is
+running; it keeps the committed inner steps. The loop runs on the main thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IN_A_STEP = (
 
 
 class PeriodicLoop:
-    """Runs inner steps and synchronisations for `TransactionLoop`, which has the job's side."""
+    """Runs inner steps and synchronizations; `TransactionLoop` runs the job's transactions."""
 
     def __init__(
         self, rank: RankContext, loop: TransactionLoop, synchronizer: Synchronizer, own: InnerSteps
@@ -47,10 +47,10 @@ class PeriodicLoop:
         self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
         self.update_failures = StepFailures(rank.settings.config.max_body_failures)
-        """Updates that failed after an inner step."""
+        """Counts failed optimizer updates of inner steps."""
 
     def run(self, inputs: LeasedInputs, max_steps: int | None) -> Iterator[InnerTransaction]:
-        """Yield inner steps until the job is over, or this group has left."""
+        """Yield inner steps until the job ends or this group leaves it."""
         loop, synchronizer = self.loop, self.synchronizer
         inputs.alive = self.watchers.ping
         self.reductions.refused = _IN_A_STEP
@@ -76,13 +76,17 @@ class PeriodicLoop:
                 yield from self._synchronized(plan, inputs)
 
     def _synchronized(self, plan: StartTxn, inputs: LeasedInputs) -> Iterator[InnerTransaction]:
-        """Yield the inner steps that come before the next txn of the job begins."""
+        """Yield the inner steps that precede the next txn of the job."""
         return iter(())
 
     def _inner_steps(
         self, plan: StartTxn, inputs: LeasedInputs
     ) -> Generator[InnerTransaction, None, float | None]:
-        """Those that are missing. Returns how long they waited for data (ms); None: rolled back."""
+        """Yield the remaining inner steps of the window.
+
+        Returns:
+            Milliseconds spent waiting for data, or None after a rollback.
+        """
         synchronizer, step, waited_ms = self.synchronizer, self.state.registered, 0.0
         while plan.lease is not None and self._steps.ready(plan):
             if synchronizer.phase.position >= synchronizer.schedule.steps:
@@ -108,7 +112,7 @@ class PeriodicLoop:
         return None if self._is_superseded() else waited_ms
 
     def _is_superseded(self) -> bool:
-        """Whether the job's txn has been rolled back meanwhile; then it is left here."""
+        """Return whether the engine has superseded the job's txn; if so, abandon it."""
         engine = self.job.engine
         if engine is None or not engine.has_word():
             return False
@@ -116,7 +120,7 @@ class PeriodicLoop:
         return True
 
     def _launched_in_time(self, plan: StartTxn) -> bool:
-        """Begin the reduction that is made beside the last inner steps. False: it failed."""
+        """Start the overlapped reduction if it is due. Return False if starting it failed."""
         synchronizer = self.synchronizer
         is_due = synchronizer.phase.position >= synchronizer.schedule.launch_at
         if synchronizer.is_launched or not is_due:
@@ -133,8 +137,7 @@ class PeriodicLoop:
             self.reductions.refused = _IN_A_STEP
 
     def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> bool:
-        """The job's txn: all that is done in it across the groups, and its vote. Whether this group
-        goes on from it."""
+        """Run the job's synchronization txn. Return whether the group continues after it."""
         self.watchers.txn_begun(plan.step)
         drawn = StepInput(None, is_last, waited_ms, plan.lease, plan.lease or 0)
         traced = self.synchronizer.phase.traced()
@@ -142,33 +145,37 @@ class PeriodicLoop:
         with txn:
             if not self.synchronizer.is_launched:
                 self._launch()
-            # for the slowest group, as long as the process group does
+            # wait for the slowest group, up to the process group's timeout
             with self.watchers.waiting():
                 self.synchronizer.finish()
         return txn.committed and not self.loop.is_over and not self.synchronizer.is_launched
 
 
 class InnerSteps:
-    """The inner steps of a group of one rank, which waits for no other rank to make them."""
+    """The inner steps of a group of one rank, which commits them without other ranks."""
 
     def ready(self, plan: StartTxn) -> bool:
-        """Wait until an inner step may begin. False: the job's engine has a command."""
+        """Wait until an inner step may begin. Return False if the job's engine has a command."""
         return True
 
     def begin(self) -> bool:
-        """Begin an inner step. False: it may not begin yet."""
+        """Begin an inner step. Return False if it may not begin yet."""
         return True
 
     def leave(self) -> None:
-        """Turn from inner steps to the job's txn."""
+        """End the inner steps, before the job's txn continues."""
 
     def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
-        """Return the transaction of the step."""
+        """Return the transaction of one inner step."""
         return InnerTransaction(loop, plan, drawn)
 
 
 class JobsPart:
-    """A part of the job's txn that is over before its end. ``failed``: the txn is rolled back."""
+    """Context manager for code of the job's txn that runs before the inner steps end.
+
+    Attributes:
+        failed: Whether the code raised an exception, so the txn is rolled back.
+    """
 
     def __init__(self, loop: TransactionLoop, plan: StartTxn) -> None:
         self.failed = False
@@ -194,15 +201,15 @@ class JobsPart:
 
 
 class InnerTransaction(Transaction):
-    """One attempt at one inner step. ``with txn:`` runs the body; leaving it commits, or repeats.
+    """One attempt at one inner step. The exit of ``with txn:`` commits the step or rolls it back.
 
     Attributes:
-        batch: what this group takes. A copy: a replay finds it as it was loaded.
-        step: synchronisations committed before this one.
-        inner_step: inner steps of this group since the last one.
-        contributes: True: a group without a share in the data is given no inner steps.
-        committed: after the body: whether the optimizer has stepped, or was to skip.
-        skipped: after the body: whether the scaler has found an inf, so that nothing was stepped.
+        batch: The batch of this group. It is a copy, so a replay gets the batch unchanged.
+        step: Number of synchronizations committed before this inner step.
+        inner_step: Number of inner steps of this group since the last synchronization.
+        contributes: Always True, because a group without a lease gets no inner steps.
+        committed: After the exit, whether the optimizer stepped or skipped this step.
+        skipped: After the exit, whether the gradient scaler found an inf and the step was skipped.
     """
 
     def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> None:
@@ -213,7 +220,11 @@ class InnerTransaction(Transaction):
         self._weight: float | None = None
 
     def weigh(self, weight: float) -> None:
-        """Have this step count by ``weight``, such as its tokens. Raises FftError: no weight."""
+        """Weight this step by ``weight``, such as its number of tokens.
+
+        Raises:
+            FftError: ``weight`` is not positive and finite.
+        """
         if not 0 < weight < math.inf:
             raise FftError(f"txn.weigh({weight}): give a positive number")
         self._weight = float(weight)
@@ -240,13 +251,14 @@ class InnerTransaction(Transaction):
         return True
 
     def _left_undone(self) -> Exception | None:
-        """The error that the step function has reported, if it ended without an exception.
+        """Return the reported error of a step function that ended without an exception, or None.
 
-        Raises StepRetriesExceeded if it ended too early, or stepped a scheduler.
+        Raises:
+            StepRetriesExceeded: The step function ended too early or stepped a scheduler.
         """
         updates = self._periodic.state.updates
         if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
-            return reported  # not of a reduction that is made beside this step
+            return reported  # excludes errors of the overlapped reduction
         mistake = updates.scheduled_in_body()
         if mistake is None and not updates.have_gradients:
             mistake = FftError(
@@ -264,8 +276,10 @@ class InnerTransaction(Transaction):
         self.carry_out(state.updates.must_skip)
 
     def carry_out(self, skip: Callable[[], bool]) -> bool:
-        """The step is committed: make its update. Whether it went well; else this rank has begun
-        anew from the last synchronisation."""
+        """Apply the update of the committed step. Return whether it succeeded.
+
+        After a failure this rank has restarted from the last synchronization.
+        """
         periodic, state = self._periodic, self._periodic.state
         try:
             self.skipped = skip()
@@ -288,7 +302,7 @@ class InnerTransaction(Transaction):
         return True
 
     def _roll_back(self, error: Exception) -> None:
-        """Put the start of the step back. Nobody else hears of it."""
+        """Restore the state at the start of the step. Other groups are not involved."""
         periodic, step = self._periodic, self._periodic.state.registered
         self._give_up_if_hopeless(error)
         logger.warning("an inner step failed here and is computed again: %s", text_of(error))
@@ -303,7 +317,10 @@ class InnerTransaction(Transaction):
         periodic.watchers.txn_ended(committed=False)
 
     def _give_up_if_hopeless(self, error: Exception, in_update: bool = False) -> None:
-        """Raise StepRetriesExceeded if ``error`` keeps coming here; of updates, in this window."""
+        """Raise StepRetriesExceeded if ``error`` recurs at this inner step.
+
+        With ``in_update`` it counts the errors of all updates in this window.
+        """
         number = self.step * self._periodic.synchronizer.schedule.steps
         number += 0 if in_update else self.inner_step
         where = f"step {self.step}, inner step {self.inner_step}"
@@ -311,7 +328,7 @@ class InnerTransaction(Transaction):
         self._loop.give_up_if_hopeless(self._plan, self._drawn, error, number, where, counted)
 
     def _begin_anew(self, error: Exception) -> None:
-        """The state of the step is lost: take what was synchronised last."""
+        """Restart from the last synchronization, because the state of the step is lost."""
         periodic = self._periodic
         self._give_up_if_hopeless(error, in_update=True)
         logger.error(
@@ -328,6 +345,6 @@ class InnerTransaction(Transaction):
         self._periodic.job.note(name, {**at, **more})
 
     def _place(self) -> dict[str, object]:
-        """Of the step in the data, for the trace."""
+        """Return the position of the step in the data, for the trace."""
         drawn = self._drawn
         return {"slice": drawn.slice, "item": drawn.item, "inner_step": self.inner_step}

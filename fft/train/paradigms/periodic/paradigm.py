@@ -1,4 +1,4 @@
-"""The paradigm of groups that take local steps and synchronize now and then: LocalSGD, DiLoCo."""
+"""The paradigm of local steps with periodic synchronization: LocalSGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Periodic(Lockstep):
-    """Groups step alone; a txn of the job synchronizes them.
+    """Groups take local steps; a txn of the job synchronizes them.
 
     Attributes:
-        synchronizer: The script's LocalSGD or DiLoCo; None: it has made none yet.
+        synchronizer: The LocalSGD or DiLoCo instance of the script, or None before it is created.
     """
 
     can_reform = False
@@ -37,17 +37,17 @@ class Periodic(Lockstep):
         self.synchronizer: Synchronizer | None = None
 
     def new_phase(self, fragments: int) -> LocalPhase:
-        """Return the local phase of a synchronizer of ``fragments`` fragments."""
+        """Return a new local phase for a synchronizer with ``fragments`` fragments."""
         return LocalPhase(fragments)
 
     def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
-        """Raise FftError if this group cannot be synchronized so."""
+        """Raise FftError if this paradigm does not support the settings of ``synchronizer``."""
 
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
-        """Have a COMMIT of the job step what ``synchronizer`` shares between the groups.
+        """Apply ``synchronizer`` to the shared state when a txn of the job commits.
 
         Raises:
-            FftError: gradients are averaged already.
+            FftError: The script already averages gradients.
         """
         self.synchronizer = synchronizer
         self._rank.state.compare_by(synchronizer.shared.fingerprint)
@@ -95,14 +95,14 @@ class Periodic(Lockstep):
             )
 
     def has_edited(self) -> bool:
-        return False  # no step function changes what is averaged
+        return False  # no step function changes the shared state
 
     def digests_to_compare(self) -> None:
-        """Compare nothing, since groups differ between two synchronizations."""
+        """Compare nothing, because groups differ between two synchronizations."""
 
     @property
     def changes_extra(self) -> bool:
-        return False  # a txn of the job computes nothing
+        return False  # a txn of the job runs no step function
 
     def restore(self) -> None:
         try:
@@ -147,7 +147,7 @@ class Periodic(Lockstep):
         return PeriodicLoop(self._rank, loop, synchronizer, InnerSteps())
 
     def txn_committed(self, txn: Transaction) -> None:
-        """Begin the checkpoint that is due, before the next local step."""
+        """Start the checkpoint that is due, before the next local step."""
         self._rank.state.checkpoints.take()
 
     # --- checkpoints ---

@@ -1,6 +1,6 @@
-"""What the groups of a periodic scope share: the job's parameters and the outer optimizers.
+"""The state that the groups of a periodic scope share: parameters and outer optimizers.
 
-Main thread. Touches the modules and optimizers that it was given, by reference.
+The code runs on the main thread. It modifies the modules and optimizers of the script in place.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from fft.train.state.tensor_subclasses import refuse_composite
 
 @dataclass
 class Fragment:
-    """A part of the model that is synchronised at once."""
+    """A part of the model that is synchronized at once."""
 
     name: str
     parameters: dict[str, nn.Parameter]
-    """By name: this group's own."""
+    """The group's local parameters by name."""
     globals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By name: the job's, as the last synchronisation has left them."""
+    """The shared parameters as of the last synchronization, by name."""
     trained: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What is synchronised: all but what was frozen when this was made."""
+    """The synchronized parameters: those that were not frozen at construction."""
 
     def refuse_thawed(self) -> None:
-        """Raise FftError if a parameter is trained that was frozen then."""
+        """Raise FftError if a parameter that was frozen at construction is now trainable."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and name not in self.trained:
                 raise FftError(
@@ -52,7 +52,7 @@ class Fragment:
                 )
 
     def put_globals(self) -> None:
-        """Give this group's parameters the values of the job's."""
+        """Copy the shared parameters into the group's local parameters."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 local_of(parameter).copy_(self.globals[name])
@@ -60,34 +60,34 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the job's parameters are kept.
+    """The storage of the shared parameters.
 
     Attributes:
-        device: None: beside the group's own.
-        pins: Page-lock them, if that is the CPU and there is an accelerator.
+        device: Device of the shared parameters, or None for the device of the local parameters.
+        pins: Whether to page-lock them if there is an accelerator.
     """
 
     device: torch.device | None = None
     pins: bool = True
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` that is kept there."""
+        """Return a copy of ``tensor`` in this storage."""
         kept = tensor.detach().to(self.device, copy=True)
         return kept.pin_memory() if self.pins and torch.accelerator.is_available() else kept
 
 
 class SharedState:
-    """The job's parameters, by fragment, and what was kept of a group's progress there.
+    """The shared parameters by fragment, and the group's progress at the last synchronization.
 
     Args:
-        step: what is registered; its steps are the groups' own.
-        modules: the fragments. Together they have all parameters that the group trains.
-        optimizers: the outer ones, over the same parameters; may be none.
-        plan: what must be equal on all groups: periods, fragments; plain data.
-        storage: where the job's parameters are kept.
+        step: The registered state, which the local steps change.
+        modules: The fragments, which together contain all parameters that the group trains.
+        optimizers: The outer optimizers over the same parameters; may be empty.
+        plan: The settings that must be equal in all groups, as plain data.
+        storage: The storage of the shared parameters.
 
     Raises:
-        FftError: a parameter in no fragment or in two, or a fragment without any.
+        FftError: A parameter is in no fragment or in two, or a fragment has no parameters.
     """
 
     def __init__(
@@ -107,12 +107,15 @@ class SharedState:
         self._plan = dict(plan)
         self._storage = storage
         self._progress: dict[str, Any] = {}
-        """Of the group, at the last synchronisation."""
+        """Progress of the group at the last synchronization."""
 
     def take(self) -> None:
-        """This group's parameters are the job's, before its first step. Once; then it is known.
+        """Initialize the shared parameters from the local ones before the first step.
 
-        Raises FftError: the model has changed since it was registered.
+        Later calls have no effect.
+
+        Raises:
+            FftError: The model has changed since the synchronizer was created.
         """
         if self._progress:
             return
@@ -128,11 +131,11 @@ class SharedState:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """A synchronisation is over: what comes after it may have to begin anew from here."""
+        """Save the progress after a synchronization, as the point to restart from."""
         self._progress = self._step.progress()
 
     def start_over(self) -> None:
-        """Begin anew from the last synchronisation. What the inner optimizers have kept is lost."""
+        """Restart from the last synchronization. This resets the inner optimizers."""
         for fragment in self.fragments:
             fragment.put_globals()
         self._step.start_over(self._progress)
@@ -140,7 +143,7 @@ class SharedState:
     # --- from group to group ---
 
     def export(self, copy_mutable: bool = False) -> dict[str, object]:
-        """As `StepState.export`, of what the groups have in common: no body changes it."""
+        """Export the shared state like `StepState.export`. Step functions do not change it."""
         return {
             "plan": self._plan,
             "parameters": {n: v for f in self.fragments for n, v in f.globals.items()},
@@ -149,10 +152,11 @@ class SharedState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `export` of another group, and begin anew from it.
+        """Load the result of `export` of another group, and restart from it.
 
         Raises:
-            StateMismatch: it is of another job; names the difference. Nothing has been changed.
+            StateMismatch: The state does not match this group; the message names the difference.
+                Nothing has been changed.
         """
         check_names("state", state, ("plan", "parameters", "optimizers", "progress"))
         check_names("plan", state["plan"], self._plan)
@@ -177,14 +181,14 @@ class SharedState:
         self.start_over()
 
     def digest(self, buffers: bool = True) -> str:
-        """Blake2b (128 bit, hex) over the job's parameters and the outer optimizers' state."""
+        """Return a Blake2b digest (128 bits, hex) of the shared parameters and outer optimizers."""
         hasher = hashlib.blake2b(digest_size=16)
         outer = [values["state"] for values in self._exported()]
         feed(hasher, {"parameters": [f.globals for f in self.fragments], "optimizers": outer})
         return hasher.hexdigest()
 
     def fingerprint(self) -> str:
-        """Cheap fingerprint of the same (`fft.train.state.fingerprint`)."""
+        """Return a cheap fingerprint of the same state (see `fft.train.state.fingerprint`)."""
         tensors = [value for f in self.fragments for value in f.globals.values()]
         outer = (values["state"] for values in self._exported())
         return fingerprint(tensors + [t for state in outer for _, t in tensors_of(state, "")])
@@ -232,9 +236,9 @@ def _fragments(modules: Sequence[nn.Module], names: Mapping[str, torch.Tensor]) 
 def _refuse_unfit_outer(
     fragments: Sequence[Fragment], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise if a fragment is not stepped by its outer optimizer, or anything else is.
+    """Raise FftError unless the outer optimizers step exactly the parameters of their fragments.
 
-    One optimizer is for all fragments; several are for one each, in their order.
+    A single optimizer covers all fragments. Several optimizers cover one fragment each, in order.
     """
     if not optimizers:
         return

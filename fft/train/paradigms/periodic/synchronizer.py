@@ -1,8 +1,8 @@
-"""The synchronization of groups that take local steps, whatever it averages.
+"""The synchronization of groups that take local steps: the common part of LocalSGD and DiLoCo.
 
-Each synchronization is one transaction of the job. A group computes its contribution once from its
-parameters and keeps it until the decision, so that a repeated attempt reduces the same. Main
-thread; touches the modules and optimizers that it was given.
+Each synchronization is one transaction of the job. A group computes its contribution once and keeps
+it until the decision, so a repeated attempt reduces the same values. The code runs on the main
+thread and modifies the modules and optimizers of the script in place.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _ANEW = "a new beginning"
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """After how many local steps fragments are synchronized, one after the other in turn.
+    """The number of local steps between synchronizations; fragments take turns.
 
     Attributes:
         sync_every: Local steps between two synchronizations of one fragment.
         fragments: Number of fragments.
-        delay: Local steps that are made while a reduction is under way.
+        delay: Number of local steps that overlap with a reduction.
 
     Raises:
-        FftError: the numbers do not fit.
+        FftError: The values are inconsistent.
     """
 
     sync_every: int
@@ -63,22 +63,22 @@ class SyncSchedule:
 
     @property
     def steps(self) -> int:
-        """Local steps from one synchronization to the next."""
+        """Number of local steps from one synchronization to the next."""
         return self.sync_every // self.fragments
 
     @property
     def launch_at(self) -> int:
-        """Number of local steps after which the reduction begins."""
+        """Number of local steps after which the reduction starts."""
         return self.steps - self.delay
 
 
 class LocalPhase:
-    """The steps that a group has taken by itself since its last synchronization.
+    """The local steps that a group has taken since its last synchronization.
 
     Attributes:
-        lease: The slice of the data that they take; None: none yet.
-        position: Their number.
-        weights: Sum of the weights of the steps that are in no reduction yet, by fragment.
+        lease: The leased data slice for these steps, or None before there is one.
+        position: Number of these steps.
+        weights: Per fragment, the total weight of the steps since its last reduction.
     """
 
     lease: int | None
@@ -89,55 +89,55 @@ class LocalPhase:
         self._history = _ANEW
 
     def continues(self, plan: StartTxn) -> bool:
-        """Return whether its steps are a contribution to the txn of ``plan``."""
+        """Return whether the local steps are the contribution to the txn of ``plan``."""
         return self.lease == plan.lease
 
     def enter(self, plan: StartTxn) -> None:
-        """Continue in the txn of ``plan``, or begin in it if there is no lease."""
+        """Continue in the txn of ``plan``, or start a new phase in it if there is no lease."""
         self.lease = plan.lease
 
     def stepped(self, weight: float) -> None:
-        """Count a committed step of this weight."""
+        """Record a committed step of this weight."""
         self._history = _after(self._history, f"{self.lease}.{self.position}")
         self.position += 1
         self.weights = [sum_ + weight for sum_ in self.weights]
 
     def take_weight(self, fragment: int) -> float:
-        """Return the weight of the steps for a reduction; what comes is in the next one."""
+        """Return and reset the weight for a reduction; later steps count toward the next one."""
         weight, self.weights[fragment] = self.weights[fragment], 0.0
         return weight
 
     def end(self) -> None:
-        """End with a synchronization."""
+        """End the phase after a synchronization."""
         self._history = _after(self._history, "synchronised")
         self.lease, self.position = None, 0
 
     def void(self) -> None:
-        """End without one: the steps count for nothing."""
+        """End the phase without a synchronization, and discard its steps."""
         self.lease, self.position = None, 0
         self.weights = [0.0] * len(self.weights)
         self._history = _ANEW
 
     def standing(self) -> str:
-        """Return a text that is equal on ranks of a group whose states belong together."""
+        """Describe the position; the text is equal on ranks of a group with consistent states."""
         return f"inner step {self.position} of slice {self.lease}, after {self._history}"
 
     def traced(self) -> dict[str, int]:
-        """Return what the trace contains of it when its synchronization is committed."""
+        """Return the fields for the trace entry of the committed synchronization."""
         return {"inner_steps": self.position}
 
 
 class Synchronizer(ABC):
-    """The common part of LocalSGD and DiLoCo. Made after ``manager.register``, before the loop.
+    """The common part of LocalSGD and DiLoCo, created between ``manager.register`` and the loop.
 
     Attributes:
-        schedule: After how many local steps groups synchronize.
-        packing: How contributions are put into buckets.
+        schedule: The number of local steps between synchronizations.
+        packing: The packing of contributions into buckets.
         plan: The settings that must be equal in all groups, by name.
-        shared: The state that the groups have in common.
-        outer: The optimizers that a COMMIT of the job steps.
+        shared: The state that the groups share.
+        outer: The outer optimizers, stepped when a txn of the job commits.
         phase: The local steps since the last synchronization.
-        is_launched: The reduction of this attempt is under way.
+        is_launched: Whether the reduction of this attempt has been started.
     """
 
     algorithm: ClassVar[str]
@@ -172,7 +172,7 @@ class Synchronizer(ABC):
         self._due: Fragment | None = None
         """The fragment that the open txn synchronizes."""
         self._contribution: Contribution | None = None
-        """This group's to the open txn; None until it is time to reduce."""
+        """The contribution of this group to the open txn, or None before it is computed."""
         manager._parts.paradigm.synchronize_by(self)
 
     def _refuse_unfit(
@@ -197,73 +197,85 @@ class Synchronizer(ABC):
             )
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of this algorithm alone that must be equal in all groups."""
+        """Return algorithm-specific settings that must be equal in all groups."""
         return {}
 
     @property
     def name(self) -> str:
-        """The class as scripts name it."""
+        """The class name in scripts."""
         return f"fft.{type(self).__name__}"
 
     def describe(self) -> str:
-        """Return in words what must be equal in all groups."""
+        """Describe the settings that must be equal in all groups."""
         told = ", ".join(f"{key}={value}" for key, value in self.plan.items())
         return f"by {self.name} ({told})"
 
-    # --- checkpoints of the user's ---
+    # --- state dicts and checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What the groups share, as the last synchronisation left it: live tensors, plain data."""
+        """Return the shared state of the last synchronization as live tensors and plain data."""
         self.shared.take()
         return self.shared.export()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where a `state_dict` was taken; before the loop. This group's own parameters take
-        the job's values, and inner optimizers begin anew.
+        """Load a `state_dict` before the loop starts.
 
-        Raises StateMismatch: it is that of another job; names what differs.
+        The local parameters are set to the shared values, and the inner optimizers are reset.
+
+        Raises:
+            StateMismatch: The state does not match this job; the message names the difference.
         """
         self.shared.take()
         self.load(state, keep_gradients=False)
 
     def export_own(self) -> dict[str, Any]:
-        """At the end of a window: this group's own. Copy its tensors before the next inner step."""
+        """Export the local state of this group at the end of a window.
+
+        The caller must copy the tensors before the next inner step.
+        """
         own = self._rank.state.registered.export(copy_mutable=True)
         del own["buffers"]
         return {"state": own, "weights": list(self.phase.weights)}
 
     def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Go on as the group that has exported it, after `load_state_dict`."""
+        """Restore the result of `export_own`, after `load_state_dict`."""
         self._rank.state.registered.load({**own["state"], "buffers": buffers})
         self.phase.weights = list(own["weights"])
 
     # --- a txn of the job ---
 
     def begin(self, plan: StartTxn) -> None:
-        """Begin a txn: continue where this group was, or anew if its lease is another one."""
+        """Begin a txn of the job.
+
+        The group keeps its local steps if they belong to this txn. Otherwise it restarts from the
+        last synchronization.
+        """
         self.is_launched = False
         phase = self.phase
         if phase.lease is not None and not phase.continues(plan):
             self.start_over()
-        if phase.lease is None:  # a joiner that was fetching has reduced what counts for no lease
+        if phase.lease is None:  # a joiner reduces a contribution without a lease
             self._contribution = None
         phase.enter(plan)
         self._due = self.shared.fragments[plan.step % len(self.shared.fragments)]
 
     def start_over(self) -> None:
-        """The progress since the last synchronisation is void."""
+        """Discard the local steps since the last synchronization."""
         reshard(self._rank.state.models)
         self.shared.start_over()
         self._forget_phase()
 
     def begin_anew(self, plan: StartTxn, cause: str, **at: Any) -> None:
-        """The state of a step is lost: take what was synchronised last, with the same lease.
+        """Restart from the last synchronization with the same lease, after a step lost its state.
 
-        ``at``: what the trace tells of the step besides.
+        Args:
+            plan: The open txn of the job.
+            cause: The reason, for the trace.
+            at: Further fields for the trace entry.
         """
         job = self._rank.job
         job.note("inner_torn", {"token": list(plan.token), **at, "cause": cause})
-        if self.is_launched:  # what is being reduced is void
+        if self.is_launched:  # the reduction in progress is invalid
             text = f"a group begins anew: {cause}"
             job.post(Fault(plan.token, text, CauseCode.SCOPE_RESET, "inner"))
         self.start_over()
@@ -271,15 +283,15 @@ class Synchronizer(ABC):
 
     @property
     def has_contribution(self) -> bool:
-        """Whether the contribution of this group is computed, and no synchronization has it."""
+        """Whether this group has computed a contribution that no committed txn includes."""
         return self._contribution is not None
 
     def load(self, state: Mapping[str, Any], keep_gradients: bool) -> None:
-        """Take over the shared state of another group, and begin anew.
+        """Load the shared state of another group, and discard the local steps.
 
         Args:
-            state: The result of `export` of that group's shared state.
-            keep_gradients: The reductions of this txn belong to that state.
+            state: The exported shared state of that group.
+            keep_gradients: Keep the contribution to this txn, which belongs to that state.
         """
         self.take_over(state)
         contribution = self._contribution if keep_gradients else None
@@ -287,15 +299,15 @@ class Synchronizer(ABC):
         self._contribution = contribution
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Take over the shared state of another group, and keep this group's contribution."""
+        """Load the shared state of another group, and keep this group's contribution."""
         self.shared.load(state)
         reshard(self._rank.state.models)
-        self._rank.state.updates.loaded()  # schedules are where they were
+        self._rank.state.updates.loaded()  # scheduler positions were restored
 
     def _forget_phase(self) -> None:
         updates = self._rank.state.updates
         updates.loaded()
-        updates.forget()  # no gradient is unscaled
+        updates.forget()  # gradients count as scaled again
         if self.phase.position:
             void = {"slice": self.phase.lease, "inner_steps": self.phase.position}
             self._rank.job.note("inner_void", void)
@@ -303,13 +315,13 @@ class Synchronizer(ABC):
         self._contribution = None
 
     def stepped(self, weight: float | None) -> None:
-        """Count a committed local step.
+        """Record a committed local step.
 
         Args:
-            weight: The script's, from ``txn.weigh``.
+            weight: The weight that the script passed to ``txn.weigh``, or None.
 
         Raises:
-            FftError: there is a weight and must be none, or the reverse.
+            FftError: A weight is given although the packing is not weighted, or vice versa.
         """
         if (weight is not None) != self.packing.is_weighted:
             given = "was called" if weight is not None else "was not called"
@@ -321,7 +333,7 @@ class Synchronizer(ABC):
         self.phase.stepped(weight or 0.0)
 
     def launch(self) -> None:
-        """Begin to reduce this group's contribution, for the first time or in a new attempt."""
+        """Start the reduction of the contribution; each attempt reduces the same values."""
         assert self._due is not None, "a txn is open"
         self.is_launched = True
         self._due.refuse_thawed()
@@ -329,7 +341,7 @@ class Synchronizer(ABC):
         self.prepare().launch(reduce, f"{self.plan}{self._due.name}")
 
     def prepare(self) -> Contribution:
-        """Return the contribution of this group, computed once for all attempts."""
+        """Return the contribution of this group, which is computed once for all attempts."""
         assert self._due is not None, "a txn is open, or was"
         if self._contribution is None:
             with torch.no_grad():
@@ -339,33 +351,38 @@ class Synchronizer(ABC):
         return self._contribution
 
     def finish(self) -> None:
-        """Wait for the reduction. Raises TxnAborted: it failed; FftError: it is void."""
+        """Wait for the reduction.
+
+        Raises:
+            TxnAborted: The reduction failed.
+            FftError: This group has discarded its contribution in the meantime.
+        """
         if self._contribution is None:
             raise FftError("what was being reduced is void: this group has begun anew meanwhile")
         self._contribution.wait()
         self._rank.manager.raise_if_failed()
 
-    # --- what a COMMIT does ---
+    # --- the commit of a txn ---
 
     def apply(self) -> None:
-        """The job's parameters take the step."""
+        """Update the shared parameters from the averaged contributions."""
         assert self._due is not None, "a txn is open"
         assert self._contribution is not None, "nothing was reduced"
         mean = {}
         for name, value in self._contribution.means():
             own = local_of(self._due.parameters[name])
             mean[name] = value.view_as(own).to(own.dtype)
-        reshard(self._rank.state.models)  # what was gathered would hide the new values
+        reshard(self._rank.state.models)  # an unsharded copy would hide the new values
         with torch.no_grad():
             self._step(self._due, mean)
         self._end_phase()
 
     def skip(self) -> None:
-        """The window is over without a step of the job's parameters."""
+        """End the window without an update of the shared parameters."""
         self._end_phase()
 
     def done(self) -> None:  # noqa: B027 - nothing is left to do
-        """The user's functions follow the inner steps."""
+        """Do nothing, because functions of ``manager.on_commit`` run after each inner step."""
 
     def _end_phase(self) -> None:
         self.phase.end()
@@ -373,17 +390,17 @@ class Synchronizer(ABC):
         self.is_launched = False
         self.shared.note_progress()
 
-    # --- what is reduced ---
+    # --- the algorithm ---
 
     @abstractmethod
     def _values(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Return this group's contribution to the average, by parameter: new tensors."""
+        """Return this group's contribution to the average as new tensors by parameter name."""
 
     @abstractmethod
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
-        """Step the job's parameters, and this group's, by the average."""
+        """Update the shared and local parameters from the average."""
 
 
 def _after(history: str, event: str) -> str:
-    """Return a digest of everything that a rank has been through."""
+    """Return the digest of a rank's history extended by ``event``."""
     return hashlib.blake2b(f"{history}|{event}".encode(), digest_size=8).hexdigest()
