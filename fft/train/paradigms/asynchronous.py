@@ -1,8 +1,8 @@
-"""The paradigm of groups that synchronize without waiting for all others, within a bound.
+"""The paradigm of groups that synchronize without waiting for all others, with bounded staleness.
 
-A group that has synchronized is local: it computes its contribution to a later synchronization
-from the state that it has received, its base, and then asks to take part in one. Other groups wait
-for it only if it would otherwise be further behind than the bound.
+After a synchronization a group takes local steps from the state that it has received, its base.
+Then it requests to take part in a later synchronization with its contribution. Other groups wait
+for it only if its contribution would otherwise exceed the staleness bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fft.train.transaction import TransactionLoop
 
 
 class Asynchronous(Periodic):
-    """Groups step alone; more than half of them synchronize in a txn of the job."""
+    """Groups take local steps; a txn of the job synchronizes more than half of them."""
 
     def new_phase(self, fragments: int) -> LocalPhase:
         return BoundedPhase(self._rank.job, fragments)
@@ -45,7 +45,7 @@ class Asynchronous(Periodic):
             )
 
     def _why_unfit(self, algorithm: str) -> str:
-        """Return why the groups of this job cannot go on without each other; empty: they can."""
+        """Return why this configuration cannot synchronize asynchronously; empty if it can."""
         if algorithm != "diloco":
             return (
                 "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
@@ -61,7 +61,7 @@ class Asynchronous(Periodic):
 
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
         if self.synchronizer is not None and self.synchronizer.has_contribution:
-            self.synchronizer.take_over(state)  # the contribution is from before
+            self.synchronizer.take_over(state)  # it was computed before this load
         else:
             super().load_shared(state, keep_gradients)
 
@@ -73,10 +73,10 @@ class Asynchronous(Periodic):
 
 
 class BoundedPhase(LocalPhase):
-    """A local phase whose contribution may come to a later synchronization.
+    """A local phase whose contribution may enter a later synchronization.
 
     Attributes:
-        base: The job's step that the local steps began from.
+        base: The job step from which the local steps started.
     """
 
     def __init__(self, job: Participation, fragments: int) -> None:
@@ -85,7 +85,7 @@ class BoundedPhase(LocalPhase):
         self._job = job
 
     def continues(self, plan: StartTxn) -> bool:
-        """Return whether its steps are what this group brings to the txn of ``plan``."""
+        """Return whether the local steps are the contribution to the txn of ``plan``."""
         if self.position == 0:
             return super().continues(plan)
         local, engine = self._job.local, self._job.engine
@@ -94,13 +94,13 @@ class BoundedPhase(LocalPhase):
         return is_brought(epoch, config, (self.lease, self.base), plan.lease)
 
     def enter(self, plan: StartTxn) -> None:
-        """See `LocalPhase.enter`; a new phase begins from the state of ``plan``."""
+        """See `LocalPhase.enter`; a new phase starts from the state of ``plan``."""
         if self.lease is None:
             self.base = plan.step
         super().enter(plan)
 
     def begin_after(self, record: Record) -> None:
-        """Begin from the state of a committed ``record``, with the lease that this group has."""
+        """Start from the state of a committed ``record``, with the lease of this group."""
         assert self._job.engine is not None, "it was committed"
         self.lease = own_lease(record.leases, self._job.engine.participant.config)
         self.base = record.step
@@ -114,8 +114,7 @@ class AsynchronousLoop(PeriodicLoop):
     """Runs the local phases of a group for `TransactionLoop`."""
 
     def _synchronized(self, plan: StartTxn, inputs: LeasedInputs) -> Iterator[InnerTransaction]:
-        """Compute this group's contribution to a later synchronization, and ask to take part in
-        it."""
+        """Compute the contribution to a later synchronization, and request to join it."""
         phase, record = self.synchronizer.phase, self.state.position
         assert isinstance(phase, BoundedPhase), "of this paradigm"
         assert record is not None, "it was committed"
@@ -124,16 +123,16 @@ class AsynchronousLoop(PeriodicLoop):
             self.injector.begin(record.step, len(plan.members), 0)
         own = replace(plan, step=record.step, lineage=record.lineage, lease=phase.lease)
         if (yield from self._inner_steps(own, inputs)) is None:
-            return  # the engine has a command: this group leaves
+            return  # the engine issued a command: this group leaves its local phase
         self.synchronizer.prepare()
         self.job.post(Synchronise())
 
 
 class DueToLocal(DueByWord):
-    """The rule for groups that may be in their local phase while others synchronize."""
+    """Checkpoint schedule of groups that may take local steps while others synchronize."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `CheckpointSchedule.left`: a group in its local phase is still in the job."""
+        """See `CheckpointSchedule.left`; a group in its local phase has not left the job."""
         local = self._job.local
         if local is None or local.head is None or local.head.n < record.n or record.last:
             return frozenset()

@@ -1,18 +1,18 @@
 """The scope inside a replica group of several ranks, which commit each step of the group together.
 
-It is one more instance of the protocol: a job of one group, with an engine, a table of the main
-thread, a bus and a trace of its own. The bus is on the group's own store, so that each life of the
-group has its own inner job. No other group hears of it.
+The scope is a separate instance of the protocol: a job of one group with its own engine,
+main-thread state machine, bus and trace. Its bus uses the group's own store, so each restart of
+the group creates a new inner job. Other groups do not see it.
 
-The job's scope comes first: a rank that has a word of the job's engine carries it out before
-anything of this scope. Else ranks could wait in a circle, each in the one scope for a mate that
-waits in the other. So whatever the main thread waits for here, it comes back when the job speaks;
-what was decided here meanwhile is carried out afterwards. The job's engine waits for nothing here,
-and it alone judges who lives: this scope leaves nobody out.
+The job scope has priority: a rank executes a command of the job's engine before any command of
+this scope. This rules out deadlock between ranks that wait in different scopes. Each wait of the
+main thread in this scope therefore returns when the job's engine issues a command. A decision made
+here in the meantime is applied afterwards. The job's engine never waits for this scope. Only the
+job scope detects failures and excludes ranks.
 
-Each rollback of the job's aborts the shard group, too, and each is followed by a new epoch here. As
-they meet in it, the ranks compare where they stand; if they differ, all begin anew from the last
-synchronisation.
+Each rollback of the job also aborts the shard group and is followed by a new epoch of this scope.
+When the ranks build the shard group, they compare their positions. If these differ, all ranks
+restart from the last synchronization.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ from fft.train.unsafe_places import guarded
 logger = logging.getLogger(__name__)
 
 _NEVER_S = 3e8
-"""Ten years. Mates are waited for as long as the job keeps the group."""
+"""Ten years, in effect unlimited: ranks wait for each other as long as the job keeps the group."""
 _UNBOUND = ("quorum", "ready_window")
 
 
 class InnerScope(InnerSteps):
-    """Of one rank. The main thread's, unless said otherwise."""
+    """The inner scope of one rank; methods run on the main thread unless noted otherwise."""
 
     def __init__(self, rank: RankContext) -> None:
         """
         Raises:
-            FftError: the ranks have no process group that they could meet in.
+            FftError: The ranks have no shard process group.
         """
         if not rank.groups.has_shard_group:
             raise FftError(
@@ -93,14 +93,14 @@ class InnerScope(InnerSteps):
         self._settings, self._limits = rank.settings, rank.limits
         self._own: Participation | None = None
         self._plan: StartTxn | None = None
-        """Of the job's txn that is open."""
+        """Plan of the open txn of the job."""
         self._token = Token(0, 0)
-        """Of the inner txn that began last here."""
+        """Token of the most recent inner txn on this rank."""
         self._attempt: SharedInnerTransaction | None = None
-        """What this rank has voted for, whose decision it has not carried out."""
+        """The step for which this rank voted and whose decision is not applied yet."""
         self._entered = self._in_body = False
         self._gate = threading.Lock()
-        """Held to open or close a body, and to interrupt it: no other body is."""
+        """Serializes entry, exit and interruption, so that only an inner step is interrupted."""
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -112,8 +112,15 @@ class InnerScope(InnerSteps):
     # --- begin and end ---
 
     def start(self, config: Config) -> None:
-        """Join the inner job; ``config``: of this participant in the job. Raises BusError."""
-        # named after this life of the job's bus, like the bus of the group's votes
+        """Join the inner job.
+
+        Args:
+            config: Configuration of this participant in the outer job.
+
+        Raises:
+            BusError: The inner bus is not available.
+        """
+        # named after the generation of the job bus, like the bus of the group's votes
         url = bus_url(config.store, f"{self._job.bus.generation}-inner")
         operation_s = self._limits["bus_operation"].seconds
         bus = open_job_bus(url, self._settings.token, operation_s, purpose="inner bus")
@@ -156,7 +163,7 @@ class InnerScope(InnerSteps):
 
     @property
     def _joined(self) -> Participation:
-        """This process as a participant of the inner job, which it has joined."""
+        """This process as a participant of the inner job."""
         assert self._own is not None, "the job was joined"
         return self._own
 
@@ -173,29 +180,36 @@ class InnerScope(InnerSteps):
     # --- any thread ---
 
     def hear_job(self, cause: str) -> None:
-        """The job's engine has a word for the main thread."""
+        """Abort the shard group and wake the main thread for a command of the job's engine."""
         if self._entered:
             self._groups.abort_shard(cause)
         if self._own is not None and self._own.engine is not None:
             self._own.engine.nudge()
 
     def abort_groups(self, cause: str) -> None:
-        """The attempt is rolled back. A mate that leaves after the job's last txn disturbs nobody:
-        who is slower may still be in a collective of its own code."""
+        """Abort the shard group for a rollback.
+
+        After the end of the job it stays, because a slower rank may still run collectives in
+        user code.
+        """
         local = self._job.local
         if local is None or local.role != "terminal":
             self._groups.abort_shard(cause)
 
     def interrupt(self, cause: str) -> None:
-        """Unwind the body of an inner step, if that is what is open."""
+        """Interrupt the step function of an inner step if it is running."""
         with self._gate:
             if self._in_body:
                 self._watchers.interrupt(cause)
 
-    # --- the loop of the group's steps ---
+    # --- inner steps ---
 
     def ready(self, plan: StartTxn) -> bool:
-        """Do what this scope's engine asks, until a step may begin. False: the job has a word."""
+        """Execute commands of this scope's engine until a step may begin.
+
+        Returns:
+            False if a command of the job's engine arrives first.
+        """
         self._plan, self._entered = plan, True
         while (command := self._next()) is not None:
             if isinstance(command, StartTxn) and not self._groups.shard_aborted:
@@ -204,15 +218,15 @@ class InnerScope(InnerSteps):
         return False
 
     def leave(self) -> None:
-        """The main thread turns to the job's scope."""
+        """Leave this scope; the main thread continues in the job scope."""
         self._entered = False
 
     def transaction(self, loop: PeriodicLoop, plan: StartTxn, drawn: StepInput) -> InnerTransaction:
-        """Return the transaction of a step that all ranks of the group make."""
+        """Return the transaction of a step that all ranks of the group take."""
         return SharedInnerTransaction(loop, self, plan, drawn)
 
     def begin(self) -> bool:
-        """A step begins. False: there is another word now."""
+        """Begin a step. Return False if another command has superseded it."""
         command = self._engine.wait_command()
         if not isinstance(command, StartTxn):
             return False
@@ -222,32 +236,35 @@ class InnerScope(InnerSteps):
         return True
 
     def enter_step(self) -> None:
-        """Its body begins."""
+        """Start the step function; `interrupt` may interrupt it from now on."""
         with self._gate:
             self._in_body = True
-            if self._engine.superseded():  # rolled back before there was anything to unwind
+            if self._engine.superseded():  # a rollback came before the step function
                 self._watchers.interrupt("rolled back before it began")
 
     def exit_step(self) -> None:
-        """It has ended, however."""
+        """End the step function, whether it succeeded or failed."""
         with self._gate:
             self._in_body = False
 
     @property
     def is_rolled_back(self) -> bool:
-        """Whether the step that is open here is void by the word of an engine."""
+        """Whether a command of either engine has superseded the open inner step."""
         return self._engine.superseded() or self._job_speaks()
 
     def fail(self, cause: str, code: CauseCode, source: str) -> None:
-        """The body is over without a vote: all ranks of the group roll the step back."""
+        """Roll the step back on all ranks of the group, instead of a vote."""
         self._thread.unwound()
         self._engine.post(Fault(self._token, cause, code, source))
 
     def vote(self, attempt: SharedInnerTransaction, skip: bool) -> None:
-        """Vote for the step, and carry out the decision, unless the job speaks before it comes:
-        then it is carried out when this scope is entered again."""
+        """Vote for the step and apply the decision.
+
+        If a command of the job's engine arrives before the decision, the decision is applied when
+        the main thread enters this scope again.
+        """
         self._attempt = attempt
-        manifest = ManifestBuilder()  # nobody sees what FSDP2 has reduced, but for what came of it
+        manifest = ManifestBuilder()  # FSDP2's reductions are not visible, only their results
         for parameter in self._state.updates.parameters():
             if parameter.grad is not None:
                 manifest.add(local_of(parameter.grad), "gradient")
@@ -255,13 +272,13 @@ class InnerScope(InnerSteps):
         while self._thread.role == "waiting" and (command := self._next()) is not None:
             self._thread.execute(command, self._work)
 
-    # --- words of this scope's engine ---
+    # --- commands of this scope's engine ---
 
     def _job_speaks(self) -> bool:
         return self._job.engine is not None and self._job.engine.has_word()
 
     def _next(self) -> Command | None:
-        """The next word of this scope's engine. None: the job's has one, which comes first."""
+        """Return the next command of this scope, or None if the job's engine has a command."""
         if self._job_speaks():
             return None
         with self._watchers.waiting():
@@ -269,7 +286,7 @@ class InnerScope(InnerSteps):
             return None if self._job_speaks() else self._engine.wait_command()
 
     def _refuse_txn(self, command: StartTxn) -> None:
-        """The shard group was aborted since it was built: build it anew, by a rollback."""
+        """Request a rollback that rebuilds the shard group, which has been aborted."""
         self._token = command.token
         text = "the shard group was aborted with the job's txn"
         self.fail(text, CauseCode.SCOPE_RESET, "job")
@@ -282,7 +299,7 @@ class InnerScope(InnerSteps):
         try:
             if step.captured:
                 step.restore()
-            else:  # before it began here, or the state that it was computed from is gone
+            else:  # the step has not begun here, or its start state is lost
                 step.unwind()
         except TornState as error:
             self._begin_anew(text_of(error))
@@ -295,7 +312,7 @@ class InnerScope(InnerSteps):
         try:
             with self._watchers.waiting():
                 notes = self._groups.build_shard(command.record, mine, self._job_speaks)
-        except Exception as error:  # noqa: BLE001 - the engine hears of it, and tries again
+        except Exception as error:  # noqa: BLE001 - reported to the engine, which retries
             logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
             self._job.note_error(error)
             code = code_of(error, own=CauseCode.EPOCH_FAILED)
@@ -306,11 +323,12 @@ class InnerScope(InnerSteps):
         self._thread.report(Healed(epoch))
 
     def _apply(self, command: Apply) -> None:
-        """Make the update of a step that the group has committed, unless its state is void."""
+        """Apply the update of a committed step, unless its state has been discarded."""
         attempt, self._attempt = self._attempt, None
         is_due = attempt is not None and self._state.registered.captured
         if is_due and attempt is not None and not attempt.carry_out(lambda: command.skip):
-            # It begins anew. Mates may be in the synchronisation already: all come back here.
+            # This rank has restarted from the last synchronization. Other ranks of the group may
+            # already be synchronizing, and a rollback of the job's txn brings them back.
             self._groups.abort_shard("the update of an inner step has failed on this rank")
             assert self._plan is not None, "a txn of the job is open"
             text = "the update of an inner step has failed; its group begins anew"
@@ -326,7 +344,7 @@ class InnerScope(InnerSteps):
         synchronizer.begin_anew(plan, why)
 
     def _stop(self, command: Finish) -> None:
-        """Raises the error that the engine names: without this scope the group makes no step."""
+        """Raise the engine's error, because the group cannot train without this scope."""
         if command.error is not None:
             raise error_of(command)
         raise FftError(f"the scope of this replica group has ended: {command.reason}")
@@ -339,20 +357,20 @@ class _Host:
         self._scope = weakref.ref(scope)
 
     def cancel_futures(self, cause: str) -> None:
-        """The futures of the process are those of the job's reductions."""
+        """Do nothing, because all futures of the process belong to the job's reductions."""
 
     def abort_groups(self, cause: str) -> None:
         if (scope := self._scope()) is not None:
             scope.abort_groups(cause)
 
     def members_lost(self) -> None:
-        """No abort was put off."""
+        """Do nothing, because this scope never defers an abort."""
 
     def decided(self, record: Record) -> None:
-        """Hangs are of the process, and the job's scope hears of them."""
+        """Do nothing, because the job scope detects hangs."""
 
     def command(self, command: OperatorCommand) -> None:
-        """Operators speak to the job."""
+        """Do nothing, because operators send commands to the job only."""
 
     def interrupt(self, cause: str) -> None:
         if (scope := self._scope()) is not None:
@@ -360,11 +378,11 @@ class _Host:
 
 
 class SharedInnerTransaction(InnerTransaction):
-    """An inner step that the ranks of the group commit or repeat together.
+    """An inner step that all ranks of the group commit or repeat together.
 
     ``committed`` may be False for a step whose decision came after a command of the job's engine.
-    Its update is made when the group continues, and functions of ``manager.on_commit`` are called
-    then.
+    When the group continues, it applies the update and calls the functions of
+    ``manager.on_commit``.
     """
 
     def __init__(
@@ -400,18 +418,18 @@ class SharedInnerTransaction(InnerTransaction):
         return True
 
     def _vote(self) -> Exception | None:
-        """Vote YES, and carry out the decision. Return the reason if there can be no vote."""
+        """Vote YES and apply the decision. Return the error if the rank cannot vote."""
         state = self._periodic.state
         state.registered.note_edits()
         try:
             skip = state.updates.must_skip()
-        except Exception as error:  # noqa: BLE001 - as one of the body's
+        except Exception as error:  # noqa: BLE001 - handled like an error of the step function
             return error
         self._inner.vote(self, skip)
         return None
 
     def _give_up(self, error: BaseException) -> None:
-        """Have the group roll the step back, whose step function has failed or was interrupted."""
+        """Roll the step back on all ranks after its step function failed or was interrupted."""
         periodic, is_void = self._periodic, self._inner.is_rolled_back
         text = text_of(error)
         self._inner.fail(text, code_of(error), type(error).__name__)

@@ -1,6 +1,6 @@
-"""The paradigm of groups of several ranks that take local steps: HSDP in LocalSGD or DiLoCo.
+"""The paradigm of local steps by groups of several ranks: HSDP with LocalSGD or DiLoCo.
 
-The ranks of a group commit each local step together, in a scope of their own (`inner_scope`).
+The ranks of a group commit each local step together in an inner scope (`inner_scope`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fft.train.transaction import TransactionLoop
 
 
 class Nested(Periodic):
-    """Groups step alone, each in a scope of its ranks; a txn of the job synchronizes them.
+    """Groups take local steps in inner scopes; a txn of the job synchronizes the groups.
 
     Attributes:
-        inner: The scope of the ranks of this group.
+        inner: The inner scope of the ranks of this group.
     """
 
     def __init__(self, rank: RankContext) -> None:
@@ -40,7 +40,7 @@ class Nested(Periodic):
         self.inner.hear_job(cause)
 
     def restore(self) -> None:
-        """Leave the state as it is: the ranks restore together what they commit together."""
+        """Leave the state unchanged, because the inner scope restores it on all ranks together."""
 
     def _loop_of(self, loop: TransactionLoop, synchronizer: Synchronizer) -> PeriodicLoop:
         self.inner.synchronizer = synchronizer
