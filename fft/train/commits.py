@@ -1,7 +1,7 @@
-"""Carries out commits on the main thread: the update of the state, and its report to the engine.
+"""Execution of commits on the main thread: the update of the state, and the report to the engine.
 
-FFT's own loop makes the update at once (`CommitExecutor.apply`). A loop that is written for torchft
-makes it by itself (`CommitExecutor.leave_to_loop`); it is over when the loop comes back.
+In FFT's own loop, `CommitExecutor.apply` makes the update. A loop that is written for torchft makes
+the update itself (`CommitExecutor.leave_to_loop`); it is complete at the loop's next FFT call.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 
 
 class CommitExecutor:
-    """Carries out one commit after the other; at most one is open.
+    """The executor of commits, of which at most one is in progress.
 
     Attributes:
-        by_loop: Watches the updates that the user's loop makes.
+        by_loop: Monitors the updates that the user's loop makes.
     """
 
     def __init__(self, rank: RankContext) -> None:
         self._torchft, self._injector = rank.manager._torchft, rank.injector
         self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
         self.by_loop = LoopUpdates()
-        self._committed: tuple[Record, Record | None] | None = None  # and its epoch
+        self._committed: tuple[Record, Record | None] | None = None  # commit and epoch
         self._hung_at: tuple[Token, str] | None = None
-        """The committed transaction whose update hangs here, and the monitor's reason."""
+        """The committed txn whose update hangs on this rank, and the monitor's reason, or None."""
 
     def decided(self, record: Record, plan: StartTxn) -> None:
-        """Set the position to ``record``, by which the txn of ``plan`` is committed."""
-        # An error that came after the decision does not belong to the next step.
+        """Set the position to ``record``, which commits the txn of ``plan``."""
+        # An error that was reported after the decision does not belong to the next step.
         self._torchft.errored = None
         self._torchft.commit_failures = 0
         self.by_loop.forget()
@@ -51,14 +51,14 @@ class CommitExecutor:
             self._state.checks.committed()
 
     def apply(self, command: Apply) -> bool:
-        """Carry out a commit: step what is registered, unless the commit skips the step.
+        """Apply a commit: step the registered optimizers and schedulers, unless it is a skip.
 
         Returns:
-            Whether the update succeeded. If it failed, `Worker.begin` has this rank fetch the state
-            of a peer, or raises the update's error if no peer has it.
+            Whether the update succeeded. If it failed, the next `Worker.begin` fetches the state
+            from a peer, or raises the update's error if no peer holds it.
 
         Raises:
-            Exception: the error of a function of ``on_commit``.
+            Exception: The error of an ``on_commit`` callback.
         """
         updates = self._state.paradigm.committed
         if not self._update(command, updates.skip if command.skip else updates.apply):
@@ -69,15 +69,17 @@ class CommitExecutor:
         except Interrupted as hang:
             self.fail(_hung(hang))
             return False
-        except Exception as error:  # the user's own; what it was to change may be half changed
+        except Exception as error:  # of a user callback, whose updates may be partial
             self.fail(error)
             raise
         self.finish()
         return True
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:
-        """Make the update. Return whether it succeeded; else the state is lost, and the engine is
-        informed."""
+        """Make the update and return whether it succeeded.
+
+        After a failure the state is lost, which is reported to the engine.
+        """
         self._hung_at = None
         self._job.thread.accept(command)
         try:
@@ -92,7 +94,7 @@ class CommitExecutor:
         return True
 
     def _run(self, update: Callable[[], None]) -> None:
-        """Run a part of an update. Raises Interrupted if it hangs and a peer has its result."""
+        """Run a part of an update. Raises Interrupted if it hangs and a peer has completed it."""
         interrupter = self._watchers.interrupter
         if interrupter is None:
             update()
@@ -104,11 +106,11 @@ class CommitExecutor:
             interrupter.leave()
 
     def hangs(self, reason: str) -> None:
-        """React to an update that does not move; called on a thread of the monitor's client.
+        """React to a hang of the update. Called on a thread of the monitor's client.
 
-        The other groups leave this one out until it is back. Once their records show that they
-        have made the update, it is interrupted here: this rank fetches their state. Before that
-        it must not be, because all groups may hang alike, in a write to one disk, for example.
+        The other groups exclude this one until it responds. Once their records show that they have
+        completed the update, it is interrupted here, and this rank fetches their state. It must not
+        be interrupted earlier: all groups may hang in one operation, such as a write to one disk.
         """
         local = self._job.local
         if local is None or self.by_loop.is_made or not self._job.broadcast_hang(reason):
@@ -119,9 +121,9 @@ class CommitExecutor:
                 self.hear(event.record)
 
     def hear(self, record: Record) -> None:
-        """Interrupt an update that hangs, if the record shows that a peer has made it.
+        """Interrupt a hanging update if the record shows that a peer has completed it.
 
-        Called on the engine's thread for each record of the job.
+        Called on the engine thread for each record of the job.
         """
         if self._hung_at is None or self._job.thread.role != "applying":
             return
@@ -134,13 +136,13 @@ class CommitExecutor:
             self._watchers.interrupt(reason)
 
     def leave_to_loop(self, command: Apply) -> None:
-        """Leave the update of a commit to the user's loop, until `finish` is called."""
+        """Let the user's loop make the update of a commit; `finish` completes it."""
         self._job.thread.accept(command)
         self._state.checkpoints.before_change()
         self.by_loop.begin()
 
     def finish(self) -> None:
-        """Report to the engine that the update of the last commit is made, if one is open."""
+        """Report to the engine that the pending update of the last commit is complete, if any."""
         local, thread = self._job.local, self._job.thread
         if thread.role != "applying" or local is None:
             return
@@ -149,7 +151,7 @@ class CommitExecutor:
             return
         if not thread.transition_if(
             "applying", "applied"
-        ):  # another thread has reported its failure
+        ):  # another thread has reported a failure of the update
             return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
@@ -157,7 +159,7 @@ class CommitExecutor:
             self._state.checkpoints.committed(*self._committed)
 
     def fail(self, error: BaseException) -> None:
-        """Report to the engine that the update of the last commit has failed, if one is open."""
+        """Report to the engine that the pending update of the last commit failed, if any."""
         local = self._job.local
         if local is None or not self._job.thread.transition_if("applying", "apply_failed"):
             return
@@ -167,7 +169,7 @@ class CommitExecutor:
         self._job.note_error(error)
 
     def close(self) -> None:
-        """Watch no optimizer any more. Idempotent."""
+        """Remove the optimizer hooks. Idempotent."""
         self.by_loop.close()
 
 

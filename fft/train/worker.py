@@ -1,8 +1,8 @@
-"""The main thread's side of the engine: carries out what it commands, and says what came of it.
+"""The main-thread side of the engine: executes the engine's commands and reports their results.
 
-``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` come between two txns (`Worker.begin`), ``Apply``
-after a vote (`Worker.vote_and_wait`); `fft.train.commits` carries it out. Nothing here decides: the
-core has the protocol.
+``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` are handled between two txns (`Worker.begin`).
+``Apply`` arrives after a vote (`Worker.vote_and_wait`) and is executed by `fft.train.commits`. The
+engine core makes the protocol decisions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class Limit:
-    """The time limit of a wait, counted from its construction; its text names the call."""
+    """The deadline of one API call, measured from construction. ``str()`` names the call."""
 
     def __init__(self, call: str, timeout: timedelta) -> None:
         self._text = f"{call}(timeout={timeout.total_seconds():g} s)"
         self._deadline = time.monotonic() + timeout.total_seconds()
 
     def left(self) -> float:
-        """Seconds, at least 0."""
+        """Return the remaining time in seconds, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Limit:
 
 
 class Worker:
-    """Where the main thread stands between the engine and the user's loop."""
+    """The mediator between the engine and the user's training loop, on the main thread."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Worker:
         self._healer, self._voter, self._leaving = healer, voter, leaving
         self._commits, self._join = commits, join
         self.has_reported = False
-        """The user has reported an error in the body that is open."""
+        """Whether the user called ``report_error`` in the running step function."""
         self.txn: StartTxn | None = None
-        """The txn that is open; None: between two."""
+        """The open txn, or None between two txns."""
         self.voted: Literal["step", "skip"] | None = None
-        """What this rank has voted for in the open txn, whose decision it does not know."""
+        """This rank's vote in the open txn while the decision is pending, or None."""
         self._begun = 0
-        """Number of txns that this process has begun."""
+        """Number of txns that this process has started."""
         self._finish: Finish | None = None
-        """The engine's last word: whoever asks for a txn after it hears it again."""
+        """The engine's final command. Each later call of ``begin`` handles it again."""
         self.rolled_back = NO_CAUSE
-        """Cause of the last rollback, until the loop has handled it."""
+        """The cause of the last rollback, until the loop has handled it."""
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -85,26 +85,30 @@ class Worker:
             "apply": self._apply_too_late,
             "leave": self._stop,
         }
-        """Effects of the main thread's table on a command that is taken between two txns."""
+        """Handlers for the effects of commands that are taken between two txns, by effect name."""
 
     @property
     def is_first(self) -> bool:
-        """Whether the open txn is the first of this process."""
+        """Whether the open txn is the first one of this process."""
         return self._begun == 1
 
     # --- between two txns ---
 
     def begin(self, limit: Limit | None = None) -> StartTxn | None:
-        """Do what the engine asks until a txn may begin. None: drained.
+        """Execute engine commands until a txn may start.
 
-        Raises TimeoutError: its turn did not come within ``limit``; it may be asked for again.
+        Returns:
+            The txn to run, or None if the job has ended for this rank.
+
+        Raises:
+            TimeoutError: No txn could start within ``limit``; the call may be repeated.
         """
         engine, thread = self._job.engine or self._join(), self._job.thread
         self._commits.finish()
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()
-        # noticed late: by a second optimizer, after the first one was counted
+        # detected late: a second optimizer stepped after the first one had been counted
         by_loop = self._commits.by_loop
         thread.lost = by_loop.take_incomplete() or thread.lost
         if by_loop.check_missed(self._manager._torchft.step - 1):
@@ -125,21 +129,24 @@ class Worker:
         if command.fetch_from is not None:
             self._commits.by_loop.forget()
             self._state.updates.loaded()
-        with self._watchers.waiting():  # it has limits of its own
+        with self._watchers.waiting():  # healing enforces its own timeouts
             self._healer.heal(command, self._state.paradigm.describe(self._reductions.models))
 
     def _apply_too_late(self, command: Apply) -> None:
-        """A decision for a body that has already raised out of its step."""
+        """Handle a commit that arrives after the step function was interrupted."""
         self._close_txn()
         self._voter.committed()
         self._commits.fail(RuntimeError("interrupted before the optimizer step"))
 
     def body_unwound(self) -> None:
-        """The body is over without a vote, if it has not voted: the rollback comes."""
+        """Record that the step function ended without a vote. The txn will be rolled back.
+
+        Has no effect after a vote.
+        """
         self._job.thread.unwound()
 
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
-        """The engine's next command. Raises TimeoutError that says for whom it waits."""
+        """Return the engine's next command. Raises TimeoutError, which names the awaited ranks."""
         left = None if limit is None else limit.left()
         self._state.paradigm.await_command(engine, self.txn)
         try:
@@ -154,8 +161,8 @@ class Worker:
 
         Raises:
             Exception: The error of an update that failed here, if no peer provided the state.
-            FftError: The error that the engine names.
-            Drained: The job continues without this rank, so the code after the loop, which is meant
+            FftError: The error of the engine's ``Finish`` command.
+            Drained: The job continues without this rank. The code after the loop, which is meant
                 for the end of the training, must not run.
         """
         self._finish = command
@@ -182,12 +189,12 @@ class Worker:
             raise Drained("this replica group was excluded from the job")
 
     def _leave_txn(self, error: str | None = None) -> None:
-        """Out: what the main thread does from now on is no step of the job's."""
+        """Leave the job's step loop. Later work of the main thread is outside FFT."""
         self._give_up_txn()
         self._leaving.left(error)
 
     def _give_up_txn(self) -> None:
-        """Nothing of it is done any more on this thread."""
+        """Abandon the open txn on this thread."""
         self._close_txn()
         self._healer.cancel_fetch()
         self._watchers.txn_ended(committed=False)
@@ -197,7 +204,7 @@ class Worker:
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
-        self._groups.run_deferred_abort()  # the command is older than the abort
+        self._groups.run_deferred_abort()  # the abort was deferred after this command was issued
         self._healer.exchange.end_service(plan)
         manager._torchft.errored = None
         self._reductions.begin()
@@ -205,12 +212,12 @@ class Worker:
         manager._torchft.participating_replica_rank = plan.index
         manager._torchft.participating_replica_world_size = plan.participants
         if self._state.step is not None and not self._reductions.raises:
-            # else after the items are drawn, which may use random numbers
+            # FFT's own loop captures after it loads the batch, which may consume RNG state
             self._state.step.capture()
         self.txn = plan
         self._voter.begin(plan.step)
         self._compare_updates(plan)
-        if not self._reductions.raises:  # else they begin with the body
+        if not self._reductions.raises:  # FFT's own loop starts them with the step function
             self._voter.begin_reducers()
         self._watchers.txn_begun(plan.step)
         try:
@@ -222,15 +229,18 @@ class Worker:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
     def _compare_updates(self, plan: StartTxn) -> None:
-        """Have the vote say that no optimizer step has followed the last commit here; not while
-        there are learners, who have made no commit, and no state to give to others."""
+        """Mark the vote's manifest if no optimizer step followed the last commit on this rank.
+
+        The mark detects groups that differ in this. It is omitted in an epoch's first txn with a
+        joiner: the joiner has made no commit, and its vote would not match.
+        """
         epoch = self._job.local.epoch if self._job.local is not None else None
         has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
         if self._commits.by_loop.missed is not None and not has_learners:
             self._reductions.manifest.note("no optimizer step after the last commit")
 
     def _restore(self, command: Restore) -> None:
-        """Wait until nothing old can write, then put back the start of the step."""
+        """Wait for all operations of the aborted attempt, then restore the start of the step."""
         self.rolled_back = command.cause
         self._give_up_txn()
         self._groups.unwind(
@@ -239,7 +249,7 @@ class Worker:
         self._reductions.reset()
         try:
             self._state.paradigm.restore()
-        except TornState as error:  # it can be had from a peer
+        except TornState as error:  # a peer can provide the state
             logger.warning("%s; this rank fetches the state", error)
             self._job.thread.lost, self._state.lost = text_of(error), error
         local = self._job.local
@@ -260,12 +270,19 @@ class Worker:
         limit: Limit | None = None,
         consumes: dict[str, Any] | None = None,
     ) -> Apply | None:
-        """Vote and wait for the decision. The record to apply, or None: rolled back.
+        """Vote and wait for the decision.
 
-        ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
-        ``last``: leave with its commit, unless it is skipped. ``consumes``: as of `Voter.vote`.
+        Args:
+            skip: Vote to skip the optimizer step. One such vote makes all ranks skip it.
+            last: Leave the job if this txn commits and is not skipped.
+            limit: Deadline of the call, or None.
+            consumes: See `Voter.vote`.
 
-        Raises TimeoutError: no decision within ``limit``. The vote stands; the next call waits on.
+        Returns:
+            The commit to apply, or None after a rollback.
+
+        Raises:
+            TimeoutError: No decision within ``limit``. The vote remains cast; call again to wait.
         """
         plan, engine = self.txn, self._job.engine
         if plan is None or engine is None:
@@ -274,7 +291,7 @@ class Worker:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._voter.vote(plan, skip, last, consumes)
             self.voted = "skip" if skip else "step"
-            self.body_unwound()  # before the state came that a vote needs
+            self.body_unwound()  # if no vote was cast: the fetched state is missing
         command = self._wait(engine, limit)
         self._close_txn()
         self._voter.end()
@@ -290,7 +307,7 @@ class Worker:
     # --- errors ---
 
     def report_error(self, error: Exception) -> None:
-        """As ``ManagerFFT.report_error``, once the job is joined."""
+        """Implement ``ManagerFFT.report_error`` after the job is joined."""
         if self._job.thread.role == "applying" and not self._commits.by_loop.is_made:
             self._commits.fail(error)
             return
@@ -303,5 +320,5 @@ class Worker:
         elif not isinstance(error, (TxnAborted, GroupAborted)):
             kind = type(error).__name__
             self._job.post(Fault(self.txn.token, text_of(error), code_of(error), kind))
-            if first:  # after it is told, for this reads source files
+            if first:  # after the fault is posted: this reads source files
                 self._job.note_error(error)
