@@ -1,8 +1,8 @@
-"""Buckets of gradients: many gradients in one flat buffer, which are reduced together.
+"""Gradient buckets: flat buffers, each for many gradients that are reduced together.
 
-A `Bucket` copies gradients into its buffer, returns them when they are reduced, and detects later
-edits. The reducer decides when to reduce. This module touches gradients of parameters, but no
-process group.
+A `Bucket` copies gradients into its buffer, assigns the reduced gradients to the parameters, and
+detects later edits. The reducer decides when to reduce. This module accesses the gradients of
+parameters, but no process group.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torchft.manager import _ManagedFuture
 from fft.train.local_tensors import edit_count, local_of, same_bits
 
 BUCKET_MB = 25.0
-"""As DDP's ``bucket_cap_mb``."""
+"""Default maximum size of a bucket in MiB, equal to that of DDP (``bucket_cap_mb``)."""
 _FIRST_BUCKET_MB = 1.0
-"""Cap of the first bucket, which backward fills first, so that reducing begins early; as in DDP."""
+"""Maximum size in MiB of the bucket that backward fills first, so that reduction starts early."""
 _ALIGNMENT = 16
-"""Every gradient begins at a multiple of this many elements, for vectorized kernels."""
+"""Alignment of each gradient in the buffer, in elements, for vectorized kernels."""
 
 
 class GradBucket:
-    """The argument of a communication hook; has the methods of ``torch.distributed.GradBucket``.
+    """The argument of a communication hook, with the methods of ``torch.distributed.GradBucket``.
 
-    It keeps the buffer of its attempt: a hook that runs late, after a rollback, writes there and
-    not into the gradients of the next attempt.
+    The object keeps the buffer of its attempt. A hook that is still running after a rollback writes
+    there and not into the gradients of the next attempt.
     """
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
@@ -41,7 +41,7 @@ class GradBucket:
         self._last = last
 
     def index(self) -> int:
-        """Return the number of the bucket in the order of reduction."""
+        """Return the index of the bucket in the order of reduction."""
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
@@ -49,7 +49,7 @@ class GradBucket:
         return self._flat[: self._bucket.size]
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace the gradients by ``tensor``, which has as many elements."""
+        """Replace the gradients by ``tensor``, which must have the same number of elements."""
         self.buffer().copy_(tensor.reshape(-1))
 
     def gradients(self) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ class GradBucket:
         return [slot.parameter for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows."""
+        """Return whether this is the last bucket in the order of reduction."""
         return self._last
 
 
@@ -70,7 +70,7 @@ CommHook = Callable[[Any, GradBucket], "Future[Any]"]
 
 @dataclass(eq=False)
 class Slot:
-    """The place of one gradient in a bucket: ``size`` elements (of this rank) from ``offset``."""
+    """The slice of a bucket for one gradient: ``size`` elements of this rank from ``offset``."""
 
     name: str
     parameter: nn.Parameter
@@ -78,14 +78,14 @@ class Slot:
     size: int
     stride: tuple[int, ...]
     in_place: bool
-    """Whether the gradient is the buffer's part itself, not a copy of it."""
+    """Whether ``parameter.grad`` is a view of the buffer, not a copy."""
     copy: tuple[int, int] | None = None
-    """If it is a copy: id of the tensor that held the reduced gradient, and its edit count."""
+    """For a copy: id of the tensor that holds the reduced gradient, and its edit count."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients of one type on one device that are reduced together, and their buffer."""
+    """Gradients of one dtype on one device that are reduced together, and their buffer."""
 
     index: int
     dtype: torch.dtype
@@ -93,26 +93,26 @@ class Bucket:
     slots: list[Slot]
     size: int
     buffer: torch.Tensor | None = None
-    """``size`` elements of gradients, and one more per slot: whether the slot has a gradient."""
+    """``size`` elements for the gradients, then one flag per slot: whether it has a gradient."""
     views: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    """The parts of the buffer by slot."""
+    """The view of the buffer for each slot."""
     own_uses: int = 0
-    """Number of tensors of this module that share its memory."""
+    """Number of tensors of this module that share the memory of the buffer."""
     share: float = 1.0
     """Factor for each gradient when it is copied into the buffer, so that a sum over the groups is
-    their average. DDP does the same; it saves one pass over the buffer for the division."""
+    the average. As in DDP, this saves a pass over the buffer for the division."""
     missing: set[Slot] = field(default_factory=set)
-    """Slots whose gradient has not arrived in this backward, or is copied at its end only."""
+    """Slots whose gradient has not arrived in this backward, or is copied only at its end."""
     touched: bool = False
     again: bool = False
     """A gradient arrived after the bucket was issued, so the bucket must be reduced again."""
     work: Work | Future[Any] | None = None
     version: int = -1
-    """Version counter of the buffer when it was reduced; in-place edits of the gradients raise
-    it."""
+    """Version counter of the buffer after its reduction. In-place edits of the gradients increase
+    the counter."""
 
     def flat(self) -> torch.Tensor:
-        """Return gradients and flags; allocates a buffer if there is none."""
+        """Return the buffer with gradients and flags; allocate it if necessary."""
         if self.buffer is None:
             size = self.size + len(self.slots)
             self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -121,13 +121,15 @@ class Bucket:
         return self.buffer
 
     def detach_if_shared(self) -> None:
-        """Switch to another buffer if the user has kept a gradient of the last step, which must not
-        change. An optimizer may compare with it, for example."""
+        """Drop the buffer if the user holds a gradient of the last step, which must not change.
+
+        An optimizer may compare gradients with those of the last step, for example.
+        """
         if self.buffer is not None and _uses(self.buffer) > self.own_uses:
             self.drop()
 
     def drop(self) -> None:
-        """Use another buffer from now on."""
+        """Drop the buffer; the next use allocates another one."""
         self.buffer = None
         self.views = {}
 
@@ -136,12 +138,12 @@ class Bucket:
         return self.flat()[: self.size]
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """Return the place of one gradient, in the layout of its parameter."""
+        """Return the view of the buffer for one gradient, in the layout of its parameter."""
         self.flat()
         return self.views[slot]
 
     def take(self, slot: Slot) -> None:
-        """Copy one gradient into the buffer as it comes, while it is in the CPU cache."""
+        """Copy one gradient into the buffer when it arrives, while it is in the CPU cache."""
         if (grad := slot.parameter.grad) is not None and slot.in_place:
             self._bring(slot, grad)
 
@@ -165,16 +167,18 @@ class Bucket:
             slot.parameter.grad = view
 
     def wait(self) -> None:
-        """Wait until a reduction in progress is over, with its result in the buffer."""
+        """Wait for a reduction in progress. Its result is then in the buffer."""
         if isinstance(self.work, Future):
-            if isinstance(self.work, _ManagedFuture):  # of `manager.allreduce`: torchft fills it
-                self.work._managed_work().wait()  # in when the work is waited for
+            if isinstance(self.work, _ManagedFuture):  # from `manager.allreduce`
+                self.work._managed_work().wait()  # sets the value of the future
             self.gradients().copy_(_tensor_of(self.work.wait()).reshape(-1))
         elif self.work is not None:
             self.work.wait()
 
     def scatter(self, tail: torch.Tensor) -> None:
-        """Assign each parameter its reduced gradient; one without a gradient on any group has none.
+        """Assign each parameter its reduced gradient.
+
+        A parameter that received a gradient in none of the groups keeps ``grad = None``.
 
         Args:
             tail: One number per slot, nonzero if at least one group had a gradient for it.
@@ -200,7 +204,7 @@ class Bucket:
                 torch._foreach_copy_(copies, views)
 
     def note(self, pristine: dict[Slot, torch.Tensor] | None) -> None:
-        """Store what `is_edited` compares with; if ``pristine`` is given, it receives copies."""
+        """Record the state for `is_edited`. If ``pristine`` is given, it receives copies."""
         self.version = self.flat()._version
         for slot in self.slots:
             grad = slot.parameter.grad
@@ -210,7 +214,7 @@ class Bucket:
                 pristine[slot] = local_of(grad).clone()
 
     def is_edited(self, pristine: dict[Slot, torch.Tensor] | None) -> bool:
-        """Whether a gradient has changed since `note`, which got the same ``pristine``."""
+        """Return whether a gradient has changed since `note`. Pass the same ``pristine``."""
         return any(self._is_edited(slot, pristine) for slot in self.slots)
 
     def _is_edited(self, slot: Slot, pristine: dict[Slot, torch.Tensor] | None) -> bool:
@@ -235,11 +239,12 @@ class Bucket:
 def fill(
     named: list[tuple[str, nn.Parameter]], cap_mb: float, reduce_dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Fill buckets by the size of whole parameters, so that all ranks of a group have as many.
+    """Assign parameters to buckets by their unsharded size, which is equal on all ranks of a group.
 
     Args:
+        named: The parameters with their names, in the order of reduction.
         cap_mb: Maximum size of a bucket in MiB.
-        reduce_dtype: Type of all floating-point buckets, or None for that of the parameters.
+        reduce_dtype: The dtype of all floating-point buckets, or None for that of the parameters.
     """
     buckets: list[Bucket] = []
     used = 0.0
@@ -260,7 +265,7 @@ def fill(
 
 
 def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
-    """Return the weights whose gradients are sparse, by their module's argument, as in DDP."""
+    """Return the embedding weights with sparse gradients (``sparse=True``), as in DDP."""
     return {
         module.weight
         for module in model.modules()
@@ -269,26 +274,25 @@ def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
 
 
 def describe(named: list[tuple[str, nn.Parameter]]) -> str:
-    """Return names, types and shapes as text."""
+    """Return names, dtypes and shapes as text."""
     return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors share its memory."""
+    """Return the number of tensors that share the memory of ``tensor``."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """Return the place of the gradient in the buffer, in the layout of its parameter."""
+    """Return the view of the buffer for one gradient, in the layout of its parameter."""
     return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
 
 
 def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
-    """Make a slot at the end of ``bucket``, in the memory layout of the parameter if it is
-    dense."""
+    """Return a slot at the end of ``bucket``, with the strides of the parameter if it is dense."""
     local = local_of(parameter)
-    stride = torch.empty_like(local, device="meta").stride()  # its own if it is dense
-    # FSDP2 keeps the tensor that it made, and may add to it while the bucket is reduced.
+    stride = torch.empty_like(local, device="meta").stride()  # equal to those of a dense parameter
+    # FSDP2 keeps its gradient tensor and may accumulate into it while the bucket is reduced.
     in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
     return Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
 
@@ -299,8 +303,7 @@ def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """Return the result of a communication hook: a tensor, or a list of one, as torch's Works
-    return."""
+    """Return the result of a communication hook: a tensor, or a list of one as from a ``Work``."""
     result = value[0] if isinstance(value, list | tuple) else value
     assert isinstance(result, torch.Tensor)
     return result

@@ -1,16 +1,18 @@
-"""Averages gradients across the replica groups during backward: when it returns, they are reduced.
+"""Gradient reduction across the replica groups during backward.
 
-The contract is that of torch's DistributedDataParallel, and so is the construction (Li et al.,
-"PyTorch Distributed", VLDB 2020). Parameters lie in buckets, in the reverse of their order in the
-model. A bucket whose gradients are complete is reduced while backward goes on, and the end of
-backward waits for all buckets. All ranks issue the buckets in the same order.
+When backward returns, the gradients are averaged. Contract and design follow torch's
+DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020). Parameters are assigned to
+buckets, in the reverse of their order in the model. A bucket whose gradients are complete is
+reduced while backward continues, and the end of backward waits for all buckets. All ranks issue the
+buckets in the same order.
 
-There are two differences from DDP. Buckets are never rebuilt in the order in which gradients came,
-since a joining group would not know that order. And each bucket carries one number per parameter,
-which indicates whether some group had a gradient of it, so that parameters that no group used keep
-``grad = None`` without a second reduction.
+There are two differences from DDP. First, buckets are never rebuilt in the order in which gradients
+arrived, because a joining group does not have that order. Second, each bucket carries one flag per
+parameter, which is nonzero if at least one group had a gradient for it. Parameters that no group
+used therefore keep ``grad = None`` without a second reduction.
 
-Runs on the autograd engine's thread that runs the hooks. Touches gradients through its buckets.
+The reducer runs on the thread of the autograd engine that runs the hooks, and accesses dense
+gradients through its buckets.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ from fft.train.buckets import (
 
 
 class Reductions(Protocol):
-    """The part of the manager that a reducer uses."""
+    """The interface of the manager that a reducer uses."""
 
     def num_participants(self) -> int:
-        """Return the number of groups whose gradients count in this txn."""
+        """Return the number of groups whose gradients are averaged in this txn."""
 
     @property
     def is_in_txn(self) -> bool:
@@ -57,15 +59,16 @@ class Reductions(Protocol):
     def reduce_gradients(
         self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
-        """Begin to reduce ``tensor`` in place across the groups whose gradients count.
+        """Start to reduce ``tensor`` in place across the participating groups.
 
         Args:
-            layout: Digest of the layout; different ones are never committed together.
+            tensor: The tensor to reduce.
+            layout: Digest of the layout. A txn with different digests is not committed.
             op: Reduction operation.
         """
 
     def raise_if_failed(self) -> None:
-        """Mark all issued reductions as done, and raise if one failed in FFT's own loop."""
+        """Mark all issued reductions as completed; in FFT's own loop, raise if one failed."""
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -73,14 +76,14 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a model's gradients in buckets, for the parameters that are trained now.
+    """The assignment of a model's gradients to buckets, for the current set of trained parameters.
 
     Attributes:
         trained: The parameters whose gradients are reduced, as an ordered set.
         frozen: The other parameters, with their names.
-        sparse: Those of ``trained`` whose gradients are sparse, and in no bucket.
-        buckets: In the order of reduction.
-        digest: Digest of all this, which is different for different layouts.
+        sparse: The parameters of ``trained`` with sparse gradients, which are in no bucket.
+        buckets: The buckets in the order of reduction.
+        digest: Digest of the layout; different layouts have different digests.
     """
 
     trained: dict[torch.Tensor, None]
@@ -91,16 +94,16 @@ class Layout:
 
     @cached_property
     def slots(self) -> dict[torch.Tensor, tuple[Bucket, Slot]]:
-        """The place of each gradient that is in a bucket."""
+        """Parameter → its bucket and its slot, for each gradient in a bucket."""
         return {slot.parameter: (b, slot) for b in self.buckets for slot in b.slots}
 
 
 class ModelParameters:
-    """The parameters of a model, in two classes: those trained at first, and those frozen then.
+    """The parameters of a model in two classes: initially trainable, and initially frozen.
 
-    The first ones stay in buckets; if they are frozen later, they have no gradient. The others are
-    in buckets while they are not frozen. So the reduction depends on what is frozen now, not on the
-    past, which a joiner does not know.
+    Initially trainable parameters keep their place in the buckets even if they are frozen later.
+    Initially frozen parameters are in buckets while they are trainable. The layout therefore
+    depends on the current set of frozen parameters, not on its history, which a joiner lacks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,16 +111,16 @@ class ModelParameters:
         self._trained: Named = []
         self._frozen: Named = []
         self._seen: list[tuple[object, ...]] | None = None
-        """Everything that a layout depends on; None: no parameter was looked at."""
+        """The properties of the parameters that the layout depends on; None before ``update``."""
 
     def update(self) -> bool:
-        """Take over the parameters that the model has now. Names known before keep their class.
+        """Read the model's current parameters. Names that were read before keep their class.
 
         Returns:
-            Whether any were added, replaced or converted.
+            Whether any parameter was added, removed, replaced or converted.
 
         Raises:
-            FftError: No parameter needs a gradient, or one is not initialized.
+            FftError: No parameter requires a gradient, or one is not initialized.
         """
         now: list[tuple[object, ...]] = [
             (id(p), p.dtype, p.device, None if is_lazy(p) else p.shape)
@@ -145,11 +148,11 @@ class ModelParameters:
         return True
 
     def are_other_than(self, trained: Collection[torch.Tensor]) -> bool:
-        """Return whether other parameters than ``trained`` are to be in buckets now."""
+        """Return whether the parameters that belong in buckets now differ from ``trained``."""
         return any(p.requires_grad != (p in trained) for _, p in self._frozen)
 
     def describe(self, options: str) -> str:
-        """Describe the whole model, with a digest that also depends on ``options``."""
+        """Describe all parameters, with a digest that also depends on ``options``."""
         named = self._trained + self._frozen
         text = f"{describe(named)}|{options}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
@@ -157,10 +160,10 @@ class ModelParameters:
         return f"{len(named)} parameters with {numbers} numbers ({digest})"
 
     def lay_out(self, index: int, cap_mb: float, dtype: torch.dtype | None) -> Layout:
-        """Return the layout of the parameters that are to be in buckets now.
+        """Return the layout of the parameters that belong in buckets now.
 
         Args:
-            index: Number of the model.
+            index: Index of the model.
             cap_mb: See `fill`.
             dtype: See `fill`.
         """
@@ -180,12 +183,13 @@ class ModelParameters:
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward that has come to a parameter.
+    """A backward that has reached a parameter of the model.
 
     Attributes:
-        task: Number of autograd's graph task.
-        thread: The thread that its hooks run on.
-        at_end: Returns the callback for its end while autograd keeps it, else None.
+        task: Id of the autograd graph task.
+        thread: Id of the thread that runs the hooks.
+        at_end: Weak reference to the end-of-backward callback. It returns None once autograd has
+            released the callback, which is after backward.
     """
 
     task: int
@@ -194,18 +198,18 @@ class Backward:
 
 
 class Reducer:
-    """Reduces the gradients of one model at the end of every backward that touches it.
+    """The reducer of one model's gradients, active in each backward that reaches its parameters.
 
     Args:
-        model: A plain model, or one under FSDP2 (``fully_shard``), whose sharded gradients are
+        model: A plain model, or an FSDP2 model (``fully_shard``), whose sharded gradients are
             reduced.
-        manager: Runs the reductions.
-        bucket_mb: Maximum size of a bucket, in MiB of the reduced type.
-        dtype: Reduce in this type, such as ``torch.bfloat16``, or None for the gradient's own.
-        index: Number of the model among those that are reduced, equal on all groups.
+        manager: Executes the reductions.
+        bucket_mb: Maximum size of a bucket in MiB, in the dtype of the reduction.
+        dtype: The dtype of the reduction, such as ``torch.bfloat16``; None keeps the gradient's.
+        index: Index of the model among the reduced models; the same in all groups.
 
     Raises:
-        FftError: No parameter needs a gradient, or one is not initialized.
+        FftError: No parameter requires a gradient, or one is not initialized.
     """
 
     def __init__(
@@ -223,36 +227,35 @@ class Reducer:
         self._dtype = dtype
         self._hook: tuple[Any, CommHook] | None = None
         self._handles: dict[torch.Tensor, Any] = {}
-        """The hook on each parameter."""
+        """Parameter → the handle of its hook."""
         self._parameters = ModelParameters(model)
         self._is_quiet = False
         self._quiet_at_begin: bool | None = None
-        """`_is_quiet` when the step function began, or None once a rollback has restored it."""
+        """`_is_quiet` at the start of the step function; None after a rollback has restored it."""
         self._backward: Backward | None = None
-        """The backward whose end reduces the rest."""
+        """The backward at whose end the remaining buckets are reduced."""
         self._refused: str | None = None
-        """Why a backward of this step was refused; the gradients have been incomplete since."""
+        """Why a backward of this step was rejected, so that gradients are incomplete, or None."""
         self._next = 0
-        """The bucket to be issued next."""
+        """Index of the bucket that is issued next."""
         self._flags: torch.Tensor | None = None
         self._is_unreduced = False
-        """Gradients were accumulated since they were reduced."""
+        """Whether gradients were accumulated after the last reduction."""
         self._is_eager = True
-        """Buckets are issued while backward goes on."""
+        """Whether buckets are issued while backward is running."""
         self._pristine: dict[Slot, torch.Tensor] | None = None
         self._parameters.update()
         self._lay_out()
 
     @property
     def model(self) -> str:
-        """Description of the whole model, frozen or not, with a digest; equal in all groups."""
+        """A description of all parameters, with a digest; the same in all groups."""
         return self._parameters.describe(f"{self._cap}|{self._dtype}")
 
-    # --- what the manager calls ---
+    # --- called by the manager ---
 
     def begin(self, exact: bool = False) -> None:
-        """Begin a step function: drop the state of earlier backwards, and follow what is trained
-        now.
+        """Prepare for a step function: reset the state of earlier backwards and update the layout.
 
         Args:
             exact: Keep copies of the reduced gradients, so that `edited` detects every change.
@@ -267,10 +270,10 @@ class Reducer:
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
-        """Reset after a rollback, so that a buffer that an aborted reduction has touched is not
-        reused.
+        """Reset after a rollback.
 
-        A flag such as ``require_backward_grad_sync`` that the step function changed is restored.
+        Buffers are dropped, because an aborted reduction may still write to them. A flag such as
+        ``require_backward_grad_sync`` is restored if the step function changed it.
         """
         self._forget()
         if self._quiet_at_begin is not None:
@@ -279,11 +282,11 @@ class Reducer:
             bucket.drop()
 
     def covers(self, model: nn.Module) -> bool:
-        """Whether this reducer reduces any parameters of ``model``."""
+        """Return whether this reducer covers any parameter of ``model``."""
         return not set(self.parameters()).isdisjoint(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the model, frozen or not."""
+        """Return all parameters of the model, including frozen ones."""
         return list(self._model.parameters())
 
     def close(self) -> None:
@@ -293,13 +296,12 @@ class Reducer:
         self._handles.clear()
 
     def quiet(self, quiet: bool) -> bool:
-        """Set whether backward only accumulates from now on; return the previous setting."""
+        """Set whether backward only accumulates, without reduction; return the previous setting."""
         before, self._is_quiet = self._is_quiet, quiet
         return before
 
     def reduce(self) -> None:
-        """Reduce all existing gradients now, for callers that keep backward from doing it
-        (`quiet`).
+        """Reduce all gradients now, for callers that disabled the reduction in backward (`quiet`).
 
         Raises if a reduction failed and the step function must end.
         """
@@ -307,14 +309,14 @@ class Reducer:
         self._reduce_rest(nested=False)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Have ``hook(state, bucket)`` reduce each bucket; it returns a Future of the result."""
+        """Let ``hook(state, bucket)`` reduce each bucket; it must return a Future of the result."""
         if self._hook is not None:
             raise FftError("a communication hook is registered already; DDP takes one, too")
         self._hook = state, hook
 
     @property
     def unfinished(self) -> str | None:
-        """Why the gradients are not the averaged ones, or None if they are."""
+        """Why the gradients are not averaged, or None if they are."""
         if self._refused is not None:
             return self._refused
         if self._backward is not None:
@@ -324,10 +326,10 @@ class Reducer:
         return None
 
     def edited(self) -> bool:
-        """Whether the step function has changed gradients since they were reduced.
+        """Return whether the step function has changed gradients since their reduction.
 
-        This uses torch's edit counters, which miss edits through ``.data`` unless the txn began
-        with ``exact``. Sparse gradients always count as edited.
+        The check uses torch's version counters, which miss edits through ``.data``, unless `begin`
+        was called with ``exact``. Sparse gradients always count as edited.
         """
         layout = self._layout
         return bool(layout.sparse) or any(b.is_edited(self._pristine) for b in layout.buckets)
@@ -335,7 +337,7 @@ class Reducer:
     # --- layout ---
 
     def update_layout(self) -> None:
-        """Lay the buckets out again if parameters were added, replaced, converted or unfrozen."""
+        """Recompute the layout if parameters were added, replaced, converted or unfrozen."""
         if self._parameters.update() or self._parameters.are_other_than(self._layout.trained):
             self._lay_out()
 
@@ -352,7 +354,7 @@ class Reducer:
         self._handles[parameter] = handle
 
     def _come_last(self) -> None:
-        """Move the hooks behind those of the user, whenever those were registered."""
+        """Move the hooks behind those of the user, which may have been registered later."""
         for parameter, handle in list(self._handles.items()):
             is_last = next(reversed(hooks_of(parameter)), None) == handle.id
             if parameter.requires_grad and not is_last:
@@ -367,7 +369,7 @@ class Reducer:
             return
         self._arm()
         if (place := self._layout.slots.get(parameter)) is None:
-            return  # sparse: reduced at the end
+            return  # sparse gradients are reduced at the end
         bucket, slot = place
         bucket.touched = True
         if bucket.work is not None or (slot.in_place and slot not in bucket.missing):
@@ -383,9 +385,8 @@ class Reducer:
             self._next += 1
 
     def _came_late(self, bucket: Bucket, slot: Slot) -> None:
-        """Handle a gradient that came again within one backward, when it was in its bucket
-        already."""
-        if not slot.in_place:  # FSDP2: a module that ran twice
+        """Handle a second gradient of a parameter in one backward, after the first was copied."""
+        if not slot.in_place:  # FSDP2, if a module ran twice
             bucket.again = True
             return
         self._is_eager = False
@@ -404,9 +405,9 @@ class Reducer:
         if self._backward is None:
             self._start_over()
 
-        # One callback for each graph task. A checkpoint with use_reentrant=True is a task within
-        # another one and ends first. Whether the outer task comes to a parameter is unknown here,
-        # so the touched buckets are reduced at the end of each task.
+        # Queue one callback per graph task. A checkpoint with use_reentrant=True is a nested task,
+        # which ends before the outer one. The outer task may reach no parameter of the model, so
+        # each task reduces the touched buckets at its end.
         def finish() -> None:
             self._finish(nested)
 
@@ -414,7 +415,7 @@ class Reducer:
         Variable._execution_engine.queue_callback(finish)
 
     def _check(self, nested: bool) -> None:
-        """Refuse a backward whose gradients could not be reduced as they are."""
+        """Raise FftError for a backward whose gradients cannot be reduced."""
         if not self._manager.is_in_txn:
             raise FftError(
                 f"backward() of a {type(self._model).__name__} outside of a transaction: "
@@ -444,7 +445,7 @@ class Reducer:
 
     def _start_over(self) -> None:
         self._next = 0
-        # a communication hook does all of the averaging, as with DDP
+        # a communication hook does the whole averaging, as in DDP
         share = 1.0 / self._manager.num_participants() if self._hook is None else 1.0
         for bucket in self._layout.buckets:
             bucket.share = share
@@ -468,10 +469,10 @@ class Reducer:
         self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
         bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._layout.buckets)))
 
-    # --- at its end ---
+    # --- at the end of backward ---
 
     def _finish(self, nested: bool) -> None:
-        # otherwise a task within this one has done it, and nothing came since
+        # otherwise a nested task has reduced all gradients, and none arrived after that
         if self._backward is not None:
             self._reduce_rest(nested)
 
@@ -506,7 +507,7 @@ class Reducer:
         self._flags = None
 
     def _reduce_sparse(self) -> None:
-        """Reduce sparse gradients one by one: gloo reduces their entries, not their shapes."""
+        """Reduce sparse gradients one by one. Gloo reduces their entries, not their shapes."""
         works = []
         for _, parameter in self._layout.sparse:
             grad = parameter.grad
@@ -534,15 +535,15 @@ class Reducer:
 
 
 def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
-    """Return the hooks on accumulated gradients, in the order in which they are called."""
+    """Return the post-accumulate-grad hooks of a parameter, in the order of their calls."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def is_nested() -> bool:
-    """Whether the running backward is inside another one: a checkpoint with use_reentrant=True.
+    """Return whether the running backward is nested, as for a checkpoint with use_reentrant=True.
 
-    A thread of the autograd engine has a call of the engine on its stack only in that case; a
-    Python thread always has one, and one more in that case.
+    A thread of the autograd engine has a call of the engine on its stack only in a nested backward.
+    A Python thread has one such call in an outer backward and two in a nested one.
     """
     calls, frame = 0, sys._getframe()
     while frame is not None:
@@ -552,6 +553,6 @@ def is_nested() -> bool:
 
 
 def is_pythons_thread() -> bool:
-    """Whether this thread was started by Python, not by the autograd engine."""
+    """Return whether this thread was started by Python, not by the autograd engine."""
     thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
     return thread is not None and not isinstance(thread, threading._DummyThread)
