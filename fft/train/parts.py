@@ -1,6 +1,6 @@
-"""The parts of a manager: how they are put together, join the job, and end.
+"""The components of a manager: their construction, joining the job, and shutdown.
 
-Threads of FFT's own reach the parts by weak references, so that none keeps the manager alive.
+FFT's threads hold only weak references to the components, so they do not keep the manager alive.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ from fft.util.pidfd import is_there
 logger = logging.getLogger(__name__)
 
 STORE_KEY = "fft/store"
-"""In the store of a replica group: its address, by which other groups reach it."""
+"""The key, in a replica group's store, of the address at which other groups reach the store."""
 _STORE_S = 60.0
-"""For rank 0 to publish it: both have been started together, and import torch meanwhile."""
+"""Timeout in seconds until rank 0 publishes the address. The ranks start together, so the timeout
+covers differences in the time to import torch."""
 _SHOWN = 5
-"""Shapes of parameters that a warning names."""
+"""Maximum number of parameter shapes that are listed in a warning."""
 
 
 class Parts:
-    """Of one manager, whose torchft side is constructed already."""
+    """The components of one manager, created after the torchft manager is constructed."""
 
     def __init__(
         self,
@@ -95,7 +96,12 @@ class Parts:
         transfer: StateTransfer | None,
         undo: ExitStack,
     ) -> None:
-        """``undo`` gets what ends the parts that hold something, for when a later one fails."""
+        """Construct the components.
+
+        Args:
+            undo: Receives a callback for each component that owns resources. The caller runs the
+                callbacks if a later component fails to construct.
+        """
         refuse_ranks(settings.spec, manager._torchft.group_world_size)
         self.limits = limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
@@ -134,15 +140,15 @@ class Parts:
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
 
     def hung(self, reason: str) -> None:
-        """React to a hang of the main thread; called on a thread of the monitor's client.
+        """React to a hang of the main thread. Called on a thread of the monitor's client.
 
-        The rollback unwinds a step function of FFT's own loop, and its rank takes part in the next
-        epoch. Nothing fetches the thread back from torchft's loop, so that its group is left out
-        until it returns by itself: otherwise the barrier of that epoch would wait for it. A rank
-        with a collective under way may only be waiting for the one that hangs; it is not left out.
+        In FFT's own loop, the rollback interrupts the step function, and the rank joins the next
+        epoch. In a torchft loop nothing can interrupt the thread, so its group is excluded until
+        the thread returns. Otherwise the barrier of the next epoch would wait for it. A rank with a
+        pending collective may only be waiting for the hung rank, so it is not excluded.
         """
         job, plan, local = self.job, self.worker.txn, self.job.local
-        if local is not None and local.role == "apart":  # groups that wait for this one go on
+        if local is not None and local.role == "apart":  # lets waiting groups continue
             job.broadcast_hang(reason)
         if job.thread.role == "applying":
             self.commits.hangs(reason)
@@ -153,7 +159,7 @@ class Parts:
             job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
-        """Leave the job and end all. Idempotent."""
+        """Leave the job and shut down all components. Idempotent."""
         self.commits.finish()
         if not _is_failing():
             self.state.checkpoints.take()
@@ -184,26 +190,29 @@ class Parts:
 
 
 _ANSWER_S = 2.0
-"""For a rank of the job to answer that it lives."""
+"""Timeout in seconds for a liveness reply from a rank of the job."""
 _AGAIN_S = 1.0
 _LOOKED_AT = 16
-"""Ranks that are connected to at most; one that answers is enough."""
+"""Maximum number of donor ranks that are probed; one reachable rank is enough."""
 
 
 def wait_for_donor(
     job: Participation, token: JobToken | None, limit_s: float, is_over: Callable[[], bool]
 ) -> None:
-    """Return when a rank that may give this one the state can be connected to, or none lives.
+    """Wait until a potential donor of the state is reachable, or until no rank of the job is alive.
 
-    Ranks of the same number in other groups give the state. A connection of its own asks on the bus
-    of the job, if a job has begun there.
+    The donors are the ranks with the same rank number in other groups. If a job is running on the
+    bus, a separate connection sends the liveness queries.
 
     Args:
-        limit_s: seconds to wait outside.
-        is_over: whether this process shall leave the job anyway.
+        job: The job session of this rank.
+        token: The job token.
+        limit_s: Timeout in seconds.
+        is_over: Returns whether this process has been asked to leave.
 
     Raises:
-        NoState: living ranks cannot be reached for ``limit_s``; names their addresses.
+        NoState: Ranks are alive, but none is reachable within ``limit_s``. The message lists their
+            addresses.
     """
     url = job.bus.url
     try:
@@ -212,7 +221,7 @@ def wait_for_donor(
         opened = open_job_bus(url, token, bus_operation(url))
         with JobClient(url, token=token, bus=opened) as client:
             _wait(client, job, limit_s, is_over)
-    except (BusError, OperatorError) as error:  # the engine bounds the absence of the bus
+    except (BusError, OperatorError) as error:  # the engine enforces the timeout of the bus
         logger.warning("whether the ranks of the job can be reached is not known: %s", error)
 
 
@@ -231,11 +240,14 @@ def _wait(
             logger.error("%s", text)
             job.note(UNREACHABLE, {"why": why})
             told = why
-        time.sleep(_AGAIN_S)  # nothing reports that a firewall was opened
+        time.sleep(_AGAIN_S)  # poll: there is no event for a firewall change
 
 
 def _donors(client: JobClient, me: Peer) -> list[RankEntry]:
-    """The members of other groups with the number of ``me``, but for dead ones of this host."""
+    """Return the members of other groups with the rank number of ``me``.
+
+    Ranks on this host whose process has exited are omitted.
+    """
     epoch = client.job().epoch
     groups = () if epoch is None else epoch.members
     ranks = [r for group in groups if group.group != me.group for r in group.ranks]
@@ -244,10 +256,10 @@ def _donors(client: JobClient, me: Peer) -> list[RankEntry]:
 
 
 def _unreached(donors: list[RankEntry]) -> str:
-    """Why none of the ``donors`` can be connected to; empty: one can, or there is none."""
+    """Return why none of ``donors`` is reachable; empty if one is, or if none can be probed."""
     places = [urlsplit(donor.transport) for donor in donors[:_LOOKED_AT]]
     known = [(p.hostname, p.port) for p in places if p.scheme == "http" and p.hostname and p.port]
-    if len(known) < len(places) or not known:  # a transport of the user's own
+    if len(known) < len(places) or not known:  # no donors, or a custom transport
         return ""
     with ThreadPoolExecutor(len(known), "fft-donors") as pool:
         found = list(pool.map(_trouble, known))
@@ -261,21 +273,21 @@ def _trouble(address: tuple[str, int]) -> str | None:
 
 
 def _is_alive(client: JobClient) -> bool:
-    """Whether a rank that holds the job's state answers."""
+    """Return whether a rank that holds the job's state replies."""
     with client.asking(RollCall(fresh_id(), client.me)) as answers:
         return any(True for _ in answers(time.monotonic() + _ANSWER_S))
 
 
 def _is_failing() -> bool:
-    """Whether an exception is on its way out of the script, or has ended it."""
+    """Return whether an exception is propagating out of the script or has terminated it."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
 
 def _traces_of(start: JobStart, settings: Settings) -> Path | None:
-    """Return the folder for the traces of this start of the job; None: none are written.
+    """Return the folder for the traces of this start of the job, or None to write no traces.
 
-    A child of `fft run` gets its folder from there. Other processes look for it themselves, so that
-    a second job never writes between the traces of the first.
+    `fft run` passes the folder to its child processes. Other processes determine the folder here,
+    so that a second job does not write into the folder of the first.
     """
     root = settings.trace_dir
     if root is None or "FFT_GROUP" in os.environ:
@@ -290,7 +302,7 @@ def _traces_of(start: JobStart, settings: Settings) -> Path | None:
 
 def identify(manager: Manager, bus: ErrorBus) -> Peer:
     """Return the identity of this process in the job: a new incarnation of its group's rank."""
-    # A launcher that reports deaths and asks for drains must mean the group that we call so.
+    # Use the launcher's name of the group: its death reports and drain requests refer to it.
     named = manager._torchft.store.get(REPLICA_ID_KEY).decode().split(":")[0]
     group = os.environ.get("FFT_GROUP") or named
     incarnation = bus.next_number(f"inc/{group}/{manager._torchft.group_rank}")
@@ -298,7 +310,7 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
 
 
 def join(manager: Manager, parts: Parts) -> Engine:
-    """Start the engine of ``manager``, on the thread that trains."""
+    """Join the job: start the engine of ``manager``. Called on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.checkpoints.resume()
     config = _config(manager, parts)
@@ -344,9 +356,9 @@ def join(manager: Manager, parts: Parts) -> Engine:
 
 
 def _refuse_unfit(parts: Parts) -> None:
-    """Raise FftError if the registered state, which is complete by now, cannot be trained."""
+    """Raise FftError if the registered state cannot be trained. Called when it is complete."""
     if (step := parts.state.step) is not None:
-        # again, since the models may have been sharded after register()
+        # check again: the models may have been sharded after register()
         step.refuse_replaced_parameters()
         parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
         parts.paradigm.refuse_unconnected()
@@ -360,8 +372,9 @@ def _refuse_unfit(parts: Parts) -> None:
 def store_address(manager: Manager, bus_url: str) -> str:
     """Return ``host:port`` of the store of this replica group, for the ranks of all groups.
 
-    Rank 0 decides it and passes it on by the store itself: where the host's name is a loopback
-    address on its own host (torchrun, Debian), the ranks of one group would not agree.
+    Rank 0 determines the address and publishes it in the store. The ranks cannot resolve it
+    independently: some hosts map their own name to a loopback address (torchrun, Debian), so the
+    results would differ.
     """
     store = manager._torchft.store
     if manager._torchft.group_rank == 0:
@@ -377,7 +390,7 @@ def store_address(manager: Manager, bus_url: str) -> str:
 
 
 def _transport(manager: Manager, bus_url: str) -> Any:
-    """Return where the state of this rank is served; `Config` refuses what is no text."""
+    """Return the URL at which this rank serves its state. `Config` raises for a non-string."""
     served = manager._torchft.checkpoint_transport.metadata()
     return reachable_url(served, bus_url) if isinstance(served, str) else served
 
@@ -417,7 +430,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     state, step = parts.state, manager._torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
     fresh = own if manager._torchft.init_sync else GENESIS
-    if parts.settings.is_replacement:  # its weights were built without its group
+    if parts.settings.is_replacement:  # the process initialized its weights without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
@@ -429,13 +442,16 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
 
 
 def _can_reform(parts: Parts, config: Config) -> bool:
-    """Whether this group may go on with another process for one that it lost."""
+    """Return whether a replacement process may take over from a lost rank of this group."""
     may = parts.paradigm.can_reform and not parts.voter.preconditions
     return config.world > 1 and may and parts.groups.can_reform
 
 
 def _warn_of_strangers(parts: Parts) -> None:
-    """Parameters that are stepped, but not reduced, make groups differ."""
+    """Warn about parameters that are stepped but not reduced, which makes groups diverge.
+
+    Also warn about reduced parameters that no optimizer steps.
+    """
     reducers = parts.reductions.reducers
     reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
     stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
@@ -457,7 +473,7 @@ def _warn_of_strangers(parts: Parts) -> None:
 
 
 class EngineHost:
-    """The process as the engine sees it; implements `fft.engine.core.Host`."""
+    """The engine's callbacks into this process; implements `fft.engine.core.Host`."""
 
     def __init__(self, manager: Manager, parts: Parts) -> None:
         self._manager, self._parts = weakref.ref(manager), weakref.ref(parts)
@@ -474,7 +490,7 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
             parts.healer.exchange.interrupt()
-            parts.paradigm.interrupted(cause)  # perhaps because the engine has failed
+            parts.paradigm.interrupted(cause)  # the call may come from a failing engine
 
     def members_lost(self) -> None:
         if (parts := self._parts()) is not None and not _may_meet(parts.job):
@@ -484,7 +500,7 @@ class EngineHost:
         if (parts := self._parts()) is None:
             return
         parts.voter.end()
-        if parts.job.thread.role != "applying":  # the command waits for the end of the update
+        if parts.job.thread.role != "applying":  # otherwise the command waits for the update
             parts.watchers.interrupt(cause)
         parts.paradigm.interrupted(cause)
 
@@ -498,10 +514,10 @@ class EngineHost:
 
 
 def _may_meet(job: Participation) -> bool:
-    """Whether the ranks of this group may still meet in what the script does between two txns.
+    """Return whether the ranks of this group may still run collectives between two txns.
 
-    An evaluation there makes collectives of this group alone, and nobody would repeat it. No rank
-    of the group has computed anything of the txn that is aborted before all have made those.
+    The script may run an evaluation there, which FFT would not repeat after an abort. Until all
+    ranks of the group have completed its collectives, no rank has started the aborted txn.
     """
     local, me = job.local, job.peer
     if local is None or local.role != "rolling_back" or job.thread.role != "idle":
