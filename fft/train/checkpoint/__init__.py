@@ -1,1 +1,1 @@
-"""Durable checkpoints of a rank: taken at a commit beside the training, and loaded at the start."""
+"""Durable checkpoints of a rank: taken at a commit in the background, and loaded at start."""

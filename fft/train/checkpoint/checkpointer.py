@@ -1,13 +1,13 @@
 """The main thread's part of durable checkpoints: decide when one is due, and bound its copy.
 
-A checkpoint is due at the same commits on all ranks that have them (`due`): at an interval of steps
-or seconds, at the last commit of a job, and at the first commit after the loss of the group that
-was to write the previous checkpoint. The paradigm makes the schedule. If each stage has its own
-scope, a checkpoint combines one commit of each stage.
+A checkpoint is due at the same commits on all ranks that have them (`due`). These are commits at
+an interval of steps or seconds, the last commit of a job, and the first commit after the loss of a
+writing group. The paradigm creates the schedule. If each stage has its own scope, a checkpoint
+combines one commit of each stage.
 
-The copy begins when the script asks for the next txn or leaves the job. So it includes what the
-script has done since the commit, such as a schedule that steps by a validation loss, or random
-numbers that were drawn.
+The copy starts when the script requests the next txn or leaves the job. Therefore it includes
+changes by the script since the commit, such as a scheduler step on a validation loss or random
+numbers drawn.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that is due, but whose copy has not begun."""
+    """A checkpoint that is due but whose copy has not been started."""
 
     attempt: Attempt | None
-    """None if the stage has ended and takes part in later checkpoints only."""
+    """The attempt, or None if the stage has ended and takes part in later checkpoints only."""
     work: Callable[[], None]
-    """Begins the copy, or whatever else the stage owes to the checkpoint."""
+    """Starts the copy, or the equivalent work of a stage that has ended."""
 
 
 class Checkpointer(CheckpointHooks):
@@ -55,8 +55,8 @@ class Checkpointer(CheckpointHooks):
         """Open the checkpoint store.
 
         Raises:
-            CheckpointError: This job can take no checkpoints, or the checkpoint that it is to
-                resume from has other scopes.
+            CheckpointError: This job cannot take checkpoints, or the requested checkpoint has other
+                scopes than this job.
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
@@ -71,15 +71,15 @@ class Checkpointer(CheckpointHooks):
         self._writers = Writers(self._context)
         self._at_work = ExitStack()
         self._pending: _Pending | None = None
-        """The checkpoint that is due with the last commit."""
+        """The checkpoint that is due at the last commit."""
         self._failing = threading.Event()
-        """The script ends with an error, so nothing is waited for."""
+        """Set when the script fails, so this rank does not wait for others."""
         self._outliving: threading.Thread | None = None
         """The thread that serves later checkpoints after this stage has ended."""
         self._has_ended = False
-        """This rank has seen the last commit."""
+        """Whether this rank has received the last commit."""
         self._is_too_often = False
-        """The warning was logged that a checkpoint is due before the previous one is written."""
+        """Whether the warning about overlapping checkpoints has been logged."""
 
     def _is_writing(self) -> bool:
         return self._writers.is_writing
@@ -89,8 +89,10 @@ class Checkpointer(CheckpointHooks):
         self._loader.resume()
 
     def joined(self) -> None:
-        """Trace what the job resumed from, once the trace has its header. From now on other
-        processes see that this place is in use."""
+        """Mark the store as in use, and trace the checkpoint that the job resumed from.
+
+        The trace must have its header already.
+        """
         try:
             self._at_work.enter_context(self.checkpoints.store.at_work())
         except OSError as error:
@@ -99,18 +101,18 @@ class Checkpointer(CheckpointHooks):
         self._loader.trace()
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Name the checkpoint of this txn, if this rank is to name it."""
+        """Announce a checkpoint for this txn if this rank announces checkpoints and one is due."""
         self._due.before_vote(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
-        """Plan the checkpoint that is due with ``record``, which the whole state now corresponds
-        to.
+        """Schedule the checkpoint that is due at ``record``, if any.
 
         Args:
+            record: The commit record that corresponds to the current state.
             epoch: The epoch record that lists the members, if known.
         """
         if epoch is None or epoch.epoch != record.epoch:
-            return  # the job has gone on without this rank
+            return  # the job has continued without this rank
         named, self._has_ended = self._due.due(record, epoch), record.last
         is_missed = named is not None and named.is_missed
         if record.last and self._due.outlives:
@@ -132,24 +134,26 @@ class Checkpointer(CheckpointHooks):
             self._pending = _Pending(attempt, partial(self._begin, attempt))
 
     def take(self) -> None:
-        """Begin the checkpoint that is due, if any. It includes what the script did since the
-        commit."""
+        """Start the checkpoint that is due, if any.
+
+        It includes changes by the script since the commit.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.work()
 
     def ended(self) -> None:
-        """Take the last checkpoint of a stage that has nothing left to do.
+        """Take the last checkpoint of a stage that has ended.
 
-        Its state is its last one even without a last commit: it may have resumed from a checkpoint
-        of its end, or its last txn was a skip.
+        A stage may end without a commit marked as last: it may have resumed from a checkpoint
+        taken at its end, or have skipped its last txn.
         """
         self.take()
         at, local = self._state.position, self._job.local
         if self._has_ended or at is None or local is None or local.epoch is None:
             return
         if local.head is None or at.lineage != local.head.lineage:
-            return  # this rank's state is not the one of the others
+            return  # this rank's state diverges from the job's lineage
         self.before_change()  # a copy in progress counts as delivered only after this
         record, epoch = replace(at, last=True), local.epoch
         named = self._due.ended(record, epoch)
@@ -159,15 +163,16 @@ class Checkpointer(CheckpointHooks):
             self._begin(self._attempt(named, record, epoch))
 
     def before_change(self) -> None:
-        """Finish the copy, because state that the commit has left is about to change."""
+        """Finish the copy, because the committed state is about to change."""
         if (waited := self._copies.finish()) > 1e-3:
             self._job.note("checkpoint_waited", {"stall_ms": round(waited * 1e3, 3)})
 
     def close(self, serves: bool = True) -> None:
-        """Wait for files that are being written, and a limited time for other ranks. Idempotent.
+        """Wait until files are written, and a limited time for other ranks. Idempotent.
 
         Args:
-            serves: A stage that has ended goes on serving the remaining stages until they end, too.
+            serves: Whether a stage that has ended keeps serving the remaining stages until they
+                end.
         """
         self.before_change()
         pending, self._pending = self._pending, None
@@ -178,15 +183,15 @@ class Checkpointer(CheckpointHooks):
         if not serves:
             self._failing.set()
         if self._outliving is not None:
-            self._outliving.join()  # it has limits of its own
+            self._outliving.join()  # this thread has its own timeouts
         self._writers.close()
         self._at_work.close()
 
     def left(self) -> None:
         """Take a checkpoint of the newest commit if this rank left after it and no group stays.
 
-        The commit with which the last groups leave has a checkpoint already. Without such a commit,
-        each group that leaves takes a checkpoint alone, since the others may have died.
+        If the last groups leave with a commit, that commit already has a checkpoint. Otherwise each
+        leaving group takes its own checkpoint, because the other groups may have died.
         """
         self.take()
         at, local = self._state.position, self._job.local
@@ -224,13 +229,15 @@ class Checkpointer(CheckpointHooks):
         self._writers.decline(attempt)
 
     def _decline_for_absent(self, attempt: Attempt) -> None:
-        """Decline for the ranks of this stage that are not in its txn, so that no rank waits for
-        them."""
+        """Write "declined" receipts for ranks of this stage that are not in its txn.
+
+        The receipts prevent other ranks from waiting for them.
+        """
         for group in self._due.absent(attempt.named, attempt.epoch):
             self._writers.decline(attempt, group)
 
     def _begin(self, attempt: Attempt) -> None:
-        if attempt.record.last:  # no rank waits for this thread any more
+        if attempt.record.last:  # no rank waits for this thread any longer
             self._await_delivery()
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
         if snapshot is None:
@@ -239,13 +246,12 @@ class Checkpointer(CheckpointHooks):
             self._writers.write(attempt, snapshot)
 
     def _await_delivery(self) -> None:
-        """Wait until this rank's files of earlier checkpoints are written, so that the memory of
-        their copies is free."""
+        """Wait until this rank's earlier checkpoints are written and their memory is free."""
         if not self._writers.await_delivery():
             self._copies.leave_memory()
 
     def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
-        """Begin the copy of the committed state, or return None if it does not fit into a file."""
+        """Start the copy of the committed state, or return None if it is not serializable."""
         self.before_change()
         step, began = attempt.named.step, time.monotonic()
         try:
@@ -259,8 +265,13 @@ class Checkpointer(CheckpointHooks):
         return snapshot
 
     def _outlive(self, named: Named | None, record: Record, epoch: Record) -> None:
-        """Copy the last state of this stage, which has ended with ``record``, and deliver it to the
-        checkpoint ``named`` and to those that the remaining stages take later."""
+        """Copy the last state of this stage and serve it to all further checkpoints.
+
+        Args:
+            named: The checkpoint at the end of this stage, or None.
+            record: The commit record at which this stage has ended.
+            epoch: The epoch record of that commit.
+        """
         self._await_delivery()
         own = Named("", record.step, self._job.peer.group)
         snapshot = self._copy_of(self._attempt(named or own, record, epoch), shared=True)
@@ -268,7 +279,7 @@ class Checkpointer(CheckpointHooks):
             return
 
         def work() -> None:
-            snapshot.copy()  # now, since the checkpoints that need it may come much later
+            snapshot.copy()  # before waiting for later checkpoints, which may take long
             later = self._due.after_end(self._failing)
             try:
                 for each in later if named is None else (named, *later):

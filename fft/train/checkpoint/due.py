@@ -1,17 +1,17 @@
-"""When a checkpoint is due: all ranks that have the commit decide the same without communicating.
+"""Checkpoint schedules: all ranks that have a commit agree on whether a checkpoint is due.
 
-If all groups are in every txn, the record decides: a checkpoint is due at an interval of steps, and
-at the first commit of an epoch without the group that was to write the previous one. With an
-interval in seconds, the first rank of the writing group names a later step in a register of the
-job's bus.
+If all groups are in every txn, the commit record decides. A checkpoint is due at an interval of
+steps, and at the first commit of an epoch that lacks the writer of the previous checkpoint. With
+an interval in seconds, the first rank of the writing group announces a later step in a register of
+the job bus.
 
-If groups train locally between synchronizations, no two groups know the same commits, and no record
-has the writer or the time of the last checkpoint. There the first rank of the txn's first member
-decides before its vote and names the txn in the register. A commit includes that vote, so every
-rank that has the commit finds the name, and a rank outside the txn is not concerned. (If each stage
-has its own scope: `fft.train.paradigms.stages.due`.)
+If groups train locally between synchronizations, they have different commits. Then no record
+determines the writer or the time of the last checkpoint. Instead, the first rank of the txn's first
+member announces the checkpoint in the register before its vote. A commit includes that vote, so
+every rank that has the commit finds the announcement. Ranks outside the txn do not take part in the
+checkpoint. Scopes of stages have their own schedule in `fft.train.paradigms.stages.due`.
 
-Everything runs on the main thread, unless a docstring states otherwise.
+The code runs on the main thread, unless a docstring states otherwise.
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ from fft.train.checkpoint.plan import Checkpointing
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"
-"""Register of a scope's bus that holds the newest named checkpoints."""
+"""Register of a scope's bus that holds the newest announcements of checkpoints."""
 NAMED = 2
-"""Number of names kept: one checkpoint may be under way when the job's last one is named."""
+"""Maximum number of announcements in the register.
+
+One checkpoint may be in progress when the last one of the job is announced.
+"""
 _AHEAD = 2
-"""Steps between the naming and the checkpoint: no rank can be so far ahead of the rank that names
-it."""
+"""Steps between announcement and checkpoint; no rank is this far ahead of the announcing rank."""
 _EARLY = 0.1
-"""Fraction of the interval before its end in which ranks begin to read whether a step was named."""
+"""Fraction of the interval, at its end, in which ranks read the register."""
 
 logger = logging.getLogger(__name__)
 
 Note = Callable[[str, dict[str, Any]], None]
-"""Writes a note to the trace."""
+"""Writes an event to the trace."""
 
 
 class Named(NamedTuple):
-    """An attempt at a checkpoint, by the name that all ranks use for it."""
+    """Identifier of an attempt at a checkpoint, the same on all ranks."""
 
     name: str
-    """Equal on all ranks, and different from every other attempt."""
+    """Name of the attempt: equal on all ranks, and unique among attempts."""
     step: int
     """Step of the checkpoint."""
     writer: str
-    """The group whose ranks write the state that all groups have in common."""
+    """The group whose ranks write the shared state of all groups."""
     is_missed: bool = False
-    """This rank's stage had no commit at which it could be taken, so the rank delivers nothing."""
+    """Whether this rank's stage had no commit at the position, so the rank delivers no files."""
 
 
 class CheckpointSchedule(ABC):
-    """The rule by which a checkpoint is due to a rank, and by which ranks are waited for.
+    """The schedule that decides when a rank takes a checkpoint and which ranks it waits for.
 
     Attributes:
-        outlives: Whether the last state of a rank that has ended is delivered to the checkpoints
-            of those that go on.
+        outlives: Whether a rank that has ended still contributes its final state to later
+            checkpoints of other ranks.
     """
 
     outlives = False
@@ -77,68 +79,77 @@ class CheckpointSchedule(ABC):
         """Prepare the vote of this rank, which is about to be YES.
 
         Args:
-            last: No txn comes after this one, unless it is skipped.
-            skip: The txn is skipped, as far as this rank knows.
+            plan: The open txn.
+            last: Whether this txn is the last one, unless it is skipped.
+            skip: Whether this rank votes to skip the txn.
         """
 
     @abstractmethod
     def due(self, record: Record, epoch: Record) -> Named | None:
-        """Return the checkpoint to take at this commit; ``epoch`` lists the members of its txn."""
+        """Return the checkpoint to take at this commit, or None.
+
+        Args:
+            record: The commit record.
+            epoch: The epoch record that lists the members of its txn.
+        """
 
     @abstractmethod
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """Return the groups of ``epoch`` that have left the job or whose processes were replaced.
 
-        A group that leaves with the commit ``record`` still delivers. May run on any thread.
+        A group that leaves with the commit ``record`` still delivers its files. Thread-safe.
         """
 
     @abstractmethod
     def is_awaited(self, record: Record) -> bool:
-        """Whether other ranks may reach the position of ``record`` only later. Runs on any
-        thread."""
+        """Return whether other ranks may still be behind ``record``. Thread-safe."""
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
-        """Note that this rank's scope has ended at ``record``, with no commit that was the last.
+        """Handle the end of this rank's scope at ``record`` without a commit marked as last.
 
         Returns:
-            The checkpoint that is to be taken of that state, if one is.
+            The checkpoint to take of that state, or None.
         """
         return None
 
     def left_alone(self, record: Record) -> Named | None:
-        """Return the checkpoint of a group that left after ``record``, and that no group outlives.
+        """Return the checkpoint of a group that left after ``record`` when no group stays.
 
-        None if there is none to take: it is taken already, or ``record`` is not this rank's state.
+        Returns:
+            The checkpoint, or None if there is none to take, such as when it was already taken.
         """
         return None
 
     def absent(self, named: Named, epoch: Record) -> frozenset[str]:
-        """Return the groups for which this rank declines to deliver. Any thread."""
+        """Return the groups for which this rank declines to deliver. Thread-safe."""
         return frozenset()
 
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
-        """Yield the checkpoints of those that go on, until ``stops``. A thread.
+        """Yield the checkpoints of the remaining ranks until ``stops`` is set.
 
-        Raises BusError, UnreadableMessage, ValueError: they cannot be received.
+        Runs on a separate thread.
+
+        Raises:
+            BusError, UnreadableMessage, ValueError: The announcements cannot be read.
         """
         return iter(())
 
 
 class DueByRecord(CheckpointSchedule):
-    """The rule for groups that are in every txn of the job."""
+    """The schedule for groups that are in every txn of the job."""
 
     def __init__(self, plan: Checkpointing, job: Participation) -> None:
         self._plan, self._job = plan, job
         self._last: tuple[Record, Record] | None = None
-        """Commit and epoch of the newest attempt."""
+        """Commit record and epoch record of the newest attempt."""
         self._epoch = 0
         """Epoch of the last commit on this rank."""
         self._ends: Token | None = None
-        """The txn of the last vote, if no txn was to come after it."""
+        """Token of the last vote's txn if that vote marked it as the last of the job."""
         self._since: float | None = None
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Record whether this txn is the last; nothing has to be named."""
+        """Record whether this txn is the last; this schedule announces nothing before a vote."""
         self._ends = plan.token if last else None
 
     def due(self, record: Record, epoch: Record) -> Named | None:
@@ -148,7 +159,7 @@ class DueByRecord(CheckpointSchedule):
     def _is_due(self, record: Record, epoch: Record) -> bool:
         is_last = record.last or (record.skip and self._ends == record.token)
         if record.skip and not (is_last and self._is_behind(record)):
-            return False  # no step, and more are to come
+            return False  # a skipped txn changes no step, and further txns follow
         is_new, self._epoch = record.epoch != self._epoch, record.epoch
         if not (is_last or (is_new and self._is_writer_lost(epoch))):
             steps = self._plan.steps
@@ -159,12 +170,14 @@ class DueByRecord(CheckpointSchedule):
         return True
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `CheckpointSchedule.left`: groups that are not in the job's newest epoch."""
+        """See `CheckpointSchedule.left`; these groups are not in the newest epoch of the job."""
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """See `CheckpointSchedule.is_awaited`: a rank delivers only when its script asks for the
-        next txn."""
+        """See `CheckpointSchedule.is_awaited`.
+
+        A rank delivers its files only after its script has requested the next txn.
+        """
         local = self._job.local
         return local is not None and local.lineage == record.lineage
 
@@ -179,20 +192,18 @@ class DueByRecord(CheckpointSchedule):
         return Named(name, record.step, group)
 
     def _is_behind(self, record: Record) -> bool:
-        """Whether the steps before ``record`` are in no checkpoint of this job."""
+        """Return whether no checkpoint of this job covers the steps before ``record``."""
         return self._last is None or self._last[0].step < record.step
 
     def _is_writer_lost(self, epoch: Record) -> bool:
-        """Whether the group that was to write the last checkpoint has other processes now, or is
-        gone."""
+        """Return whether the writer of the last checkpoint was restarted or has left."""
         if self._last is None:
             return False
         _, then = self._last
         return not set(then.members[0].peers()) <= epoch.peer_set
 
     def _is_named(self, record: Record, epoch: Record) -> bool:
-        """With an interval in seconds: whether this is the step that the writer's first rank
-        named."""
+        """Return whether the register announces this step, for an interval in seconds."""
         seconds = self._plan.seconds
         assert seconds is not None
         passed = None if self._since is None else time.monotonic() - self._since
@@ -211,25 +222,24 @@ class DueByRecord(CheckpointSchedule):
 
 
 class Word(NamedTuple):
-    """An entry of the register, which names a checkpoint by a txn."""
+    """An entry of the register, which announces a checkpoint at a txn."""
 
     token: Token
-    """The checkpoint is taken with the commit of this txn. If the txn is skipped or not committed,
-    there is no checkpoint."""
+    """The txn at whose commit the checkpoint is taken; without a commit there is no checkpoint."""
     step: int
     """Number of committed steps after the txn."""
     writer: frozenset[Peer]
-    """The processes that write the state that all groups have in common."""
+    """The processes that write the shared state of all groups."""
     name: str
     """Name of the attempt."""
     cursor: int
-    """Position in the data at which the txn ends."""
+    """Data position at the end of the txn."""
     is_last: bool
     """Whether the commit of the txn may be the last one of the job."""
 
     @property
     def named(self) -> Named:
-        """The checkpoint that this entry names."""
+        """The checkpoint that this entry announces."""
         return Named(self.name, self.step, min(self.writer).group)
 
 
@@ -250,11 +260,11 @@ def decode_words(data: bytes) -> tuple[Word, ...]:
 
 
 class DueByWord(CheckpointSchedule):
-    """The common part of the rules by which one rank names a txn before it votes.
+    """The common part of schedules in which one rank announces a checkpoint before its vote.
 
     Args:
-        bus: Bus of the scope whose txns are named.
-        is_busy: Whether this rank still writes the previous checkpoint.
+        bus: Bus of the scope of the announced txns.
+        is_busy: Returns whether this rank still writes the previous checkpoint.
     """
 
     def __init__(
@@ -266,19 +276,20 @@ class DueByWord(CheckpointSchedule):
     ) -> None:
         self._plan, self._job, self._bus, self._is_busy = plan, job, bus, is_busy
         self._words: tuple[Word, ...] = ()
-        """The newest entries that were read; ``_since`` is the time at which they were first
-        seen."""
+        """The newest entries of the register; ``_since`` is the time of their first read."""
         self._since = 0.0
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `CheckpointSchedule.before_vote`: name this txn if this rank names checkpoints and
-        one is due."""
+        """See `CheckpointSchedule.before_vote`.
+
+        Announces a checkpoint of this txn if this rank announces checkpoints and one is due.
+        """
         epoch, step = epoch_to_name_in(self._job, plan), plan.step + (not skip)
         if epoch is None:
             return
         may_end = self._may_end(last and not skip, epoch)
         if skip and not may_end:
-            return  # no step, and more are to come
+            return  # a skipped txn changes no step, and further txns follow
         try:
             self._look()
             if not (self._is_wanted(step, epoch) or may_end):
@@ -296,7 +307,7 @@ class DueByWord(CheckpointSchedule):
     def due(self, record: Record, epoch: Record) -> Named | None:
         """See `CheckpointSchedule.due`.
 
-        The last commit of the job has a checkpoint even if it was not named.
+        The last commit of the job has a checkpoint even without an announcement.
         """
         if record.skip and not record.last:
             return None
@@ -310,38 +321,38 @@ class DueByWord(CheckpointSchedule):
         return self._unnamed_last(record, epoch) if named is None and record.last else named
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """Return the checkpoint of the job's last commit, which was not named."""
+        """Return the checkpoint of the job's last commit, which has no announcement."""
         return named_after(self._job, record, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """All members reach the position at the same time."""
+        """Return False, because all members reach the position at the same time."""
         return False
 
     def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Whether to name the txn as possibly the last one; by default never."""
+        """Return whether the txn may be the last one of the job; False by default."""
         return False
 
     def _look(self) -> None:
-        """Read the newest entries. Raises BusError, ValueError."""
+        """Read the newest entries of the register. Raises BusError, ValueError."""
         words = words_on(self._bus)
         if words != self._words:
             self._words, self._since = words, time.monotonic()
 
     def _say(self, word: Word, done: int) -> None:
-        # an entry of a later step has come to nothing
+        # an entry for a later step belongs to a txn that did not commit
         others = [w for w in self._words if w.step <= done]
         words = (*others, word)[-NAMED:]
         self._bus.write(AT, encode_words(words))
         self._words, self._since = words, time.monotonic()
 
     def _is_wanted(self, step: int, epoch: Record) -> bool:
-        """Whether the txn of ``epoch`` that leads to ``step`` is to have a checkpoint."""
+        """Return whether a checkpoint is due at the txn of ``epoch`` that leads to ``step``."""
         steps, seconds = self._plan.steps, self._plan.seconds
         if self._words:
             word = self._words[-1]
             job = {p for at in epoch.standing for p in at.entry.peers()} | epoch.peer_set
             if word.step >= step or not word.writer <= job:
-                return True  # the txn that it named was not committed, or its writer is lost
+                return True  # the announced txn did not commit, or its writer is lost
         if steps is not None:
             return step % steps == 0
         assert seconds is not None
@@ -352,10 +363,13 @@ class DueByWord(CheckpointSchedule):
 
 
 def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:
-    """Log and trace that there is no checkpoint of ``step``, though nothing has failed. Any thread.
+    """Log and trace that a checkpoint of ``step`` was skipped without a failure. Thread-safe.
 
     Args:
-        too_often: The reason is that the previous checkpoint is still being written.
+        note: Writes the event to the trace.
+        step: Step of the skipped checkpoint.
+        why: The reason, for the log and the trace.
+        too_often: Whether the reason is that the previous checkpoint is still being written.
     """
     logger.warning("no checkpoint of step %d: %s", step, why)
     told = {"step": step, "reason": why}
@@ -363,19 +377,19 @@ def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> N
 
 
 def words_on(bus: ErrorBus) -> tuple[Word, ...]:
-    """Read the newest entries of a scope. Raises BusError, ValueError."""
+    """Read the announcements on the bus of a scope. Raises BusError, ValueError."""
     held = bus.read(AT)
     return () if held is None else decode_words(held)
 
 
 def named_after(job: Participation, record: Record, epoch: Record) -> Named:
-    """Return a checkpoint named after its record; the first member writes it."""
+    """Return a checkpoint whose name derives from its record; the first member writes it."""
     name = attempt_name(job.bus.generation, f"{record.n}|{record.lineage}")
     return Named(name, record.step, epoch.members[0].group)
 
 
 def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
-    """Return the epoch of that txn if this rank names the checkpoints of its scope, else None."""
+    """Return the epoch of the txn if this rank announces checkpoints of its scope, else None."""
     epoch = None if job.local is None else job.local.epoch
     if epoch is None or epoch.epoch != plan.token.epoch or not is_first(job.peer, epoch):
         return None
@@ -383,8 +397,10 @@ def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
 
 
 def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
-    """Return the groups of ``epoch`` that are not in the newest epoch, or of which a process has
-    ended or was replaced. Runs on any thread."""
+    """Return the groups of ``epoch`` that have left, or have ended or replaced processes.
+
+    Thread-safe.
+    """
     local = job.local
     now = local.epoch if local is not None else None
     if local is None or now is None:
@@ -396,6 +412,6 @@ def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
 
 
 def is_first(peer: Peer, epoch: Record) -> bool:
-    """Whether ``peer`` is the first rank of the first member of an epoch."""
+    """Return whether ``peer`` is the first rank of the first member of an epoch."""
     first = epoch.members[0]
     return (peer.group, peer.rank) == (first.group, min(rank.rank for rank in first.ranks))

@@ -68,7 +68,7 @@ class Checkpointing:
         """Return these settings as environment variables for the processes of a job.
 
         Args:
-            step: Step of the checkpoint to resume from, or None to begin from the start.
+            step: Step of the checkpoint to resume from, or None to start from scratch.
         """
         resume = {} if step is None else {"FFT_RESUME": str(step)}
         place = str(self.place)
