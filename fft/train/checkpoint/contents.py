@@ -1,11 +1,11 @@
-"""The contents of a checkpoint: a copy of a rank's state as of a commit, and its two files.
+"""The contents of a checkpoint: a copy of a rank's state at a commit, and its two files.
 
-The files are a safetensors file with the tensors, and JSON that names them; there is no pickle. A
-value that JSON lacks is encoded as a dict with a single key that begins with ``$``.
+A rank writes a safetensors file with the tensors and a JSON file that refers to them; there is no
+pickle. A value that JSON lacks is encoded as a dict with a single key that begins with ``$``.
 
-State that forward and backward may change is copied at once, on the main thread. Parameters and
-optimizer state do not change before the next update, so a thread looks them up and copies them
-while the next forward and backward run. Code that is about to change them waits for the thread
+The main thread immediately copies state that forward and backward may change. Parameters and
+optimizer state do not change before the next update. A background thread copies them during the
+next forward and backward. Code that is about to change them waits for that thread
 (`Snapshot.finish`). A snapshot holds one copy of this rank's state.
 """
 
@@ -44,7 +44,7 @@ class UnreadableFile(CheckpointError):
 
 
 def packed(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split plain data with tensors in it into a JSON value and the tensors by name.
+    """Split plain data that contains tensors into a JSON value and the tensors by name.
 
     Raises CheckpointError.
     """
@@ -107,12 +107,12 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def to_json(data: Any) -> bytes:
-    """Encode as the bytes of a file."""
+    """Encode ``data`` as the bytes of a JSON file."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes, name: str) -> Any:
-    """Decode the bytes of file ``name``. Raises UnreadableFile."""
+    """Decode the bytes of the JSON file ``name``. Raises UnreadableFile."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -122,7 +122,7 @@ def from_json(data: bytes, name: str) -> Any:
 def _packed(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         name = place.lstrip(".") or "value"
-        while name in tensors:  # keys of different types may look alike
+        while name in tensors:  # keys of different types may have the same text
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
@@ -168,29 +168,29 @@ def _unpacked(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 PARAMETERS = "state.parameters."
 LATE = (PARAMETERS, "state.optimizers.")
-"""Prefixes of the names, in a file, of what forward and backward do not change. For groups that
-train locally that is the state they share; a group's own state has other names and is copied at
-once."""
+"""Name prefixes, in a file, of the state that forward and backward do not change.
+
+For groups with local steps this is the shared state. The local state of a group has other names,
+and the main thread copies it immediately.
+"""
 
 
 COPY_LIMIT_S = 30.0
-"""How long the next update waits for a copy; after that the checkpoint is given up, not the
-step."""
+"""Timeout of the next update for a copy; on expiry the checkpoint fails, and the step continues."""
 
 
 class Staging:
-    """Memory for one copy of a rank's state, reused by each checkpoint."""
+    """Memory for one copy of a rank's state, which later checkpoints reuse."""
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def keep_only(self, names: Set[str]) -> None:
-        """Free the memory for tensors of other names."""
+        """Free the memory of tensors with other names."""
         self._held = {name: held for name, held in self._held.items() if name in names}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor of the same shape and type; the one of ``name`` is reused if it
-        fits."""
+        """Return a CPU tensor of the same shape and dtype, reusing that of ``name`` if it fits."""
         held = self._held.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -200,22 +200,25 @@ class Staging:
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of a sharded tensor that this rank has."""
+    """The shard of a tensor on this rank."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
 
 
 class Snapshot:
-    """One copy. The constructor runs on the main thread between two steps, `copy` on another
-    thread.
+    """One copy of a rank's state.
+
+    The constructor runs on the main thread between two steps, and `copy` runs on another thread.
 
     Args:
         state: State of this rank.
-        shared: Include the state that all groups have in common, not only this rank's own.
-        at_once: Parameters that code other than updates and the step function changes.
-        gives: Slices whose entries this stage gives to the next one, to be included.
+        staging: The memory for the copy.
+        shared: Whether to include the shared state of all groups.
+        at_once: Parameters that code other than updates and the step function changes. The
+            constructor copies them immediately.
+        gives: Slices whose stage outputs are included.
 
     Raises:
         TypeError, CheckpointError: The state contains a value that no file can hold; the message
@@ -235,7 +238,7 @@ class Snapshot:
         self._step = state.step if self._watched else None
         """The state whose parameters and optimizer state `copy` looks up."""
         self._late: dict[str, torch.Tensor] = {}
-        # the state that groups share may consist of no model parameters
+        # the shared state may contain no model parameters
         if not self._watched:
             self._late = {name: t for name, t in live.items() if name.startswith(LATE)}
         early = self._early(at_once)
@@ -246,20 +249,22 @@ class Snapshot:
         self._staging = staging
         self._streams = _mark_streams((*self._late.values(), *self._watched.values()))
         self._by_bodies = bool(self._watched)
-        """Whether forward and backward could change state that is copied late."""
+        """Whether forward and backward could change state that `copy` copies."""
         self._versions = {name: edit_count(t) for name, t in self._watched.items()}
         self._late_names = self._watched.keys() - early
-        """Names of the parameters that are copied late."""
+        """Names of the parameters that `copy` copies."""
         self._copied = threading.Event()
         self.confirmed = threading.Event()
-        """Set when the copied state is known to be unchanged during the copy; otherwise `problem`
-        is set."""
+        """Set after the check that the state did not change during the copy.
+
+        If it did change, `problem` is set, too.
+        """
         self._lock = threading.Lock()
         self.copy_s = 0.0
         self.problem: str | None = None
-        """Why the copy must not be used."""
+        """The reason why the copy must not be used, or None."""
         self.edited: tuple[str, ...] = ()
-        """Parameters that were changed while they were copied."""
+        """Parameters that changed during the copy."""
 
     @property
     def data(self) -> Any:
@@ -275,11 +280,11 @@ class Snapshot:
         """Return the parameters that forward and backward change, and those of ``at_once``."""
         if self._step is None:
             return frozenset()
-        edited = self._step.edited  # None if it is not known yet
+        edited = self._step.edited  # None if not determined yet
         return self._watched.keys() if edited is None else self._watched.keys() & (edited | at_once)
 
     def copy(self) -> bool:
-        """Copy the rest; return whether the result is the complete state as of the commit."""
+        """Copy the rest; return whether the result is the complete state at the commit."""
         began = time.monotonic()
         try:
             with torch.no_grad():
@@ -307,7 +312,7 @@ class Snapshot:
 
     def _copy(self) -> None:
         self._staging.keep_only(self._targets.keys() | self._late.keys())
-        # here, since allocating pinned memory takes as long as filling it
+        # on this thread, because allocating pinned memory takes as long as filling it
         self._targets |= {n: self._staging.like(n, tensor) for n, tensor in self._late.items()}
         for device in {t.device for t in self._late.values() if t.is_cuda}:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -327,10 +332,12 @@ class Snapshot:
                 self._targets[name].copy_(tensor)
 
     def finish(self, limit_s: float) -> float:
-        """Wait for the copy before state that was not copied at once may change. Main thread.
+        """Wait for the copy, on the main thread, before the state may change.
 
-        The copy is given up if that takes longer than ``limit_s``, or if a parameter was changed
-        meanwhile. Returns the seconds waited.
+        The copy fails if it takes longer than ``limit_s``, or if a parameter has changed.
+
+        Returns:
+            Seconds waited.
         """
         began = time.monotonic()
         if self.confirmed.is_set():
@@ -353,17 +360,17 @@ class Snapshot:
 
 
 class Copies:
-    """The copies of a rank's state, one after another, in the same memory. Main thread."""
+    """The successive copies of a rank's state in the same memory; used on the main thread."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._staging = Staging()
         self._open: Snapshot | None = None
         self._changed_late: frozenset[str] = frozenset()
-        """Parameters that other code than updates and the step function has changed."""
+        """Parameters that code other than updates and the step function has changed."""
 
     def begin(self, shared: bool, gives: range) -> Snapshot:
-        """Begin a copy of the state. See `Snapshot` for arguments and errors."""
+        """Start a copy of the state. See `Snapshot` for arguments and errors."""
         state, staging, edited = self._state, self._staging, self._changed_late
         self._open = Snapshot(state, staging, shared, edited, gives)
         return self._open
@@ -378,7 +385,7 @@ class Copies:
         return waited
 
     def leave_memory(self) -> None:
-        """Leave the memory to the copies that are still being written, and use new memory."""
+        """Use new memory, and leave the old memory to copies that are still being written."""
         self._staging = Staging()
 
 
@@ -404,13 +411,13 @@ def _tree_of(
         return found | {"state": None}, {}
     found["aliases"] = step.aliases()
     found["state"], watched = state.paradigm.export_shared()
-    if not watched:  # else they come with what is copied later
+    if not watched:  # otherwise `copy` adds the layouts
         found["layouts"] = _layouts(step.sharded_names())
     return found, watched
 
 
 def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the parts that this rank has of sharded parameters."""
+    """Return this rank's layouts of sharded parameters, as plain data."""
     return {
         name: {
             "shape": list(layout.shape),
@@ -423,7 +430,7 @@ def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """Return the part of a DTensor that this rank has, or None for a plain tensor."""
+    """Return this rank's layout of a DTensor, or None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     _, offset = compute_local_shape_and_global_offset(
@@ -433,7 +440,7 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 
 def _mark_streams(late: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
-    """Record events behind all work issued so far on the devices of the tensors copied later."""
+    """Record an event after all issued work on each device of the tensors in ``late``."""
     found: dict[torch.device, torch.cuda.Event] = {}
     for device in {tensor.device for tensor in late if tensor.is_cuda}:
         found[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
 """Conversion to and from ``torch.distributed.checkpoint``, in one process.
 
-An export has whole tensors under the names that torch's own functions use: ``model.<name>`` for
-parameters and buffers (``model0``, ``model1``, … if there are several models), tied ones under each
-of their names, and ``optimizer.state.<name>.<key>``. Everything else, including how the tensors
-were sharded, is JSON in the tensor ``fft``, from which an import restores the checkpoint. From any
-other checkpoint an import takes only ``model``.
+An export contains full tensors under the names that torch's own functions use. Parameters and
+buffers have the names ``model.<name>`` (``model0``, ``model1``, … for several models). Tied tensors
+are stored under each of their names, and optimizer state under ``optimizer.state.<name>.<key>``.
+Everything else, including the sharding of the tensors, is JSON in the tensor ``fft``, which an
+import uses to restore the checkpoint. From other checkpoints an import reads only ``model``.
 
 torch's format contains a pickle (``.metadata``): import only files that you trust.
 """
@@ -31,15 +31,20 @@ from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__
 
 WRITER = "import"
-"""Stands for the group that wrote an imported checkpoint."""
+"""Placeholder for the writing group in the manifest of an imported checkpoint."""
 _KEPT = ("step", "lineage", "batches", "cursor", "returned", "spec", "spec_digest", "ranks")
 
 
 def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
-    """Write the checkpoint of ``step`` to the new directory ``target``; return the bytes of
-    tensors.
+    """Write the checkpoint of ``step`` to the new directory ``target``.
 
-    Raises CheckpointError, DamagedCheckpoint, OSError.
+    Returns:
+        Total size of the tensors in bytes.
+
+    Raises:
+        CheckpointError: The target is not empty, or torch's format cannot hold the checkpoint.
+        DamagedCheckpoint: The checkpoint does not exist or is damaged.
+        OSError: A file cannot be read or written.
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new directory")
@@ -97,15 +102,16 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
 
 
 def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor: int) -> Manifest:
-    """Write what ``source`` holds as a checkpoint.
+    """Convert ``source`` to a checkpoint of FFT.
 
     Args:
+        checkpoints: The store of the new checkpoint.
+        source: A directory in torch's format.
         step: Number of completed steps, for a source that `export_dcp` has not written.
-        cursor: Where its data continue, in slices of a group of one rank; also only for such a
-            source.
+        cursor: Data position of such a source, in slices of a group of one rank.
 
     Raises:
-        CheckpointError: The source cannot be read or imported, or the step is taken already.
+        CheckpointError: The source cannot be read or imported, or the step already exists.
         OSError: The checkpoint cannot be written.
     """
     tensors = _load(source)
@@ -150,7 +156,7 @@ def _load(source: Path) -> dict[str, torch.Tensor]:
 def _write_again(
     checkpoints: Checkpoints, rest: dict[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Manifest:
-    """Write the checkpoint that `export_dcp` had read, split by rank again."""
+    """Restore a checkpoint that `export_dcp` exported, split by rank."""
     says, several = rest["manifest"], len(rest["optimizers"]) > 1
     public = {n: t for n, t in tensors.items() if n.startswith("model")}
     models = {(f"model0.{n[6:]}" if n.startswith("model.") else n): t for n, t in public.items()}
@@ -217,8 +223,7 @@ def _write(
 
 
 def _marked(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an optimizer state that are tensor subclasses; torch's format has no
-    name for them."""
+    """Return the optimizer state entries that torch's format lacks: tensor subclasses."""
     return {key: value for key, value in entries.items() if is_marked(value)}
 
 

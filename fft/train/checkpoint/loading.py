@@ -1,11 +1,12 @@
 """Loading of the checkpoint that a rank resumes from, before it joins its job.
 
-It happens only if the job is not running; otherwise the state comes from a group that has it. A
-rank reads the files of the group that wrote the common state, and its own files for buffers and
-random states. It changes nothing before all has been read and fits.
+A checkpoint is loaded only if the job is not running. Otherwise another group sends the state. A
+rank reads the files of the group that wrote the shared state, and its own files for buffers and RNG
+states. It modifies no state until all files are read and validated.
 
-A group with another number of ranks gets its state resharded. Each rank's file has the layout of
-its tensors in the whole; optimizer state is sharded as its parameter is.
+For a group with another number of ranks, the state is resharded. Each rank's file contains the
+offset and shape of its shards in the full tensors. Optimizer state has the sharding of its
+parameter.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class Loaded:
     lineage: str
     cursor: int
     entries: Sequence[tuple[int, int]] = ()
-    """Slice and version of each entry that this stage gives to the next one again."""
+    """Slice and version of each restored entry for the next stage."""
 
 
 class Loader:
-    """Loads a checkpoint for one rank. Main thread.
+    """Loads a checkpoint for one rank, on the main thread.
 
     Attributes:
         origin: The checkpoint that this job resumed from, if any.
@@ -83,7 +84,7 @@ class Loader:
         self._notes: list[tuple[str, dict[str, Any]]] = []
 
     def resume(self) -> None:
-        """Load the checkpoint that the job is to resume from, if any, before joining. Idempotent.
+        """Load the requested checkpoint, if any, before this rank joins the job. Idempotent.
 
         Raises CheckpointError, DamagedCheckpoint, StateMismatch.
         """
@@ -117,25 +118,27 @@ class Loader:
             )
 
     def trace(self) -> None:
-        """Trace what the job resumed from, once the trace has its header."""
+        """Trace the checkpoint that the job resumed from; the trace must have its header."""
         for name, data in self._notes:
             self._job.note(name, data)
 
     def choose(self) -> Manifest | None:
-        """Return the checkpoint that the job resumes from, or None if it starts fresh.
+        """Return the checkpoint to resume from, or None to start from scratch.
 
         Raises:
-            CheckpointError: There are checkpoints, but resuming was not requested; or none is
+            CheckpointError: Checkpoints exist although no resume was requested, or no checkpoint is
                 usable.
             DamagedCheckpoint: The requested checkpoint is damaged.
         """
         if self._scope.bus.read(HEAD) is not None:
-            return None  # the job is running, so the state comes from a group that has it
+            return None  # the job is running, and another group sends the state
         return choose(self._checkpoints, self._plan.resume)
 
     def load(self, manifest: Manifest, state: RankState) -> Loaded:
-        """Load the checkpoint into ``state``. Raises CheckpointError, DamagedCheckpoint,
-        StateMismatch."""
+        """Load the checkpoint into ``state``.
+
+        Raises CheckpointError, DamagedCheckpoint, StateMismatch.
+        """
         peer, at = self._job.peer, self._at(manifest)
         same_ranks = manifest.ranks == self._ranks
         try:
@@ -174,15 +177,17 @@ class Loader:
         return found
 
     def _at(self, manifest: Manifest) -> Scope:
-        """Return the position of this rank's scope. Raises UnfitCheckpoint if the checkpoint lacks
-        it."""
+        """Return the position of this rank's scope.
+
+        Raises UnfitCheckpoint if the checkpoint lacks it.
+        """
         refuse_other_scopes(manifest, self._scope)
         return manifest.scopes[self._scope.name]
 
     def _own(
         self, manifest: Manifest, group: str, rank: int, state: RankState
     ) -> dict[str, Any] | None:
-        """Return the state that only this rank had; None if no such rank wrote the checkpoint."""
+        """Return this rank's own state, or None if the checkpoint has none for this rank."""
         if self._groups == 1 and len(manifest.groups) == 1:
             (group,) = manifest.groups  # its name may differ between starts
         if group not in manifest.groups:
@@ -221,7 +226,7 @@ class Loader:
         for key, load in loads.items():
             try:
                 load(with_layout_of(tree["user"][key], None, f"state_dict of {key!r}"))
-            except Exception as error:  # the script's own
+            except Exception as error:  # raised by the script's own function
                 error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
                 raise
         state.updates.loaded()
@@ -241,21 +246,23 @@ def refuse_other_scopes(manifest: Manifest, scope: RankScope) -> None:
 
 
 def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, scope: RankScope) -> None:
-    """Check before a model is built that the checkpoint named by `fft run` has the right scopes.
+    """Check that the checkpoint selected by `fft run` has the scopes of this job.
 
-    Other defects are found when it is loaded. Raises UnfitCheckpoint.
+    The check runs before a model is built. Loading checks everything else.
+
+    Raises UnfitCheckpoint.
     """
     if isinstance(plan.resume, bool):
         return
     try:
         manifest = checkpoints.manifest(plan.resume)
-    except (DamagedCheckpoint, OSError):  # a job that goes on may have removed it since
+    except (DamagedCheckpoint, OSError):  # a running job may have removed it in the meantime
         return
     refuse_other_scopes(manifest, scope)
 
 
 def refuse_other_kind(found: Mapping[str, Any], are_alone: bool) -> None:
-    """Raise UnfitCheckpoint if groups trained locally there but not here, or the reverse."""
+    """Raise UnfitCheckpoint unless the checkpoint and this job agree on local steps."""
     were_alone = "plan" in found
     if were_alone != are_alone:
         kinds = {True: "by groups that step alone", False: "by groups that step together"}
@@ -284,8 +291,10 @@ def tree_of(checkpoints: Checkpoints, manifest: Manifest, group: str, rank: int)
 def completed(
     found: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] | None, step: StepState
 ) -> dict[str, Any]:
-    """Return a state in the form that `StepState.load` takes. For an imported checkpoint, which has
-    a model only, the rest is taken from this process."""
+    """Return a complete state for `StepState.load`.
+
+    An imported checkpoint contains only a model; the rest is the current state of this process.
+    """
     if found["optimizers"] is not None:
         return {**found, "buffers": buffers}
     logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
@@ -300,7 +309,7 @@ def completed(
 
 
 def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tensor) -> None:
-    """Raise StateMismatch unless both names of a tensor that is tied here have the same values."""
+    """Raise StateMismatch unless both names of a tied tensor have the same values."""
     if value.shape != other.shape or value.dtype != other.dtype or not same_bits(value, other):
         raise StateMismatch(
             f"{alias} and {name} are tied in this model, but the checkpoint has different values "
@@ -309,7 +318,7 @@ def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tens
 
 
 def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:
-    """Return lineage and cursor for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
+    """Return the position for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
     if manifest.ranks == ranks:
         return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
@@ -337,7 +346,7 @@ Part = tuple[Layout, torch.Tensor]
 
 
 def whole_of(parts: Sequence[Part]) -> torch.Tensor:
-    """Return the tensor that the parts make up. Raises CheckpointError if they leave gaps."""
+    """Return the full tensor of the parts. Raises CheckpointError if elements are missing."""
     shape = parts[0][0].shape
     whole = torch.empty(shape, dtype=parts[0][1].dtype)
     filled = 0
@@ -358,8 +367,13 @@ def _place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 def part_of(
     whole: torch.Tensor, layout: Mapping[str, Any] | None, shape: torch.Size
 ) -> torch.Tensor:
-    """Return a rank's part of a tensor that is sharded as a parameter of ``shape``, by the
-    ``layout`` stored in a file."""
+    """Return a rank's shard of a tensor with the sharding of a parameter.
+
+    Args:
+        whole: The full tensor.
+        layout: The layout of the parameter, as stored in a file, or None if it is not sharded.
+        shape: Shape of the parameter. A tensor of another shape is not sharded.
+    """
     if layout is None or whole.shape != shape or whole.dim() == 0:
         return whole
     return whole[_place(layout["offset"], layout["local"])]
@@ -373,7 +387,7 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = trees[0]
     if first["state"] is None or first["state"]["optimizers"] is None:
         if len(trees) == 1 and first["state"] is not None:
-            return dict(first)  # a model alone, and whole
+            return dict(first)  # an imported model, which is not sharded
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
     if "plan" in first["state"]:
         raise CheckpointError(
@@ -419,7 +433,7 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str, Any]:
-    """Return this rank's part of the state that the ``trees`` make up. Raises CheckpointError."""
+    """Return this rank's part of the full state of ``trees``. Raises CheckpointError."""
     whole = unsharded(trees)
     if state.step is None:
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
