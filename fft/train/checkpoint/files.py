@@ -1,16 +1,16 @@
 """Durable checkpoints as files: the manifest and the checkpoints of a store.
 
-Without torch: `fft run` and `fft checkpoint` use this module, too. A checkpoint is a directory
-``step-N`` with files of every rank and a manifest, which is written last; `contents` defines what
-the ranks' files contain. Receipts and manifests are JSON with a digest of their own contents, so
-that an edit is detected. The format is strict: data with unknown fields is refused as a whole.
+This module does not import torch, because `fft run` and `fft checkpoint` use it, too. A checkpoint
+is a directory ``step-N`` with files of every rank and a manifest, which is written last. `contents`
+defines the contents of the ranks' files. Receipts and manifests are JSON with a digest of their own
+contents, which detects edits. The format is strict: a reader rejects data with unknown fields.
 
 Jobs publish, replace and remove checkpoints while other processes read. A reader that finds a
 problem therefore reads again, and reports the problem only if the store has not changed in between.
 
-A checkpoint exists once its manifest exists. The renaming that follows may be interrupted at any
-point; the checkpoint is then read under the attempt's name. If a step has two complete checkpoints,
-the later one counts.
+A checkpoint exists once its manifest exists. The subsequent rename may be interrupted at any point.
+Then readers find the checkpoint in the directory of the attempt. If a step has two complete
+checkpoints, readers use the later one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # --- receipts and manifests ---
 
 FORMAT = 1
-"""Version of the files and the manifest; a reader refuses any other version."""
+"""Version of the files and the manifest; a reader rejects any other version."""
 _NAME = re.compile(r"^step-(0|[1-9][0-9]{0,17})$")
 _FILE = r"^g[A-Za-z0-9_.-]{1,200}r[0-9]{1,6}\.(json|safetensors)$"
 
@@ -44,7 +44,7 @@ Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint must not be loaded; the message names it, the file and the problem."""
+    """A checkpoint must not be loaded; the message gives its name, the file and the problem."""
 
 
 class _Strict(BaseModel):
@@ -67,14 +67,14 @@ class Scope(_Strict):
     batches: Count
     cursor: Count
     returned: tuple[Count, ...]
-    """Slices before the cursor that are not consumed."""
+    """Slices before the cursor that no txn has consumed."""
 
 
 class Receipt(_Strict):
     """The files that one rank has written and read back; the receipt is written after them.
 
-    A receipt without files means that the rank delivers nothing, so that the writer of the manifest
-    does not wait for it.
+    A rank writes a receipt without files to decline; the writer of the manifest does not wait for
+    it then.
     """
 
     attempt: str
@@ -86,7 +86,7 @@ class Receipt(_Strict):
 
 
 class Origin(_Strict):
-    """The checkpoint from which the job that took this one had resumed."""
+    """The checkpoint from which the job of this checkpoint had resumed."""
 
     step: Count
     lineage: str
@@ -96,12 +96,12 @@ class Manifest(_Strict):
     """The description of a checkpoint and the list of its files.
 
     Attributes:
-        step: Committed steps. If each stage has its own scope, ``step``, ``lineage``, ``batches``,
-            ``cursor`` and ``returned`` are those of the first stage; others may be some slices
-            behind.
+        step: Number of committed steps. If each stage has its own scope, ``step``, ``lineage``,
+            ``batches``, ``cursor`` and ``returned`` are those of the first stage. Other stages may
+            be some slices behind.
         scopes: Position of each scope by name; ``job`` for a job with one scope.
-        writer: The group whose files hold the state that all groups have in common.
-        groups: The groups whose buffers and random states are in the checkpoint.
+        writer: The group whose files contain the shared state of all groups.
+        groups: The groups whose buffers and RNG states are in the checkpoint.
         ranks: Number of ranks of each group.
     """
 
@@ -130,7 +130,7 @@ class Manifest(_Strict):
         return sum(file.size for file in self.files)
 
     def files_of(self, group: str, rank: int) -> dict[str, File]:
-        """Return a rank's files by suffix, ``json`` and ``safetensors``; empty if it wrote none."""
+        """Return a rank's files by suffix, ``json`` or ``safetensors``; empty if it wrote none."""
         stem = file_stem(group, rank)
         return {
             file.name.rpartition(".")[2]: file
@@ -143,28 +143,33 @@ _Sealed = TypeVar("_Sealed", Receipt, Manifest)
 
 
 def step_of(directory: str) -> int | None:
-    """Return the step in a directory's name, or None if it is not the name of a checkpoint."""
+    """Return the step in the name of a checkpoint directory, or None for another directory."""
     found = _NAME.match(directory)
     return int(found[1]) if found else None
 
 
 def name_of(step: int) -> str:
-    """Return the directory of the checkpoint of ``step``."""
+    """Return the directory name of the checkpoint of ``step``."""
     return f"step-{step}"
 
 
 def partial_name(step: int, attempt: str) -> str:
-    """Return the directory in which an attempt at a checkpoint is written."""
+    """Return the directory name of an unfinished attempt at a checkpoint."""
     return f"{name_of(step)}{PARTIAL}{attempt}"
 
 
 def attempt_name(life: str, record: str) -> str:
-    """Return the name of an attempt: equal on all ranks, and unique to a ``life`` of the bus."""
+    """Return the name of an attempt, which is equal on all ranks.
+
+    Args:
+        life: The generation of the bus.
+        record: A text that identifies the attempt within that generation.
+    """
     return f"{_short(life, 4)}-{_short(record, 8)}"
 
 
 def life_of(attempt: str) -> str:
-    """Return the life of the bus in which an attempt was made, or an empty string if in none."""
+    """Return the bus generation (hashed) in the name of an attempt, or an empty string."""
     life, dash, _ = attempt.partition("-")
     return life if dash else ""
 
@@ -174,12 +179,12 @@ def _short(text: str, size: int) -> str:
 
 
 def file_stem(group: str, rank: int) -> str:
-    """Return the stem of the names of a rank's files; different groups have different stems."""
+    """Return the stem of the file names of a rank, which is unique to its group."""
     return f"g{in_file_name(group)}r{rank}"
 
 
 def receipt_name(group: str, rank: int) -> str:
-    """Return the name of a rank's receipt, which is not part of the checkpoint."""
+    """Return the file name of a rank's receipt, which is not part of the checkpoint."""
     return f"{file_stem(group, rank)}.receipt"
 
 
@@ -190,7 +195,7 @@ def sealed(thing: Receipt | Manifest) -> bytes:
 
 
 def unsealed(kind: type[_Sealed], data: bytes, place: str) -> _Sealed:
-    """Decode the output of `sealed`. Raises DamagedCheckpoint, whose message names ``place``."""
+    """Decode the output of `sealed`. Raises DamagedCheckpoint with ``place`` in its message."""
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -215,12 +220,14 @@ def _digest(data: dict[str, Any]) -> str:
 
 # --- the checkpoints of a store ---
 _LOOKS = 20
-"""Maximum number of reads. Each repetition follows a change by a writer, which makes one every few
-seconds."""
+"""Maximum number of reads.
+
+A read is repeated only after a change by a writer, which changes the store every few seconds.
+"""
 
 
 class Passed(CheckpointError):
-    """The job does not need this checkpoint: it has published a later step or a fuller one."""
+    """The checkpoint is superseded by a published one of a later step or of more groups."""
 
 
 @dataclass(frozen=True)
@@ -229,10 +236,10 @@ class Found:
 
     name: str
     step: int | None
-    """Step of the checkpoint; None if it is unfinished, is being written, or is superseded."""
+    """Step of the checkpoint, or None if it is unfinished or superseded."""
     manifest: Manifest | None
     problem: str | None
-    """Why it cannot be used; None if no problem is known."""
+    """The reason why the checkpoint is unusable, or None if there is none."""
 
 
 class Checkpoints:
@@ -242,7 +249,7 @@ class Checkpoints:
         self.store = store
 
     def found(self) -> list[Found]:
-        """Return all checkpoints by step, and the unfinished ones; read only manifests."""
+        """Return all checkpoints by step, then the unfinished ones. Reads only manifests."""
         entries = self._looked_at()
         whole = {e.step: e for e in entries if e.manifest is not None}
         entries = [
@@ -251,7 +258,7 @@ class Checkpoints:
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _looked_at(self) -> list[Found]:
-        """Return a consistent list of all directories by age; the newest of a step comes last."""
+        """Return a consistent list of all directories by age, the newest of a step last."""
         for _ in range(_LOOKS):
             names = self._names()
             entries = [self._look(name) for name in names]
@@ -263,7 +270,7 @@ class Checkpoints:
         return list(filter(_is_ours, self.store.directories()))
 
     def _is_settled(self, names: Sequence[str], problems: Sequence[Found]) -> bool:
-        """Whether the store has not changed since ``problems`` were found in ``names``."""
+        """Return whether the store has not changed since ``names`` and ``problems`` were read."""
         return not problems or (
             all(self._look(entry.name) == entry for entry in problems) and self._names() == names
         )
@@ -296,7 +303,7 @@ class Checkpoints:
         return self._manifest_in(name_of(step))
 
     def directory(self, manifest: Manifest) -> str:
-        """Return the directory of its files: the attempt's, if publishing was interrupted."""
+        """Return the directory of the files: that of the attempt if its rename was interrupted."""
         attempt = partial_name(manifest.step, manifest.attempt)
         return attempt if MANIFEST in self.store.files(attempt) else name_of(manifest.step)
 
@@ -374,10 +381,10 @@ class Checkpoints:
     def receipts(
         self, directory: str, attempt: str, known: Mapping[tuple[str, int], Receipt] | None = None
     ) -> dict[tuple[str, int], Receipt]:
-        """Return the receipts of ``attempt``, by (group, rank), whose files have the right sizes.
+        """Return the receipts of ``attempt`` by (group, rank) whose files have the right sizes.
 
         Args:
-            known: Receipts that an earlier call has returned; they are not read again.
+            known: Receipts that an earlier call returned; this call does not read them again.
         """
         found = dict(known or {})
         seen = {receipt_name(*place) for place in found}
@@ -401,15 +408,15 @@ class Checkpoints:
         self.store.write(path, sealed(receipt))
 
     def publish(self, directory: str, manifest: Manifest) -> None:
-        """Make this the checkpoint of its step: write the manifest, then rename the directory.
+        """Publish the checkpoint of a step: write the manifest, then rename the directory.
 
-        Checkpoints of later steps belong to a history that the job has abandoned. They are renamed
-        so that they are no longer listed as checkpoints, and `prune` removes them once the job has
-        passed their step.
+        Checkpoints of later steps belong to a history that the job has abandoned. This method
+        renames them, so they are no longer listed as checkpoints. `prune` removes them once the job
+        has passed their step.
 
         Raises:
-            Passed: The job has published a later step in this life of its bus, as its groups may
-                write at the same time; or the same state exists with more groups.
+            Passed: Another group of the job has published a later step in this generation of the
+                bus, or a checkpoint of this state has more groups.
         """
         self._refuse_poorer(manifest)
         self._give_up_after(manifest.step, life_of(manifest.attempt))
@@ -423,7 +430,7 @@ class Checkpoints:
             logger.warning(text, manifest.step, error)
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether this checkpoint is complete, under either of its names."""
+        """Return whether this checkpoint is complete, under either of its names."""
         with suppress(DamagedCheckpoint):
             return self._manifest_in(self.directory(manifest)).attempt == manifest.attempt
         return False
@@ -438,12 +445,12 @@ class Checkpoints:
                 raise Passed(f"that of the same state is there, which has group {names}, too")
 
     def refuse_passed(self, step: int, attempt: str) -> None:
-        """Raise Passed if the job that writes ``attempt`` has published a later step meanwhile."""
+        """Raise Passed if the job of ``attempt`` has published a later step."""
         if any((_begun(name) or 0) > step for name in self.store.directories()):
             self._later(step, life_of(attempt))
 
     def _later(self, step: int, life: str) -> list[Found]:
-        """Return the checkpoints after ``step``. Raises Passed if ``life`` has written one."""
+        """Return the checkpoints after ``step``. Raises Passed if one is of ``life``."""
         later = [e for e in self.found() if e.step is not None and e.step > step]
         for entry in later:
             if life and entry.manifest is not None and life_of(entry.manifest.attempt) == life:
@@ -453,11 +460,11 @@ class Checkpoints:
     def _give_up_after(self, step: int, life: str) -> None:
         """Rename the checkpoints after ``step``, which the job has abandoned.
 
-        This comes before the manifest is written: after a kill in between, the newest checkpoint is
-        the one from which the job resumed.
+        The rename precedes the write of the manifest. After a kill in between, the newest
+        checkpoint is the one from which the job resumed.
         """
         while later := self._later(step, life):
-            for entry in later:  # renaming one can uncover an older checkpoint of the same step
+            for entry in later:  # a rename can reveal an older checkpoint of the same step
                 assert entry.step is not None
                 aside = partial_name(entry.step, "given-up")
                 logger.warning(
@@ -472,8 +479,8 @@ class Checkpoints:
         """Remove old checkpoints and the remains of attempts at them.
 
         Args:
-            keep: Number of newest checkpoints to keep, complete by their manifests; 0 keeps all.
-            besides: Names of directories to keep as well.
+            keep: Number of newest checkpoints with complete manifests to keep; 0 keeps all.
+            besides: Names of further directories to keep.
 
         Returns:
             The names of the removed directories.
@@ -494,10 +501,10 @@ class Checkpoints:
         return self.remove([name for name in gone if name not in besides])
 
     def leftovers(self) -> list[str]:
-        """Return the directories of attempts that are incomplete or half removed.
+        """Return the directories of attempts that are incomplete or partly removed.
 
-        They can become checkpoints only if a process is still writing them. A complete checkpoint
-        that was renamed because the job had abandoned it is not among them.
+        They can become checkpoints only if a process is still writing them. The list does not
+        include complete checkpoints that the job has abandoned and renamed.
         """
         names = [name for name in self.store.directories() if PARTIAL in name and _is_ours(name)]
         return [
@@ -508,7 +515,7 @@ class Checkpoints:
         ]
 
     def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove directories, ignoring those that are already gone; return ``names``."""
+        """Remove directories, ignoring those that do not exist; return ``names``."""
         for name in names:
             with suppress(FileNotFoundError):  # another writer of this job may remove it, too
                 self.store.remove(name)
@@ -516,9 +523,12 @@ class Checkpoints:
 
 
 def _age(entry: Found) -> tuple[int, bool, float, bool]:
-    """Return a sort key. If a step has two complete checkpoints, the one written later comes last,
-    because the job may have resumed from an earlier step in between. One without a manifest comes
-    first, because an object store may still be copying it from another directory."""
+    """Return a sort key of a directory.
+
+    Of two complete checkpoints of a step, the one written later is last, because the job may have
+    resumed from an earlier step in between. A directory without a manifest is first, because an
+    object store may still be copying it from another directory.
+    """
     written = 0.0 if entry.manifest is None else entry.manifest.written_at
     is_named = entry.name == name_of(entry.step or 0)
     return (entry.step or 0, entry.manifest is not None, written, is_named)
@@ -533,7 +543,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _begun(name: str) -> int | None:
-    """Return the step of a checkpoint or of an attempt at one; None for another directory."""
+    """Return the step of a checkpoint or an attempt, or None for another directory."""
     return step_of(name.partition(PARTIAL)[0])
 
 
@@ -554,17 +564,18 @@ def _ranks_of(manifest: Manifest) -> Iterator[tuple[str, int]]:
             yield group, rank
 
 
-# --- the checkpoint that a job begins with ---
+# --- the checkpoint that a job resumes from ---
 
 
 def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
-    """Return the checkpoint to begin with, or None to begin from the start.
+    """Return the checkpoint to resume from, or None to start from scratch.
 
     Args:
-        resume: As in `fft.train.checkpoint.plan.Checkpointing`.
+        checkpoints: The checkpoints of the store.
+        resume: The setting of `fft.train.checkpoint.plan.Checkpointing`.
 
     Raises:
-        CheckpointError: Checkpoints exist but ``resume`` is False, none of them can be used, or the
+        CheckpointError: Checkpoints exist but ``resume`` is False, all of them are unusable, or the
             store cannot be read.
         DamagedCheckpoint: The checkpoint of the requested step does not exist or is damaged.
     """
@@ -590,7 +601,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
 
 
 def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None:
-    """Log that a killed process left the chosen checkpoint unpublished, or only unfinished ones."""
+    """Log a warning if the chosen checkpoint lacks its final name, or all are unfinished."""
     if manifest is None:
         if left := [entry.name for entry in checkpoints.found() if entry.step is None]:
             names = ", ".join(left)
@@ -604,7 +615,7 @@ def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None
 
 
 def _refuse_used(checkpoints: Checkpoints) -> None:
-    """Raise CheckpointError if checkpoints exist: a new job must not mix its own with them."""
+    """Raise CheckpointError if checkpoints exist, because a new job must not add its own."""
     steps = [entry.name for entry in checkpoints.found() if entry.step is not None]
     if steps:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """Stores of checkpoints: a directory of this host, or any URL that fsspec can open.
 
-A store holds directories of files, one level deep. On a local disk each file is fsynced before it
-gets its name, a directory is published by a rename, and then its parent is fsynced. An object store
-has no rename; its directories are complete once their manifest exists, which is written last.
+A store contains directories of files, one level deep. On a local disk each file is fsynced before
+its rename. A directory is published by a rename and an fsync of its parent. An object store has no
+rename; its directories are complete once their manifest exists, which is written last.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fft.errors import CheckpointError
 from fft.util.files import is_disk_full, locked
 
 PARTIAL = ".partial-"
-"""Separates the name of a checkpoint from the attempt in the name of a directory being written."""
+"""Separator of checkpoint and attempt in the name of an unfinished directory."""
 REMOVED = "removed-"
-"""Prefix in the place of the attempt, in the name of a directory that is being removed."""
+"""Prefix that replaces the attempt in the name of a directory during its removal."""
 _CHUNK = 4 * 1024 * 1024
 _PASSING = frozenset({errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT})
 """Transient errors of network file systems, such as a handle that another host made stale.
@@ -38,13 +38,13 @@ may be lost, so the attempt at the checkpoint fails instead.
 _PAUSES_S = (0.05, 0.5, 2.0)
 """Pauses between the attempts at one operation."""
 _WRITERS = ".writers.lock"
-"""Lock file that all processes share that write checkpoints."""
+"""Lock file shared by all processes that write checkpoints."""
 
 logger = logging.getLogger(__name__)
 
 
 class StoreError(CheckpointError):
-    """Checkpoints cannot be kept at this place; the message names it, the reason and the fix."""
+    """A store is not usable; the message gives its location, the reason and the fix."""
 
 
 class NoRoom(StoreError):
@@ -52,27 +52,27 @@ class NoRoom(StoreError):
 
 
 class Store(Protocol):
-    """A place for checkpoints. Its methods raise OSError if a file cannot be read or written."""
+    """A location of checkpoints. Methods raise OSError if a file cannot be read or written."""
 
     url: str
 
     def prepare(self) -> None:
-        """Create the place and check that it is writable. Raises StoreError, NoRoom."""
+        """Create the location and check that it is writable. Raises StoreError, NoRoom."""
 
     def hold(self) -> AbstractContextManager[None]:
-        """Lock the place for one job, if it supports locks. Raises StoreError if another has it."""
+        """Lock the location for one job, if supported. Raises StoreError if another job has it."""
 
     def at_work(self) -> AbstractContextManager[None]:
         """Mark this process as a writer of checkpoints, which `is_at_work` reports to others."""
 
     def is_at_work(self) -> bool | None:
-        """Whether a process is inside `at_work`; None if this store cannot detect it."""
+        """Return whether a process is inside `at_work`, or None if the store cannot detect it."""
 
     def directories(self) -> list[str]:
         """Return the names of all directories."""
 
     def files(self, directory: str) -> dict[str, int]:
-        """Return the size in bytes of each file by name; empty if the directory does not exist."""
+        """Return the size in bytes of each file by name; empty without such a directory."""
 
     def read(self, path: str) -> bytes:
         """Read a small file."""
@@ -153,7 +153,7 @@ class LocalStore:
             try:
                 yield
             finally:
-                with suppress(OSError):  # explicit, as a child forked meanwhile shares the lock
+                with suppress(OSError):  # explicit, because a forked child shares the lock
                     fcntl.flock(file, fcntl.LOCK_UN)
 
     def _writers_file(self) -> IO[str]:
@@ -184,7 +184,7 @@ class LocalStore:
             return {}
         found: dict[str, int] = {}
         for entry in entries:
-            with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            with suppress(FileNotFoundError):  # another process has renamed or removed it
                 if entry.is_file() and not entry.name.startswith("."):
                     found[entry.name] = entry.stat().st_size
         return found
@@ -235,7 +235,7 @@ class LocalStore:
                 logger.warning("%s cannot be removed, which %s replaces: %s", aside, new, error)
 
     def _aside(self, directory: str) -> Path:
-        """Rename a directory for removal, so that a half-removed one is not taken for complete."""
+        """Rename a directory before its removal, so readers never find it partly removed."""
         step, _, attempt = directory.partition(PARTIAL)
         name = f"{step}{PARTIAL}{REMOVED}{os.getpid()}"
         gone = self._root / (f"{name}-{attempt}" if attempt else name)
@@ -248,7 +248,7 @@ class LocalStore:
         place = self._root / directory
         if not place.exists():
             return
-        # Readers must not take an attempt with a manifest for complete while its files disappear.
+        # Readers must not treat an attempt with a manifest as complete during its removal.
         is_aside = directory.partition(PARTIAL)[2].startswith(REMOVED)
         shutil.rmtree(place if is_aside else self._aside(directory))
 
@@ -350,7 +350,7 @@ class UrlStore:
         with as_os_error(self.url):
             for file in sorted(self.files(directory), key=lambda file: file != MANIFEST):
                 self._fs.rm_file(f"{self._root}/{directory}/{file}")
-            if self._fs.exists(f"{self._root}/{directory}"):  # where directories are real
+            if self._fs.exists(f"{self._root}/{directory}"):  # some file systems have directories
                 self._fs.rm(f"{self._root}/{directory}", recursive=True)
 
 
@@ -411,9 +411,9 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in a directory durable, and retry after a transient error.
+    """Fsync a directory, which makes the names in it durable; retry transient errors.
 
-    The fsync of a file's data must not be retried: after an error the kernel may have dropped them.
+    The fsync of a file must not be retried, because the kernel may drop data after an error.
     """
     _tried_again(lambda: _sync(path))
 

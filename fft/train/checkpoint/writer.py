@@ -1,10 +1,12 @@
-"""The part of a checkpoint that one rank does beside the training, on a thread of its own.
+"""The writer of one rank's part of a checkpoint, on a background thread.
 
-It copies the state, writes its files, reads them back for their digests, and leaves a receipt. The
-first rank of the writing group waits for the receipts of the others and publishes, or removes a
-failed attempt (`Gathering`); if each stage has its own scope, that is a rank of the first stage. No
-collective and no message is needed: ranks communicate only by files, so a rollback has nothing to
-abort. Files cannot be waited on, so they are polled with growing pauses.
+The thread copies the state, writes its files, reads them back for their digests, and writes a
+receipt. The first rank of the writing group waits for the receipts of the others. Then it publishes
+the checkpoint or removes a failed attempt (`Gathering`). If each stage has its own scope, that rank
+belongs to the first stage.
+
+Ranks communicate only by files, without collectives or messages, so a rollback has nothing to
+abort. A rank polls for files with growing pauses.
 """
 
 from __future__ import annotations
@@ -44,19 +46,23 @@ logger = logging.getLogger(__name__)
 
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
-"""Time for other ranks, which have as much to write: so many seconds, plus so many times as long as
-this rank took."""
+"""Timeout for other ranks: ``_WAIT_S`` seconds plus ``_WAIT_FACTOR`` times this rank's duration.
+
+Other ranks write as much data as this rank.
+"""
 _CLOSING_S = 5.0
-"""Time for other ranks in seconds, if the attempt has failed and this process is to end."""
+"""Timeout in seconds for other ranks of a failed attempt during shutdown."""
 _REMEMBERED = 16
-"""Number of failed attempts to remember; leftovers of older ones are removed when a checkpoint is
-published."""
+"""Number of removed attempts to check again for files of late ranks.
+
+Publishing a checkpoint removes the remains of older attempts.
+"""
 
 
 _CLOSE_S = 300.0
-"""How long a process that is to end waits for the last checkpoint of the job to be written."""
+"""Timeout in seconds for the last checkpoint of the job during shutdown."""
 NAME, IDLE = "fft-checkpoint", "fft-checkpoint-idle"
-"""Names of a thread at work and of an idle one."""
+"""Thread names while busy and while idle."""
 
 
 Receipts = dict[tuple[str, int], Receipt]
@@ -68,9 +74,9 @@ class Attempt:
 
     named: Named
     record: Record
-    """Commit record of the checkpoint; that of this stage, if each stage has its own scope."""
+    """Commit record of the checkpoint in the scope of this rank."""
     epoch: Record
-    """The record of its epoch, which lists the member groups."""
+    """Epoch record of the commit, which lists the member groups."""
     ranks: int
     stages: Sequence[str]
     """Scope names by rank, if each stage has its own scope."""
@@ -78,16 +84,16 @@ class Attempt:
     spec_digest: str
     origin: Origin | None
     most: int = 0
-    """Number of groups of the job, as far as it was announced."""
+    """Expected number of groups of the job; 0 if unknown."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Member groups of its epoch."""
+        """Member groups of the epoch."""
         return tuple(entry.group for entry in self.epoch.members)
 
     @property
     def directory(self) -> str:
-        """The directory into which its files are written first."""
+        """The directory for the files of the unfinished attempt."""
         return partial_name(self.named.step, self.named.name)
 
     @property
@@ -105,10 +111,10 @@ class Attempt:
 
     @property
     def gives(self) -> range:
-        """Slices whose entries the next stage may lack when it reaches its own position.
+        """Slices whose entries the next stage may still need at its own checkpoint position.
 
-        That position is less than one of its txns behind, except at the end of the job. Later
-        slices belong to attempts that were not committed.
+        That position is less than one txn behind this stage, except at the end of the job. Later
+        slices belong to attempts that did not commit.
         """
         cursor, most = self.record.cursor, max(len(self.groups), self.most)
         return range(0 if self.record.last else max(0, cursor - most), cursor)
@@ -119,12 +125,12 @@ class WriterContext:
     """The settings and tools that the writers of one rank share.
 
     Attributes:
-        due: Tells which groups have left, and whether others are still awaited.
+        due: The schedule, which determines the ranks to wait for.
         place: Group and rank.
         keep: Number of newest checkpoints to keep; 0 keeps all.
         note: Traces and reports an outcome.
-        closing: Set when this process is to end.
-        removed: The newest attempts that this rank has removed.
+        closing: Set when this process shuts down.
+        removed: Directories of the newest failed attempts that this rank has removed.
     """
 
     checkpoints: Checkpoints
@@ -136,9 +142,9 @@ class WriterContext:
     removed: deque[str] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
 
     def sweep(self) -> None:
-        """Remove directories that a late rank has created again after their removal.
+        """Remove directories that a late rank has recreated after their removal.
 
-        Runs on any thread. Logs what cannot be removed.
+        Thread-safe. A failed removal is logged.
         """
         store = self.checkpoints.store
         for directory in tuple(self.removed):
@@ -151,12 +157,14 @@ class WriterContext:
 
 
 class Gathering:
-    """The receipts of one attempt; used by the thread of the writing group's first rank.
+    """Collects the receipts of one attempt, on the thread of the writing group's first rank.
 
-    That rank also removes the files of a failed attempt: no other rank can publish them.
+    That rank also removes the files of a failed attempt, because no other rank can publish them.
 
     Args:
-        superseded: Set when this rank has begun another attempt.
+        context: The settings of this rank.
+        attempt: The attempt whose receipts are collected.
+        superseded: Set when this rank starts another attempt.
     """
 
     def __init__(
@@ -166,37 +174,37 @@ class Gathering:
         self._checkpoints, self._closing = context.checkpoints, context.closing
         ranks, self._writer = range(attempt.ranks), attempt.named.writer
         self.needed = {(self._writer, rank) for rank in ranks}
-        """The places (group, rank) without whose files there is no checkpoint."""
+        """The places (group, rank) whose files a checkpoint requires."""
         self.wanted = {(group, rank) for group in attempt.groups for rank in ranks}
 
     def receipts(self, own_s: float) -> Receipts:
-        """Wait until no more receipts are to be expected, and return those found.
+        """Wait for all expected receipts, and return those found.
 
         Args:
-            own_s: How long this rank has written, in seconds.
+            own_s: Seconds that this rank has spent on the attempt.
 
         Raises OSError, Passed.
         """
         return self._wait(own_s, is_failed=False)
 
     def clear(self, own_s: float, is_passed: bool = False) -> None:
-        """Remove the failed attempt once no rank writes to it any more.
+        """Remove the failed attempt when no rank writes to it any longer.
 
-        Waits as `receipts` does, but no longer than until the next attempt begins, which needs the
-        space: a rank that still writes to this one fails, too. If this process is to end, it waits
-        for 5 s at most. If a rank still writes then, the attempt is left to the next start. Logs
-        what cannot be removed.
+        The wait is that of `receipts`, but ends when the next attempt begins, because that attempt
+        needs the space. Ranks that still write to this attempt then fail. During shutdown the wait
+        takes at most 5 s. If a rank is still writing then, the next start of the job removes the
+        attempt. A failed removal is logged.
 
         Args:
-            own_s: How long this rank has written, in seconds.
-            is_passed: The attempt failed long ago, so there is nothing to wait for.
+            own_s: Seconds that this rank has spent on the attempt.
+            is_passed: Whether a later checkpoint supersedes the attempt, so no wait is needed.
         """
         store, directory = self._checkpoints.store, self._attempt.directory
         try:
             found = Receipts() if is_passed else self._wait(own_s, is_failed=True)
             files = store.files(directory)
             if MANIFEST in files:
-                return  # it is a checkpoint, of which only the renaming has failed
+                return  # the checkpoint is complete; only its final rename failed
             is_left = self._closing.is_set() and not (is_passed or self._superseded.is_set())
             if files and is_left and not self._have_all_said(found, is_failed=True):
                 logger.warning(
@@ -221,7 +229,7 @@ class Gathering:
             if is_failed:
                 is_there = bool(self._checkpoints.store.files(attempt.directory))
                 if not is_there and (was_there or self._closing.is_set()):
-                    return found  # removed when a later one was published, or never created
+                    return found  # already removed, or never created
                 was_there = is_there
             found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
             if self._have_all_said(found, is_failed) or (is_failed and self._superseded.is_set()):
@@ -237,7 +245,7 @@ class Gathering:
                     )
             elif self._context.due.is_awaited(attempt.record) and not self._closing.is_set():
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
-            elif attempt.stages and len(found) > known:  # the next stage may need as long
+            elif attempt.stages and len(found) > known:  # the next stage may take equally long
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
             if now >= until:
                 return found
@@ -250,7 +258,7 @@ class Gathering:
             pause = min(pause * 1.5, _LONGEST_POLL_S)
 
     def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:
-        """Whether all ranks that are still in the job have delivered or declined."""
+        """Return whether all ranks that are still in the job have delivered or declined."""
         attempt = self._attempt
         gone = self._context.due.left(attempt.record, attempt.epoch) - {self._writer}
         awaited = {place for place in self.wanted if place[0] not in gone}
@@ -260,7 +268,7 @@ class Gathering:
 
 
 def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
-    """Declare that a rank delivers nothing for ``attempt``. Runs on any thread."""
+    """Write a "declined" receipt: this rank delivers no files for ``attempt``. Thread-safe."""
     group, rank = place
     receipt = Receipt(attempt=attempt.named.name, group=group, rank=rank, files=())
     try:
@@ -277,11 +285,13 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
 
 
 class RankWriter:
-    """The work of one rank for one attempt; `run` is executed on a thread.
+    """The work of one rank for one attempt; `run` runs on a background thread.
 
     Args:
+        context: The settings of this rank.
+        attempt: The attempt to write.
         snapshot: The copy, or None if this rank only declines.
-        group: The group for whose rank it declines; by default its own.
+        group: The group of the rank that declines. Defaults to the group of this rank.
     """
 
     def __init__(
@@ -298,22 +308,22 @@ class RankWriter:
         self._gathering = Gathering(context, attempt, self._superseded)
         self._stage = ""
         self.has_delivered = threading.Event()
-        """This rank's part is written or given up, so its copy is not needed any more."""
+        """Set when this rank's part is written or has failed, so its copy is no longer needed."""
         self.is_over = False
-        """It has failed or takes no part; the only work left is to remove what others wrote."""
+        """Whether this rank's part failed or was declined, so only cleanup remains."""
 
     @property
     def _publishes(self) -> bool:
-        """Whether this rank publishes the checkpoint or removes a failed attempt."""
+        """Whether this rank publishes the checkpoint, or removes it after a failure."""
         return (self._group, self._rank) == (self._attempt.named.writer, 0)
 
     def supersede(self) -> None:
-        """Clear this attempt now if it has failed, as this rank begins another one. Any thread."""
+        """Remove this attempt now if it failed, because another one starts. Thread-safe."""
         if self.is_over:
             self._superseded.set()
 
     def decline(self) -> None:
-        """Deliver nothing, and so publish nothing; called instead of `run`."""
+        """Decline to deliver files; called instead of `run`."""
         self.is_over = True
         self.has_delivered.set()
         decline(self._checkpoints, self._attempt, (self._group, self._rank))
@@ -321,8 +331,10 @@ class RankWriter:
             self._gathering.clear(0.0)
 
     def run(self) -> None:
-        """Deliver this rank's part and publish if it is this rank's turn. An error costs only this
-        checkpoint."""
+        """Write this rank's files, and publish the checkpoint if this rank is responsible for it.
+
+        An error fails only this checkpoint, not the training.
+        """
         began = time.monotonic()
         told: dict[str, Any] = {"step": self._attempt.named.step}
         told["place"] = self._checkpoints.store.url
@@ -359,7 +371,7 @@ class RankWriter:
             self._prune()
 
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
-        """Log and trace why there is no checkpoint."""
+        """Log and trace the reason for a missing checkpoint."""
         step = self._attempt.named.step
         if isinstance(error, Passed):
             tell_left_out(self._context.note, step, str(error))
@@ -379,8 +391,10 @@ class RankWriter:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
     def _or_passed(self, error: Exception) -> Exception:
-        """Return `Passed` instead if a later checkpoint was published, which removes earlier
-        attempts."""
+        """Return `Passed` if a later checkpoint was published, otherwise ``error``.
+
+        Publishing a checkpoint removes earlier attempts, which can cause ``error``.
+        """
         named = self._attempt.named
         try:
             self._checkpoints.refuse_passed(named.step, named.name)
@@ -407,14 +421,14 @@ class RankWriter:
             at=attempt.at if attempt.stages else None,
         )
         self._at("waiting for the end of the body")
-        snapshot.confirmed.wait()  # it is set by the update, by a rollback, or at the end
+        snapshot.confirmed.wait()  # the update, a rollback or the end of the script sets it
         if snapshot.problem is not None:
             raise FftError(snapshot.problem)
         self._at("delivering")
         self._checkpoints.deliver(directory, receipt)
         return files
 
-    # --- the first rank of the group that writes ---
+    # --- the first rank of the writing group ---
 
     def _publish(self, own_s: float) -> None:
         self._at("waiting for the others")
@@ -423,7 +437,7 @@ class RankWriter:
         self._checkpoints.publish(self._attempt.directory, self._manifest(receipts))
 
     def _prune(self) -> None:
-        """Remove older checkpoints. An error costs only space, since the new checkpoint exists."""
+        """Remove older checkpoints. An error only wastes space: the new one is published."""
         try:
             for name in self._checkpoints.prune(self._context.keep):
                 logger.info("checkpoint %s was removed: %d are kept", name, self._context.keep)
@@ -432,12 +446,12 @@ class RankWriter:
             logger.warning("older checkpoints at %s cannot be removed: %s", place, error)
 
     def _gather(self, own_s: float) -> dict[tuple[str, int], Receipt]:
-        """Return the receipts of all ranks that have delivered.
+        """Return the receipts of all ranks that have delivered files.
 
         Args:
-            own_s: How long this rank has written, in seconds.
+            own_s: Seconds that this rank has spent on the attempt.
 
-        Raises FftError if a rank of the writing group has delivered nothing.
+        Raises FftError if a rank of the writing group has delivered no files.
         """
         attempt, writer = self._attempt, self._attempt.named.writer
         found = self._gathering.receipts(own_s)
@@ -461,8 +475,7 @@ class RankWriter:
         return {place: found[place] for place in delivered}
 
     def _manifest(self, receipts: dict[tuple[str, int], Receipt]) -> Manifest:
-        """Build the manifest. Raises FftError if the positions of the stages do not fit
-        together."""
+        """Build the manifest. Raises FftError if the positions of the stages are inconsistent."""
         attempt, at = self._attempt, self._attempt.at
         ranks = range(attempt.ranks)
         scopes = self._stages(receipts) if attempt.stages else {"job": at}
@@ -490,8 +503,10 @@ class RankWriter:
         )
 
     def _stages(self, receipts: dict[tuple[str, int], Receipt]) -> dict[str, Scope]:
-        """Return the position of each stage. Raises FftError if one is ahead of the stage before
-        it."""
+        """Return the position of each stage.
+
+        Raises FftError if a stage is ahead of the previous stage, or lacks a position.
+        """
         found, writer = dict[str, Scope](), self._attempt.named.writer
         for rank, stage in enumerate(self._attempt.stages):
             at = receipts[writer, rank].at
@@ -507,7 +522,7 @@ class RankWriter:
 
 
 class _Hand:
-    """One thread. It is a daemon, since a process may end while it works."""
+    """One daemon thread of the pool; a process may exit while the thread is busy."""
 
     def __init__(self) -> None:
         self._work = SimpleQueue[tuple[Callable[[], None], threading.Event] | None]()
@@ -543,18 +558,20 @@ class _Hand:
 
 
 class Threads:
-    """A pool that grows to the number of jobs at work at once. One thread submits the jobs.
+    """A thread pool that grows to the number of concurrent tasks, which one thread submits.
 
-    The training waits until a new thread runs, mostly a tenth of a millisecond, but now and then
-    some milliseconds if other threads want the interpreter.
+    The pool reuses idle threads, because starting a thread blocks the training. That takes about
+    0.1 ms, and sometimes several ms if other threads hold the GIL.
     """
 
     def __init__(self) -> None:
         self._hands: list[_Hand] = []
 
     def do(self, work: Callable[[], None]) -> threading.Event:
-        """Run ``work`` on one of the threads and return an event that is set at its end. An
-        exception ends that thread."""
+        """Run ``work`` on one of the threads and return an event that is set at its end.
+
+        An exception ends that thread.
+        """
         free = next((hand for hand in self._hands if hand.is_free), None)
         if free is None:
             free = _Hand()
@@ -562,40 +579,42 @@ class Threads:
         return free.do(work)
 
     def close(self) -> None:
-        """End each thread after its current job. Idempotent."""
+        """End each thread after its current task. Idempotent."""
         for hand in self._hands:
             hand.end()
         self._hands.clear()
 
 
 class Writers:
-    """The writers of one rank that are at work. Main thread."""
+    """The active writers of one rank; used on the main thread."""
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
         self._threads = Threads()
         self._at_work: dict[threading.Event, RankWriter] = {}
-        """By the event that is set when the writer's thread is done."""
+        """The writers by the event that the end of their task sets."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes a checkpoint or has to publish one."""
+        """Whether this rank still has to write or publish a checkpoint."""
         self._at_work = {over: w for over, w in self._at_work.items() if not over.is_set()}
         return any(not writer.is_over for writer in self._at_work.values())
 
     def write(self, attempt: Attempt, snapshot: Snapshot) -> None:
-        """Deliver this rank's part of ``attempt`` on a thread."""
+        """Write this rank's part of ``attempt`` on a background thread."""
         writer = RankWriter(self.context, attempt, snapshot)
         self._start(writer, writer.run)
 
     def decline(self, attempt: Attempt, group: str = "") -> None:
-        """Decline for this rank, or for its rank of ``group``, so that no rank waits for it. The
-        write happens on a thread, so this rank does not wait for the disk."""
+        """Decline for this rank, or for the same rank of ``group``, so that no rank waits for it.
+
+        A background thread writes the receipt, so the main thread does not wait for the disk.
+        """
         writer = RankWriter(self.context, attempt, group=group)
         self._start(writer, writer.decline)
 
     def _start(self, writer: RankWriter, work: Callable[[], None]) -> None:
-        """Run ``work`` of ``writer`` on a thread; failed earlier attempts are removed now."""
+        """Run ``work`` of ``writer`` on a thread, and remove earlier failed attempts."""
         for earlier in self._at_work.values():
             earlier.supersede()
         self._at_work[self._threads.do(work)] = writer
@@ -603,10 +622,10 @@ class Writers:
     def await_delivery(self) -> bool:
         """Wait until this rank's files of earlier checkpoints are written.
 
-        The writer that publishes one may wait longer for other ranks.
+        The rank that publishes a checkpoint may wait longer for other ranks.
 
         Returns:
-            Whether all were written within the limit.
+            Whether all files were written within the timeout.
         """
         until = time.monotonic() + _CLOSE_S
         delivered = [
@@ -616,9 +635,9 @@ class Writers:
         return all(delivered)
 
     def close(self) -> None:
-        """Wait for files that are being written, and a limited time for other ranks. Idempotent.
+        """Wait until files are written, and a limited time for other ranks. Idempotent.
 
-        The caller has set ``context.closing``.
+        The caller must have set ``context.closing``.
         """
         until = time.monotonic() + _CLOSE_S
         for over in self._at_work:
