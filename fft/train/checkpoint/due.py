@@ -203,7 +203,10 @@ class DueByRecord(CheckpointSchedule):
         return not set(then.members[0].peers()) <= epoch.peer_set
 
     def _is_named(self, record: Record, epoch: Record) -> bool:
-        """Return whether the register announces this step, for an interval in seconds."""
+        """Return whether the register announces this step, for an interval in seconds.
+
+        After the interval, the first rank of the writing group also announces a later step.
+        """
         seconds = self._plan.seconds
         assert seconds is not None
         passed = None if self._since is None else time.monotonic() - self._since

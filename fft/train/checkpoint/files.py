@@ -415,8 +415,8 @@ class Checkpoints:
         has passed their step.
 
         Raises:
-            Passed: Another group of the job has published a later step in this generation of the
-                bus, or a checkpoint of this state has more groups.
+            Passed: The job has published a later step in this generation of its bus, or a
+                checkpoint of this state has more groups.
         """
         self._refuse_poorer(manifest)
         self._give_up_after(manifest.step, life_of(manifest.attempt))
