@@ -1,11 +1,11 @@
 """``fft simulate``: a whole job in one process, under one seed and a virtual clock.
 
 Every participant runs the shipped engine and table; bus, processes, process groups, supervisor and
-faults are modelled around them. A run has four parts. Faults of the weather occur until enough
-steps are committed. Then it is **calm**, and within a bounded virtual time all processes must be in
-one epoch and commit again. Then all groups drain, and must end regularly. Finally the invariants
-judge the whole history. Equal seed, spec and weather give an equal run, to the byte of its traces:
-there is one random generator, no real clock, and no order by hash or address.
+faults are modelled around them. A run has four parts. First, the faults of the weather occur until
+enough steps are committed. Then the faults stop (**calm**), and within a bounded virtual time all
+processes must be in one epoch and commit again. Then all groups drain and must exit regularly.
+Finally the invariants are checked on the whole history. Runs with equal seed, spec and weather have
+byte-identical traces. A run uses no real clock, and no order depends on hashes or addresses.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from fft.trace.inputs import CONSUMED, ENTRY, LOOP, MADE_ANEW, TRANSACTIONS
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
-"""Wall clock of the traces at virtual second 0."""
+"""The wall-clock time of the traces at virtual second 0."""
 _LIMIT_EVENTS = 500
 """Number of handled events after which the faults stop, regardless of the committed steps."""
 _LIMIT_SECONDS = 60.0
@@ -99,13 +99,13 @@ class Violation:
 
 
 class RunEnds(Exception):
-    """A violation that makes it pointless to continue."""
+    """The exception for a violation that ends the run."""
 
     # --- processes ---
 
 
 class Whims:
-    """A second generator, so that what it draws does not change the draws of the first one."""
+    """A second random generator, whose draws do not affect those of the first one."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"whims of {seed}")
@@ -113,7 +113,7 @@ class Whims:
         """Group of an asynchronous job → the factor by which it is slower than others."""
 
     def digest_interval(self) -> int:
-        """Return the number of steps between two digests that a process takes for its vote."""
+        """Return the number of steps between two votes of a process that contain a digest."""
         return self.rng.choice([1, 1, 2, 4])
 
     def pace(self, group: str) -> float:
@@ -125,18 +125,18 @@ class Whims:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a seed draws for a job before it begins.
+    """The parameters of a job, drawn from the seed before the run.
 
     Attributes:
         groups: Number of groups.
         ranks: Number of ranks of each group.
-        group_timeout: Seconds until a reduction that a member does not enter fails by itself.
-        awaits_reductions: Whether errors of reductions show at the end of the step function (as in
-            torchft).
+        group_timeout: Timeout in seconds of a reduction that a member does not enter.
+        awaits_reductions: Whether errors of reductions are raised at the end of the step function
+            (as in torchft).
         weather: The faults.
         compares: Whether votes contain digests.
-        on_divergence: Reaction to states that differ.
-        behind: Number of steps that contributions of an asynchronous job may be behind.
+        on_divergence: Reaction to divergent states.
+        behind: Maximum staleness of contributions to an asynchronous job, in steps.
         timeouts: Timeouts of the participants.
         alike: Whether all groups start with equal states (``init_sync=False``).
         min_groups: Minimum number of groups of an epoch.
@@ -166,7 +166,7 @@ class Setting:
         rng: random.Random,
         whims: Whims,
     ) -> Setting:
-        """Draw a setting. Each stage has one rank of each group."""
+        """Draw a setting. A stage has one rank per group."""
         shape = rng.choice(_SHAPES)
         if stage:
             shape = random.Random(f"groups of {seed}").choice(_SHAPES)[0], 1
@@ -197,7 +197,7 @@ def _drawn_timeouts(
         "join_window": rng.choice([1.0, 5.0]),
         "drain_window": rng.choice([2.0, 5.0]),
     }
-    if spec.bound:  # about as long as the local phase of a group
+    if spec.bound:  # similar to the duration of a group's local phase
         drawn["join_window"] = whims.choice([0.05, 0.3, 1.0])
     if weather.intervals:
         interval = drawn["join_interval"] = whims.choice(weather.intervals)
@@ -207,15 +207,15 @@ def _drawn_timeouts(
 
 
 class Log:
-    """What happened in a world: its history, its counts, and its traces.
+    """The results of a run: its history, its counts, and its traces.
 
     Attributes:
-        history: All moves of all participants, and the data that they consumed.
+        history: All transitions of all participants, and the data that they consumed.
         events: Number of events that engines have handled.
         faults: Kind of fault → how often it occurred.
-        rows: Rows of the table that were taken: state and identity of the row.
-        violations: Properties that are violated.
-        held: Number of reports of processes that another scope holds them back.
+        rows: Covered rows of the table: state and identity of the row.
+        violations: The violated properties.
+        held: Number of reports of backpressure from another scope.
     """
 
     def __init__(self, clock: Clock, spec: FsmSpec, trace_dir: Path | None) -> None:
@@ -228,7 +228,7 @@ class Log:
         self._traces: dict[Peer, TraceWriter] = {}
 
     def open(self, process: Process) -> None:
-        """Begin the history and the trace of a process."""
+        """Start the history and the trace of a process."""
         peer, clock = process.peer, self._clock
         self.history.moves[peer] = []
         if self._trace_dir is not None:
@@ -253,7 +253,7 @@ class Log:
             self.violated("protocol_error", text, place)
 
     def crashed(self, process: Process, error: Exception) -> None:
-        """Handle an exception in the engine of a process, which is a finding."""
+        """Record an exception in the engine of a process as a violation."""
         if not isinstance(error, RunEnds):
             text = f"{error!r} in {process.local.state} at {process.call or 'no operation'}"
             self.violated("crash", text, str(process.peer))
@@ -264,12 +264,12 @@ class Log:
         raise RunEnds
 
     def note(self, process: Process, name: str, data: dict[str, Any]) -> None:
-        """Write a note, which is not an event, into the trace of a process."""
+        """Trace an observation of a process that is not a protocol event."""
         if self._traces:
             self._traces[process.peer].note(name, data, process.local)
 
     def told(self) -> History:
-        """Return the history in the order in which an audit reads the traces."""
+        """Return the history, sorted in the order in which an audit reads the traces."""
         order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
         consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
         contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
@@ -283,7 +283,7 @@ class Log:
 
 
 class Skips:
-    """Skips that several ranks have in common, decided once for each txn."""
+    """Skips that concern several ranks, drawn once for each txn."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -291,7 +291,7 @@ class Skips:
         self._all_skip: dict[Token, bool] = {}
 
     def alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
-        """Whether the caller may skip reductions alone; a skip by all would be undetectable."""
+        """Return whether the caller may skip reductions alone; a skip by all is undetectable."""
         if len(members) == 1 or token in self._skips:
             return False
         self._world.count("skipped")
@@ -299,7 +299,7 @@ class Skips:
         return True
 
     def by_rank(self, token: Token) -> int:
-        """Return the rank number that skips a reduction in this txn, in every group, or -1."""
+        """Return the rank number that skips a reduction of this txn in every group, or -1."""
         if token not in self._skips:
             skips = self._world.strikes("skipped_by_all")
             self._skips[token] = (
@@ -308,7 +308,7 @@ class Skips:
         return self._skips[token]
 
     def by_all(self, token: Token) -> bool:
-        """Whether the user skips this txn on all ranks."""
+        """Return whether the user skips this txn on all ranks."""
         if token not in self._all_skip:
             self._all_skip[token] = self._world.strikes("all_skip")
         return self._all_skip[token]
@@ -319,12 +319,12 @@ class World:
 
     Attributes:
         spec: The spec of the job.
-        name: The stage, if stages have scopes: then each is a world of its own.
+        name: The stage, if stages have scopes: each stage then has its own world.
         beside: The worlds of the other stages.
-        processes: All processes that have ever started.
+        processes: All processes, including those that have ended.
         outage_until: End of an outage of the bus, in virtual seconds.
         phase: ``weather``, then ``calm``, then ``ending``.
-        hopeless: Whether the job has lost its state, so that it has to stop.
+        hopeless: Whether the job has lost its state and must stop.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class World:
             spec: The spec of the job.
             core: Makes the core of a participant.
             weather: The mix of faults.
-            trace_dir: Directory for traces; None: no traces are written.
+            trace_dir: Directory for traces, or None to write none.
             stage: The stage, for a spec whose stages have scopes.
             clock: The clock that all stages share.
         """
@@ -389,8 +389,8 @@ class World:
     def spawn(self, group: Group, rank: int, instance: int, replaces: bool = False) -> Process:
         """Start a process: a new incarnation of (group, rank).
 
-        ``replaces``: it takes the place of a lost process whose group lives; its weights equal
-        those of no other process.
+        With ``replaces``, the process replaces a lost one of a live group. Its initial weights
+        differ from those of all other processes.
         """
         setting, policies = self.setting, self.spec.policies
         peer = group.next_peer(rank)
@@ -428,15 +428,15 @@ class World:
         return [p for p in self.processes.values() if p.alive]
 
     def is_alive(self, peer: Peer) -> bool:
-        """Whether the process lives."""
+        """Return whether the process is alive."""
         return peer in self.processes and self.processes[peer].alive
 
     def kill(self, process: Process) -> None:
-        """End a process by SIGKILL, on behalf of the launcher of its group."""
+        """Kill a process on behalf of the launcher of its group."""
         self._end(process, -9)
 
     def strike_down(self, process: Process) -> None:
-        """End a process by SIGKILL, as a fault."""
+        """Kill a process as a fault."""
         if process.alive:
             self._end(process, -9)
             process.group.ended(process)
@@ -452,15 +452,15 @@ class World:
         if not self.is_calm and not self.holds_state():
             self.hopeless = True
 
-    # --- what processes ask of the world ---
+    # --- requests of processes ---
 
     def consumed(self, process: Process, plan: StartTxn | None, base: int | None) -> None:
-        """Let the data loader note the slice of a committed txn, if it has one.
+        """Record the data that a committed txn has consumed, if it has a slice.
 
         Args:
             process: The process.
             plan: The txn.
-            base: In an asynchronous job, the job's step that the contribution began from.
+            base: In an asynchronous job, the step on which the contribution is based.
         """
         if plan is None or (number := plan.slice) is None:
             return
@@ -471,7 +471,7 @@ class World:
             self.log.history.contributed.append((peer, plan.token, base, str(peer)))
 
     def announce(self, message: BusMessage) -> None:
-        """Send a message as the supervisor does; while the bus is away it waits or gives up."""
+        """Broadcast a message of the supervisor; in a bus outage it is delayed or dropped."""
         delay = self.latency.hop()
         if self.outage_until > self.clock.now:
             if self.rng.random() < 0.5:
@@ -480,13 +480,13 @@ class World:
         self.clock.after(delay, None, self.bus.publish, message)
 
     def meeting(self, key: tuple[int, ...], peers: tuple[Peer, ...]) -> Meeting:
-        """Return the meeting with that key; the first participant that arrives creates it."""
+        """Return the meeting with that key; create it for the first participant."""
         if key not in self._meetings:
             self._meetings[key] = Meeting(self, peers)
         return self._meetings[key]
 
     def lost(self, peer: Peer, era: int | None) -> None:
-        """Handle that ``peer`` is gone (None), or has dropped its connections of that era."""
+        """Handle the end of ``peer`` (``era`` is None) or of its connections in that era."""
         for key, meeting in list(self._meetings.items())[-8:]:
             if peer in meeting.peers and era in (None, key[0]):
                 meeting.lose(peer)
@@ -498,7 +498,7 @@ class World:
         self.log.faults[kind] += 1
 
     def strikes(self, kind: str) -> bool:
-        """Whether a fault of this kind occurs here and now; it is counted if so."""
+        """Draw whether a fault of this kind occurs now, and count it if so."""
         chance = self.setting.weather.chances.get(kind, 0.0)
         if not chance or self.is_calm or self.rng.random() >= chance:
             return False
@@ -506,15 +506,15 @@ class World:
         return True
 
     def body_fault(self) -> str | None:
-        """Return the fault for a step function that begins now; it is counted when it occurs."""
+        """Return the fault for a step function that starts now; it is counted when it occurs."""
         if self.is_calm:
             return None
         return self.chaos.body_fault()
 
     def holds_state(self, without: Group | None = None) -> bool:
-        """Whether the job could go on with the whole groups that live.
+        """Return whether the complete live groups hold the state of the job.
 
-        ``without``: as if that group were gone.
+        The group ``without`` is ignored.
         """
         head, groups = self.bus.head, [g for g in self.groups.values() if g is not without]
         if head is None:
@@ -540,7 +540,7 @@ class World:
         self.chaos.begin()
 
     def is_due(self, since: float, target: int) -> bool:
-        """Whether ``target`` steps are committed, or the job has run for long since ``since``."""
+        """Return whether ``target`` steps are committed or a limit of the run is reached."""
         return (
             self.step >= target
             or self.log.events >= _LIMIT_EVENTS
@@ -556,12 +556,12 @@ class World:
 
     @property
     def step(self) -> int:
-        """Number of committed steps."""
+        """The number of committed steps."""
         return self.bus.head.step if self.bus.head else 0
 
 
 def _holds(process: Process, head: Record) -> bool:
-    """Whether the process has the head's state, or can compute it itself."""
+    """Return whether the process holds the state of the head record, or can compute it."""
     s = process.local
     if s.role == "terminal":
         return False
@@ -576,11 +576,11 @@ def _holds(process: Process, head: Record) -> bool:
 
 
 _LONGEST_TROUBLE_S = 20.0
-"""Maximum duration of a trouble: less than the spec's ``bus_limit``, when participants end."""
+"""Maximum duration of a series of cuts: less than ``bus_limit``, after which participants end."""
 _LONGEST_GAP_S = 10.0
-"""Maximum time for which a listener misses messages."""
+"""Maximum duration in seconds for which a listener misses broadcasts."""
 _RECOVERY_S = 5.0
-"""After a link was up for this long, the next cut is a new trouble."""
+"""Uptime of a link in seconds after which the next cut starts a new series."""
 
 
 @dataclass(slots=True)
@@ -588,46 +588,45 @@ class Link:
     """The connection of one process to the bus."""
 
     until: float = 0.0
-    """End of the present cut, in virtual seconds."""
+    """End of the current cut, in virtual seconds."""
     since: float = 0.0
-    """Begin of the trouble that this cut belongs to."""
+    """Start of the current series of cuts, in virtual seconds."""
     fails: bool = False
-    """Operations during the cut fail, and their outcome is unknown; otherwise they wait."""
+    """Whether operations fail during the cut, with an unknown outcome; otherwise they wait."""
     lag: float = 0.0
     """Maximum extra delay of a message, in seconds."""
     last: float = 0.0
-    """Arrival time of the newest broadcast; no broadcast overtakes another."""
+    """Arrival time of the newest broadcast. Broadcasts arrive in order."""
     last_alone: float = 0.0
-    """Arrival time of the newest message to this process alone."""
+    """Arrival time of the newest inbox message."""
     held: deque[tuple[Posted, bool]] = field(default_factory=deque)
-    """Messages that wait for the link, and whether they are for this process alone."""
+    """Messages that wait for the link, each with whether it is an inbox message."""
     waiting: list[Call] = field(default_factory=list)
-    """The operation that waits for the link."""
+    """The operations that wait for the link."""
     deaf: bool = False
     behind: bool = False
-    """The process misses broadcasts."""
+    """Whether the process misses broadcasts."""
 
 
 class SimBus:
     """The bus of the whole job: broadcasts, inboxes, registers, ballots, and their failures.
 
-    It keeps the contract of the real bus for the calls of an engine: every listener receives all
-    messages in one order, each after its own delay; registers are linearizable; and a vote cast
-    twice is in its ballot twice. An operation arrives some time after it was begun and is answered
-    some time after that. In between, either side may fail. Other scopes receive the records of this
-    one.
+    The bus fulfils the contract of the real bus for the calls of an engine. All listeners receive
+    all broadcasts in one order, each after its own delay. Registers are linearizable. A vote that
+    is cast twice is in its ballot twice. Operations and their replies are delayed, and either side
+    may fail in between. Linked scopes receive the records of this one.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._clock = world.clock
         self.head: Record | None = None
-        """Value of the head register, with its members."""
+        """The value of the head register, with its member list."""
         self.history: list[Record] = []
-        """Every value that the head register ever had."""
+        """All values of the head register, in order."""
         self.registers: dict[str, Register] = {}
         self.inboxes: dict[str, Process] = {}
-        """Processes by their inbox. A message to one process alone cannot be missed."""
+        """Inbox → its process. Inbox messages cannot be missed."""
         self.ballots: dict[tuple[str, str], list[tuple[str, tuple[Vote, ...]]]] = {}
         """(store of a group, or "", and slot) → the tag and the votes of each entry."""
 
@@ -635,10 +634,10 @@ class SimBus:
     def _beside(self) -> dict[str, SimBus]:
         return {beside(name): world.bus for name, world in self._world.beside.items()}
 
-    # --- operations, begun by a process ---
+    # --- operations of a process ---
 
     def begin(self, caller: Process, call: Call) -> None:
-        """Start an operation; ``caller`` gets its answer or failure if it is still alive."""
+        """Start an operation; ``caller`` receives the reply or failure if it is still alive."""
         world = self._world
         if call.at == GROUP:  # a store on the group's own host
             self._clock.after(world.latency.handling * caller.slow, caller, self._ask_group, caller)
@@ -655,12 +654,12 @@ class SimBus:
     def _arrive(self, caller: Process, call: Call) -> None:
         world, link = self._world, caller.link
         if not caller.alive and world.rng.random() < 0.5:
-            return  # died before it was sent
+            return  # the process ended before the operation was sent
         if link.until > self._clock.now:
             if not link.fails:
                 link.waiting.append(call)
                 return
-            if world.rng.random() < 0.3:  # the operation arrives, but its answer does not
+            if world.rng.random() < 0.3:  # the operation arrives, but the reply is lost
                 self._carry_out(call, in_part=world.rng.random() < 0.5)
             self._clock.after(world.latency.hop(), caller, self._fail, caller)
             return
@@ -683,12 +682,12 @@ class SimBus:
         caller.failed(BusError("the bus is out of reach"))
 
     def _carry_out(self, call: Call, store: str = "", in_part: bool = False) -> object:
-        """Carry out an operation and return its answer.
+        """Perform an operation and return the reply.
 
         Args:
             call: The operation.
             store: Name of the group's store, if it is an operation there.
-            in_part: The caller fails before it announces what it has decided.
+            in_part: The caller fails between its decision and the announcement.
         """
         registers = self._beside[call.at].registers if call.at in self._beside else self.registers
         match call:
@@ -736,7 +735,7 @@ class SimBus:
     # --- messages ---
 
     def publish(self, message: BusMessage | Packed) -> None:
-        """Broadcast a message, in one order; every listener receives it eventually."""
+        """Broadcast a message. All listeners receive broadcasts in the same order."""
         world = self._world
         for listener in world.live():
             if not (listener.link.deaf or listener.link.behind):
@@ -766,7 +765,7 @@ class SimBus:
             return
         world = self._world
         due = self._clock.now + world.latency.hop() + link.lag * world.rng.random()
-        if alone:  # the two kinds of messages have no common order
+        if alone:  # inbox messages and broadcasts are not ordered with each other
             link.last_alone = due = max(due, link.last_alone)
         else:
             link.last = due = max(due, link.last)
@@ -799,7 +798,7 @@ class SimBus:
     def cut(self, process: Process, seconds: float, fails: bool) -> None:
         """Disconnect the process from the bus for some time; messages to it wait.
 
-        Consecutive cuts form one trouble, which ends before any participant gives the bus up.
+        Consecutive cuts form a series, which ends before participants give up on the bus.
         """
         link, now = process.link, self._clock.now
         if now - link.until > _RECOVERY_S:
@@ -829,14 +828,14 @@ class SimBus:
 
 
 _SILENT = logging.Logger("fft.prove.simulator", logging.CRITICAL + 1)
-"""Log of simulated engines, whose faults are not worth a line."""
+"""The logger of simulated engines, which discards their messages about injected faults."""
 
 
 class Process(VirtualEngine):
     """One process of the job: an engine in virtual time, and the main thread.
 
-    Each event and each operation on a bus takes its time, longer if the process is slow. A process
-    that is doomed is killed at the begin of an operation.
+    Events and bus operations take virtual time, more of it in a slow process. A process with a
+    ``doom`` is killed at the start of a bus operation.
     """
 
     def __init__(
@@ -855,27 +854,27 @@ class Process(VirtualEngine):
         self.world = world
         self.group = group
         self.instance = instance
-        """The start of the group that this process belongs to."""
+        """The number of the group's start to which this process belongs."""
         self.link = Link()
         self.code: int | None = None
-        """Exit code, once it has ended."""
+        """The exit code, or None while the process is alive."""
         self.slow = 1.0
         self.doom: int | None = None
-        """Number of operations on a bus after which it is killed."""
+        """Number of bus operations after which the process is killed, or None."""
         self.is_asked = False
-        """Whether it was asked to leave when the job ended."""
+        """Whether the process was asked to leave when the job ended."""
         self.main = MainThread(self, bits)
 
     def start(self) -> None:
-        """Ask to join, after connecting to the bus."""
+        """Join the job, after connecting to the bus."""
         self.post(Start())
 
     def later(self, delay: float, action: Callable[..., None], *args: Any) -> None:
-        """Plan an action of this process; a slow process acts later."""
+        """Schedule an action of this process; the delay is longer in a slow process."""
         self.clock.after(delay * self.slow, self, action, *args)
 
     def resume(self) -> None:
-        """Resume, as by SIGCONT: actions that came up meanwhile run now, in order."""
+        """Resume, as after SIGCONT. Actions that became due in the meantime run now, in order."""
         self.stopped = False
         parked, self.parked = self.parked, []
         for action, args in parked:
@@ -899,14 +898,14 @@ class Process(VirtualEngine):
                 return
         self.world.bus.begin(self, call)
 
-    # --- what its engine asks of it ---
+    # --- callbacks of the engine ---
 
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
         """Record the outcome of an event."""
         self.world.log.handled(self, before, event, out)
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Count a note of the engine: that another scope holds a txn back."""
+        """Count a report of the engine that a txn waits for another scope."""
         self.world.log.held += 1
 
     def put(self, command: Command) -> None:
@@ -922,9 +921,9 @@ class Process(VirtualEngine):
 
 
 STATE_BYTES = 1000
-"""Size of one transfer of state, in bytes."""
+"""The size of a state transfer in bytes."""
 _SHUTDOWN = 5.0
-"""Seconds that a manager's shutdown waits for its engine."""
+"""Timeout in seconds of a manager's shutdown for its engine."""
 
 
 @dataclass(frozen=True)
@@ -938,7 +937,7 @@ class _Came:
 
 
 class Executor(StepExecutor):
-    """The shipped executor of a main thread. An event without a row is a violation."""
+    """The shipped executor of a main thread. It records an event without a row as a violation."""
 
     def __init__(self, process: Process, take: Callable[[Command], None]) -> None:
         super().__init__(process.post, take)
@@ -953,37 +952,37 @@ class Executor(StepExecutor):
 
 
 class MainThread:
-    """The main thread of a process: the shipped executor, with a model of torch's part.
+    """The main thread of a process: the shipped executor, with a model of the torch code.
 
-    ``bits`` models the real contents of its memory.
+    ``bits`` models the contents of the memory, that is, the state of the rank.
     """
 
     def __init__(self, process: Process, bits: Bits) -> None:
         self.bits = bits
         self.serving: Record | None = None
-        """The epoch whose members can fetch this process's state."""
+        """The epoch whose members can fetch the state of this process, or None."""
         self.groups = ProcessGroups(process)
         self._process = process
         self._world = process.world
         self._slot: Command | None = None
         self._executor = Executor(process, self._take)
         self._waits = True
-        """It waits for a command; otherwise it is working, or has ended."""
+        """Whether the thread waits for a command; otherwise it is working or has ended."""
         self._quits = False
-        """Its user's code gives up."""
+        """Whether the user's code has failed and is shutting down."""
         self._plan: StartTxn | None = None
         self._failing: str | None = None
-        """The fault that will occur in this step function."""
+        """The fault that will occur in this step function, or None."""
         self._heal: Heal | None = None
         self._held = 0, False
-        """Contents of the vote once the state has arrived: reductions, and whether to skip."""
+        """The vote that waits for the state: number of reductions, and whether to skip."""
         self._interval = self._world.whims.digest_interval()
         self._learning: Heal | None = None
-        """For a learner: the heal that it is fetching its state for."""
+        """The heal of a joiner that is still fetching its state, or None."""
         self._came: _Came | None = None
-        """The result of that fetch."""
+        """The result of that fetch, or None."""
         self._computed: tuple[int | None, int] | None = None
-        """In an asynchronous job: lease and base of the group's contribution, or None."""
+        """Lease and base of the group's contribution in an asynchronous job, or None."""
         self._work: Work = {
             "restore": self._restore,
             "connect": self._connect,
@@ -995,14 +994,14 @@ class MainThread:
     # --- commands ---
 
     def command(self, command: Command) -> None:
-        """Take a command that the engine has put into the slot; the newest one counts."""
+        """Put a command into the slot, where it replaces an older one."""
         self._slot = command
         if self._quits and isinstance(command, Finish):
             self._exit(1)
         self._look()
 
     def _look(self) -> None:
-        """Take the command, if this thread is waiting for one."""
+        """Execute the command in the slot, if this thread is waiting for one."""
         command = self._slot
         if command is None or not self._waits:
             return
@@ -1011,7 +1010,7 @@ class MainThread:
             late = self._process.peer.group in command.record.learners
             facts = {"learns"} if late else {"fetches"}
         self._executor.execute(command, self._work, facts)
-        if self._executor.role == "idle":  # it has refused
+        if self._executor.role == "idle":  # the executor has rejected the command
             self._wait()
 
     def _take(self, command: Command) -> None:
@@ -1066,7 +1065,7 @@ class MainThread:
         self._wait()
 
     def _stand_apart(self) -> None:
-        """Compute this group's contribution to a later synchronization, then ask to be in it."""
+        """Compute this group's contribution to a later synchronization, then request to join it."""
         process = self._process
         record = process.local.head
         assert record is not None, "a txn was committed"
@@ -1087,7 +1086,7 @@ class MainThread:
     # --- the process groups ---
 
     def met(self) -> None:
-        """Continue after all members came."""
+        """Continue after all members have arrived."""
         if self._heal is None:
             self._reduced()
         elif self.groups.aborted:
@@ -1096,7 +1095,7 @@ class MainThread:
             self._rebuilt(self._heal)
 
     def missed(self, cause: str) -> None:
-        """Continue after a member did not come or the groups were aborted."""
+        """Continue after a member failed to arrive or the groups were aborted."""
         if self._heal is not None:
             self._heal_failed(cause)
         elif self.groups.aborted:
@@ -1118,7 +1117,7 @@ class MainThread:
         self._failing = world.body_fault()
         compute = world.latency.compute()
         if not world.data_notes.takes(self._process, plan):
-            self._process.later(compute, self._quit)  # as of a loader that has failed
+            self._process.later(compute, self._quit)  # like a data loader that fails
         elif self._failing in ("exception", "quit"):
             self._process.later(compute * world.rng.random(), self._raise, self._failing)
         else:
@@ -1182,7 +1181,7 @@ class MainThread:
         self._give_up()
 
     def _fail(self, cause: str) -> None:
-        """Handle a failed reduction: the gradients here differ from those of the peers."""
+        """Handle a failed reduction: the gradients of this rank differ from those of its peers."""
         self.bits = self.bits.spoil(self._process.peer)
         self._fault(cause)
         if self._world.setting.awaits_reductions:
@@ -1206,7 +1205,7 @@ class MainThread:
             self._learn()
             return
         manifest = Manifest(count=count, bytes=4 * count, shapes="x")
-        # By the step, so that a replay compares again.
+        # Select digests by step, so that a repeated step also has one.
         compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
         self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
@@ -1216,7 +1215,7 @@ class MainThread:
         self._wait()
 
     def _learn(self) -> None:
-        """Vote for a learner whose step function has ended, once its state has arrived."""
+        """Cast the vote of a joiner after its step function has ended and its state has arrived."""
         learning, came = self._learning, self._came
         is_over = self._waits and self._executor.role == "computing"
         if not is_over or learning is None or came is None:
@@ -1258,10 +1257,10 @@ class MainThread:
             self._wait()
 
     def _fetch(self, command: Heal, give_up: float) -> None:
-        """Complete the transfer if its source is ready; otherwise wait for it."""
+        """Complete the transfer if the source is ready; otherwise retry later."""
         world, record = self._world, command.record
         if command is not (self._heal or self._learning):
-            return  # a rollback has ended it
+            return  # a rollback has cancelled the transfer
         assert command.fetch_from is not None
         entry = record.members[command.fetch_from]
         source = world.processes[entry.peers()[self._process.peer.rank]]
@@ -1305,7 +1304,7 @@ class MainThread:
         if torn:
             self.bits = self.bits.torn(self._process.peer)
         self._executor.report(HealFailed(command.record.epoch, cause, torn))
-        if torn and self._world.rng.random() < 0.7:  # the manager raises: the process ends
+        if torn and self._world.rng.random() < 0.7:  # the manager raises, so the process exits
             self._waits = False
             self._exit(1)
             return
@@ -1320,7 +1319,7 @@ class ProcessGroups:
 
     Attributes:
         members: All members of the epoch.
-        aborted: Whether they were aborted since.
+        aborted: Whether the groups are aborted.
     """
 
     def __init__(self, process: Process) -> None:
@@ -1328,13 +1327,13 @@ class ProcessGroups:
         self.aborted = True
         self._process = process
         self._era = -1
-        """Number of the epoch's record."""
+        """The number of the epoch's record."""
         self._meeting: Meeting | None = None
         self._serial = 0
-        """Number of the newest wait; results of older waits are ignored."""
+        """The number of the newest wait; results of older waits are ignored."""
 
     def build(self, record: Record) -> None:
-        """Begin to rebuild them for an epoch, whose members then meet."""
+        """Rebuild the groups for an epoch, whose members then enter the rendezvous."""
         self.members, self.aborted, self._era = record.peers, False, record.n
 
     def meet(self, key: tuple[int, ...], limit: float) -> None:
@@ -1344,19 +1343,19 @@ class ProcessGroups:
         self._meeting.join(self._process, self._serial, limit)
 
     def met(self, serial: int) -> None:
-        """Let the main thread continue after all members came."""
+        """Let the main thread continue after all members have arrived."""
         if serial == self._serial and self._meeting is not None:
             self._meeting = None
             self._process.main.met()
 
     def missed(self, serial: int, cause: str) -> None:
-        """Let the main thread continue after a member did not come, or after an abort."""
+        """Let the main thread continue after a member failed to arrive, or after an abort."""
         if serial == self._serial and self._meeting is not None:
             self._meeting = None
             self._process.main.missed(cause)
 
     def abort(self) -> None:
-        """Abort them for the engine, which unblocks every thread in them on all ranks."""
+        """Abort the groups for the engine, which unblocks their collectives on all ranks."""
         if self.aborted:
             return
         self.drop()
@@ -1365,7 +1364,7 @@ class ProcessGroups:
             process.later(process.world.latency.hop(), self.missed, self._serial, "aborted")
 
     def drop(self) -> None:
-        """Drop the connections; the other members notice it."""
+        """Close the connections, which the other members detect."""
         self.aborted = True
         self._process.world.lost(self._process.peer, self._era)
 
@@ -1373,9 +1372,9 @@ class ProcessGroups:
 class Meeting:
     """The reductions of one txn, or the rendezvous of one epoch, which all members must enter.
 
-    A collective cannot complete before every member has entered it. If a member dies or drops its
-    connections, the waiting members fail: some at once, because they were its neighbours, others
-    only when their own timeout expires, as with gloo.
+    A collective cannot complete before every member has entered it. If a member dies or closes its
+    connections, the waiting members fail. As with gloo, some (its neighbours) fail at once, others
+    only when their own timeout expires.
     """
 
     def __init__(self, world: World, peers: tuple[Peer, ...]) -> None:
@@ -1383,11 +1382,11 @@ class Meeting:
         self._world = world
         self._came: dict[Peer, tuple[Process, int]] = {}
         self._missing = next((p for p in peers if not world.is_alive(p)), None)
-        """A member that will never come."""
+        """A member that cannot arrive any more, or None."""
         self._complete = False
 
     def join(self, process: Process, serial: int, limit: float) -> None:
-        """Let ``process`` wait for all others, within ``limit`` seconds."""
+        """Let ``process`` wait for all other members, with a timeout of ``limit`` seconds."""
         world = self._world
         self._came[process.peer] = (process, serial)
         if self._missing is not None:
@@ -1400,9 +1399,9 @@ class Meeting:
             world.clock.after(limit, process, process.main.groups.missed, serial, "timed out")
 
     def lose(self, peer: Peer) -> None:
-        """Handle that ``peer`` is gone, or has dropped its connections."""
+        """Handle the end of ``peer`` or of its connections."""
         if self._complete:
-            # The meeting was complete, but some waiting members may lack the last part of it.
+            # The collective is complete, but some members may not have received its last part.
             for member, serial in self._came.values():
                 if self._world.rng.random() < 0.3:
                     cause = f"connection closed by {peer}"
@@ -1415,7 +1414,7 @@ class Meeting:
                     self._disappoint(member, serial, None)
 
     def _disappoint(self, member: Process, serial: int, limit: float | None) -> None:
-        """Fail a member at once, or by its own timeout only (``None``: that is planned already)."""
+        """Fail a member early or at its timeout, scheduled already if ``limit`` is None."""
         world, cause = self._world, f"connection closed by {self._missing}"
         if world.rng.random() < 0.6:
             limit = world.latency.notice()
@@ -1427,16 +1426,16 @@ class Meeting:
 
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before the restarts of a supervised group, the last one for all later ones."""
+"""Delays in seconds before the restarts of a supervised group; the last value repeats."""
 
 
 class Group:
-    """One replica group and its launcher, which starts its processes and sees them end.
+    """One replica group and its launcher, which starts the processes and detects their end.
 
-    A supervised group is one under ``fft run``: a death is reported on the bus within milliseconds,
-    the rest of the group is ended with it, and the group restarts after a growing pause. Any other
-    group has a launcher that reports nothing: it notices late, or never. ``instance`` counts the
-    starts of the group.
+    A supervised group runs under ``fft run``. The supervisor reports a death on the bus within
+    milliseconds, kills the other ranks of the group, and restarts it with increasing delays. The
+    launcher of any other group reports nothing, and detects a death late or never. ``instance``
+    counts the starts of the group.
     """
 
     def __init__(self, world: World, name: str, supervised: bool) -> None:
@@ -1444,13 +1443,13 @@ class Group:
         self.supervised = supervised
         self.instance = 0
         self.processes: list[Process] = []
-        """Processes of this instance that have started."""
+        """The processes of this instance that have started."""
         self.coming = False
-        """A start is planned or in progress."""
+        """Whether a start is scheduled or in progress."""
         self.away = False
-        """It has left regularly."""
+        """Whether the group has left regularly."""
         self.leaving = False
-        """This instance was asked to leave."""
+        """Whether this instance was asked to leave."""
         self._world = world
         self._restarts = 0
         self._incarnations: Counter[int] = Counter()
@@ -1462,25 +1461,25 @@ class Group:
 
     @property
     def live(self) -> list[Process]:
-        """Processes of this instance that have not ended."""
+        """The live processes of this instance."""
         return [p for p in self.processes if p.alive]
 
     @property
     def whole(self) -> bool:
-        """Whether every rank of this instance lives."""
+        """Whether all ranks of this instance are alive."""
         return len(self.live) == self._world.setting.ranks
 
     # --- starting ---
 
     def _may_reform(self) -> bool:
-        """Whether its live ranks wait for a process that replaces one that has ended."""
+        """Draw whether the live ranks wait for a replacement of a lost process."""
         world = self._world
         if world.name or not (self.live and len(self.processes) == world.setting.ranks > 1):
             return False
         return not (self.leaving or world.is_ending) and world.strikes("reformed")
 
     def _reform(self, lost: Process) -> None:
-        """Replace ``lost`` by one process, which was ready or has to start first."""
+        """Replace ``lost`` with a standby process or a new one."""
         world = self._world
         is_ready = world.rng.random() < 0.5
         self._tell(lost, replaced=world.rng.random() < 0.8)
@@ -1490,13 +1489,13 @@ class Group:
         world.clock.after(delay, None, self._spawn, lost.peer.rank, self.instance, True)
 
     def start_in(self, delay: float) -> None:
-        """Start a new instance after ``delay`` seconds, unless that is planned already."""
+        """Start a new instance after ``delay`` seconds, unless a start is already scheduled."""
         if not self.coming:
             self.coming = True
             self._world.clock.after(delay, None, self.start)
 
     def start(self) -> None:
-        """Start a new instance now; its ranks come up one by one."""
+        """Start a new instance now. Its ranks start one by one."""
         world = self._world
         self.instance += 1
         self.processes, self.coming = [], True
@@ -1515,7 +1514,7 @@ class Group:
             delay = world.latency.boot()
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
-        if world.outage_until > world.clock.now:  # it cannot get its incarnation from the bus
+        if world.outage_until > world.clock.now:  # the bus cannot assign an incarnation
             delay = world.outage_until - world.clock.now + world.latency.boot()
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
@@ -1525,7 +1524,7 @@ class Group:
     # --- ending ---
 
     def ended(self, process: Process) -> None:
-        """Handle the end of a process, by itself or by a fault; ``process.code`` is set."""
+        """Handle the exit or death of a process, whose ``code`` is set."""
         world = self._world
         if process.instance != self.instance:
             self._old_one_ended(process)
@@ -1545,8 +1544,7 @@ class Group:
             self._world.clock.after(self._world.latency.notice(), None, self._tell, process)
 
     def _left(self) -> None:
-        """Handle the regular end of a rank. If all ended so, the group is away; else it is
-        broken."""
+        """Handle the regular exit of a rank, and the end of the group after its last rank."""
         if self.live or self.coming:
             return
         world = self._world
@@ -1591,7 +1589,7 @@ class Group:
         self._come_again(pause)
 
     def replace(self, instance: int) -> None:
-        """Let a silent launcher end the rest of the instance and start the next one."""
+        """Let an unsupervised launcher kill the remaining ranks and start the next instance."""
         if instance != self.instance:
             return
         for mate in self.live:
@@ -1599,7 +1597,7 @@ class Group:
         self._come_again(0.0)
 
     def _come_again(self, pause: float) -> None:
-        self.instance += 1  # ranks of the old instance that are still starting do not come up
+        self.instance += 1  # cancels pending starts of ranks of the old instance
         self.coming = False
         if not self._world.is_ending:
             self.start_in(pause)
@@ -1663,7 +1661,7 @@ class Chaos:
         self.begin()
 
     def end(self) -> None:
-        """Stop all faults and end their effects. (Killed processes stay dead.)"""
+        """Stop all faults and end their effects, except that killed processes stay dead."""
         world = self._world
         for process in world.live():
             process.slow, process.doom = 1.0, None
@@ -1675,7 +1673,7 @@ class Chaos:
         world.outage_until = 0.0
 
     def body_fault(self) -> str | None:
-        """Return the fault for a step function that begins now, or None."""
+        """Return the fault for a step function that starts now, or None."""
         world = self._world
         if self._burst_until > world.clock.now and world.rng.random() < 0.5:
             return world.rng.choice(["exception", "one_sided"])
@@ -1693,7 +1691,7 @@ class Chaos:
         return self._world.rng.choice(live) if live else None
 
     def _spared(self, group: Group) -> bool:
-        """Whether to spare the last group with the state; without it the job just ends."""
+        """Draw whether to spare the last group with the state, without which the job ends."""
         return not self._world.holds_state(without=group) and self._world.rng.random() < 0.95
 
     def _live_group(self) -> Group | None:
@@ -1764,7 +1762,7 @@ class Chaos:
         world, process = self._world, self._some()
         if process is None or process.stopped:
             return False
-        # the interpreter lock held, or SIGSTOP: its engine does not run
+        # the GIL is held, or SIGSTOP: the engine does not run
         if world.rng.random() < 0.5:
             self._hold(process, world.rng.uniform(0.1, 5.0))
         config, me = process.participant.config, process.peer
@@ -1780,7 +1778,7 @@ class Chaos:
         group = self._live_group()
         if self._world.setting.behind and self._world.rng.random() < 0.5:
             group = self._group_in_an_epoch() or group
-        # A rank that is still starting would miss the request and be left behind alone.
+        # A rank that is still starting would miss the request and stay without its group.
         if group is None or not group.whole:
             return False
         # A group of an asynchronous job stays until others no longer need its state.
@@ -1848,16 +1846,16 @@ class Chaos:
         return True
 
 
-# --- notes on data ---
+# --- data consumption ---
 
 
 class DataNotes:
-    """Notes of the processes of a world on the data of their steps, like those of a real job.
+    """The trace entries on consumed data in one world, like those of a real job.
 
-    Only FFT's own loop with data drawn by FFT is simulated; for groups with local steps, each slice
-    is one inner step. Stages pass on entries by oracle: the next stage can have at once what a rank
-    has begun to compute. An entry that is lost with its group is recomputed by a rank of the group
-    that has the state.
+    The model covers only FFT's own loop with data drawn by FFT. For groups with local steps, each
+    slice is one inner step. Stages forward entries without delay: the next stage can use an entry
+    as soon as a rank has started to compute it. A rank of the group that holds the state recomputes
+    an entry that was lost with its group.
     """
 
     def __init__(self, world: World, spec: FsmSpec) -> None:
@@ -1866,17 +1864,17 @@ class DataNotes:
         follows = [e.scope for e in spec.bound_to(world.name) if not e.ahead] if world.name else []
         self._before = next(iter(follows), None)
         self._entries: dict[tuple[str, int], int] = {}
-        """(group, slice) → the version with which its entry was computed here."""
+        """(group, slice) → the version of the entry that was computed in this stage."""
         self._told: set[Peer] = set()
-        """Participants that have noted the loop that they run."""
+        """Participants that have traced which loop they run."""
 
     @property
     def _source(self) -> DataNotes | None:
-        """The notes of the stage before, or None if this is the first stage."""
+        """The data notes of the previous stage, or None for the first stage."""
         return None if self._before is None else self._world.beside[self._before].data_notes
 
     def takes(self, process: Process, plan: StartTxn) -> bool:
-        """Whether a step function that begins has the entry that it computes on."""
+        """Return whether a step function that starts has its input entry."""
         group, number = process.peer.group, plan.slice
         if number is None:
             return True
@@ -1901,26 +1899,26 @@ class DataNotes:
         return version
 
     def _able(self, group: str) -> list[Process]:
-        """Return the group's processes that have the state, including regularly ended ones."""
+        """Return the group's processes that hold the state, including regularly exited ones."""
         mine = [p for p in self._world.processes.values() if p.peer.group == group]
         return [p for p in mine if p.local.healed and (p.alive or p.code == 0)]
 
     def may_start(self, group: str) -> bool:
-        """Whether a rank of the group can join: the stage before must have a source for it."""
+        """Return whether a rank of the group can join: the previous stage must have a source."""
         return self._source is None or bool(self._source._able(group))
 
     def has_left(self, group: str) -> bool:
-        """Whether the group has left the stage before regularly, so that it leaves all stages."""
+        """Return whether the group has left the previous stage, so that it leaves all stages."""
         return self._source is not None and self._source._world.groups[group].away
 
     def consumed(self, process: Process, plan: StartTxn, number: int, base: int | None) -> None:
-        """Note the slice of a committed txn that the rank has computed.
+        """Trace the slice of a committed txn that the rank has computed.
 
         Args:
             process: The process.
             plan: The txn.
             number: The slice.
-            base: In an asynchronous job, the job's step that the contribution began from.
+            base: In an asynchronous job, the step on which the contribution is based.
         """
         note, token, rank = self._world.log.note, list(plan.token), process.peer.rank
         if process.peer not in self._told:
