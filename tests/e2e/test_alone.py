@@ -109,7 +109,7 @@ def test_under_fft_run_the_script_cannot_choose_another_bus(
     """The supervisor would restart it repeatedly, and see no live rank."""
     monkeypatch.setenv("FFT_BUS", "memory://served")
     monkeypatch.setenv("FFT_SUPERVISOR_FD", "9")
-    with pytest.raises(FftError, match="bus='memory://mine', but `fft run` has this job on"):
+    with pytest.raises(FftError, match="bus='memory://mine', but `fft run` supervises this job on"):
         manager_of(bus="memory://mine")
     with pytest.raises(FftError, match="neither RANK"):  # the same one may be named
         manager_of(bus="memory://served")

@@ -436,7 +436,7 @@ def test_an_order_by_length_is_kept() -> None:
 def test_an_order_that_changes_is_refused_in_a_resumed_job() -> None:
     loader = fft.CursorLoader(list(range(16)), 4, sampler=weighted())
     other = fft.CursorLoader(list(range(16)), 4, sampler=WeightedRandomSampler([1.0] * 16, 12))
-    with pytest.raises(DataError, match=r"order is .* here and"):
+    with pytest.raises(DataError, match=r"order is .* here but"):
         other.load(loader.export(0), 0)
 
 

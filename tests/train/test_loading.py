@@ -281,7 +281,7 @@ def test_unsendable_worker_result_raises_instead_of_hanging(
     with pytest.raises(RuntimeError) as caught:
         loader.take(Due(0, 1, 1))
     if raises:
-        assert "Local, told as a RuntimeError: " in str(caught.value)
+        assert "Local, reported as a RuntimeError: " in str(caught.value)
         assert "while item 1 (samples [4, 5, 6, 7])" in str(caught.value)
         assert "corrupt" in str(caught.value) and "sample 5" in str(caught.value)
     else:
@@ -413,7 +413,7 @@ def test_cursor_loader_accepts_passes_with_a_warning() -> None:
     assert old.export(0) == fft.CursorLoader(list(range(8)), 4, data_epochs=2).export(0)
     earlier = {"passes" if k == "data_epochs" else k: v for k, v in old.export(0).items()}
     old.load(earlier, 0)
-    with pytest.raises(DataError, match="data_epochs is 2 here and 3"):
+    with pytest.raises(DataError, match="data_epochs is 2 here but 3"):
         old.load(earlier | {"passes": 3}, 0)
     with (
         pytest.warns(DeprecationWarning),
