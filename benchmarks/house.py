@@ -233,8 +233,10 @@ def private_uses() -> list[str]:
 
 
 def paradigm_branches() -> list[str]:
-    """Return reads of a property of a spec that tells paradigms apart, except by paradigms, the spec,
-    and the checker and simulator, which check every spec."""
+    """Return reads of a property of a spec that tells paradigms apart.
+
+    Paradigms, the spec, and the checker and simulator, which check every spec, do not count.
+    """
     found = []
     for path, tree in trees().items():
         if path.startswith(("fft/protocol/", "fft/prove/", "fft/train/paradigms/")):
