@@ -35,7 +35,7 @@ help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
 	@echo "make examples   train every paradigm's example under its fault plan, and one table (3 minutes)"
-	@echo "make test    run the tests, but for long ones (11 minutes on 2 cores)"
+	@echo "make test    run the tests, but for long ones (10 minutes on 2 cores)"
 	@echo "make test-long   run those (an hour)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (1 minute)"
 	@echo "make check   format, lint, types, import contract, the picture of the rooms, gates"

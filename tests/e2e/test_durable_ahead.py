@@ -250,6 +250,7 @@ def test_by_time_both_stages_take_the_same(tmp_path: Path) -> None:
         assert manifest.groups == ("0", "1") and len(set(cursors(manifest))) == 1
 
 
+@pytest.mark.long
 def test_it_is_no_checkpoint_of_torchs(tmp_path: Path) -> None:
     """torch's checkpoint has one state, and this one has two."""
     run(tmp_path, 4)

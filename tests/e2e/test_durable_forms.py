@@ -110,6 +110,7 @@ def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Pat
     assert "stands at item 24 of the data, which groups of 5 ranks cannot begin with" in said
 
 
+@pytest.mark.long
 def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path) -> None:
     """Its slices belong to groups of that many ranks: others would take other samples for them."""
     store = open_store(str(root / "checkpoints"))
@@ -151,6 +152,7 @@ def test_exported_checkpoint_loads_in_torch_and_imports_again(root: Path) -> Non
     assert all(same(each["model"], expected) for each in began_with(root, "again"))
 
 
+@pytest.mark.long
 def test_a_model_of_torchs_is_where_a_job_begins(tmp_path: Path) -> None:
     torch.manual_seed(77)
     layers = (nn.Sequential(nn.Linear(16, 16), nn.Dropout()) for _ in range(2))

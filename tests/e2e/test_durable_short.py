@@ -48,6 +48,7 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
     """Group 0, which publishes, has no room; group 1 has written all of its files."""
     said = run(tmp_path, 6)

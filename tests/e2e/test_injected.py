@@ -78,6 +78,7 @@ def test_transient_fault_keeps_the_processes(survived: Path) -> None:
     assert fetches(survived) == [], "and nobody lost its state"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_that_hangs_or_is_stopped_is_waited_for(survived: Path) -> None:
     found = injected(survived)

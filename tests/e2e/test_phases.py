@@ -134,6 +134,7 @@ def test_transient_faults_leave_no_bit_changed(runs: Path, case: str) -> None:
     assert len(_injected(runs, case)) == 1 + len(PHASES), "each fault must have happened"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_every_sample_is_consumed_once(runs: Path) -> None:
     seen: list[int] = []

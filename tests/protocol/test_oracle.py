@@ -394,7 +394,7 @@ class Life(RuleBasedStateMachine):
 
 
 Life.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=80,
     deadline=None,
     print_blob=True,

@@ -45,6 +45,9 @@ BUGS = {
 """Mutations of the table by the invariant that they break."""
 
 
+SLOW = {"old_message_counts"}
+
+
 def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*FFT, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
@@ -193,7 +196,13 @@ def test_a_batch_of_groups_that_step_alone_breaks_nothing(spec: str) -> None:
     assert batch.commits > 20
 
 
-@pytest.mark.parametrize("mutant", SIMULATED, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, id=m.name, marks=[pytest.mark.long] if m.name in SLOW else [])
+        for m in SIMULATED
+    ],
+)
 def test_a_planted_bug_of_groups_that_step_alone_falls_to_its_seed(
     mutant: SimulatedMutant,
 ) -> None:

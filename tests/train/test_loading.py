@@ -473,6 +473,7 @@ def compute_for_ever(_: int) -> None:
         threading.Thread(target=compute, daemon=True).start()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_spawned_workers_end_well_whatever_their_threads_do() -> None:
     loader = fft.CursorLoader(

@@ -101,6 +101,7 @@ def _work(pg: Any, size: int, done: list[int]) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
     longest = run(2, _racing, 11)

@@ -58,7 +58,7 @@ def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> Non
 @pytest.mark.parametrize(
     ("backend", "bodies"),
     [
-        ("aot_eager", 8),
+        pytest.param("aot_eager", 8, marks=pytest.mark.long),
         pytest.param("aot_eager", 40, marks=pytest.mark.long),
         pytest.param("inductor", 4, marks=pytest.mark.long),
     ],

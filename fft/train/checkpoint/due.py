@@ -400,16 +400,14 @@ def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
 
 
 def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
-    """Return the groups of ``epoch`` that have left, or have ended or replaced processes.
+    """Return the groups of ``epoch`` that are not in the newest epoch, or have replaced processes.
 
     Thread-safe.
     """
     local = job.local
     now = local.epoch if local is not None else None
-    if local is None or now is None:
+    if local is None or now is None or local.role == "terminal" or now.epoch <= epoch.epoch:
         return frozenset()
-    if local.role == "terminal" or now.epoch <= epoch.epoch:
-        return frozenset(entry.group for entry in epoch.members if local.dead & set(entry.peers()))
     stays = {entry.group for entry in now.members if set(entry.peers()) <= epoch.peer_set}
     return frozenset(entry.group for entry in epoch.members) - stays
 
