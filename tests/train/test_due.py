@@ -18,7 +18,7 @@ from fft.bus import ErrorBus, open_bus
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, DueByRecord
+from fft.train.checkpoint.due import AT, DueByRecord, gone_since
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.asynchronous import DueToLocal
 
@@ -222,3 +222,13 @@ def test_local_group_is_awaited_and_lost_group_is_not(bus: ErrorBus) -> None:
     assert left(next_epoch, dead=frozenset({Peer("1", 0, 1)})) == {"1"}
     job.apart["1"] = entry("1", inc=2)
     assert left(replace(job._epoch("01"), n=commit.n + 1)) == {"1"}, "another process"
+
+
+@pytest.mark.parametrize("role", ["terminal", "prepared"])
+def test_files_of_a_group_that_left_in_good_order_are_awaited(bus: ErrorBus, role: str) -> None:
+    """The protocol counts its process as gone, but it may still be writing its files."""
+    job = Job(bus)
+    epoch, group = job._epoch("01"), job.groups["0"]
+    left = frozenset({Peer("1", 0, 1)})
+    group.local = Local("any", role, "", head=epoch, epoch=epoch, dead=left)  # type: ignore[arg-type]
+    assert gone_since(group, epoch) == frozenset()  # type: ignore[arg-type]
