@@ -29,7 +29,7 @@ PYTHON_THERE ?= 3.12
 # of make test: one more than two cores, as tests wait for a third of their time; four are slower
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture examples test test-long compat check house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
+.PHONY: help setup demo demo-picture examples test test-long compat check types house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-long   run those (an hour)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (1 minute)"
 	@echo "make check   format, lint, types, import contract, the picture of the rooms, gates"
+	@echo "make types   types of benchmarks, examples and tests as well (2 minutes)"
 	@echo "make house   structural gates: import circles, sizes, private names of torchft, prose"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
@@ -91,10 +92,14 @@ compat: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy fft
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.rooms --check
 	$(BIN)/python -m benchmarks.house
+
+# mypy on fft/ and on benchmarks, examples and tests, which takes longer than all of make check.
+types: setup
+	$(BIN)/mypy
 
 # The gates alone; python -m benchmarks.house --list GATE names the places.
 house: setup

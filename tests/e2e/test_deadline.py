@@ -179,7 +179,9 @@ def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
                 took = time.monotonic() - min(began)
                 for member in members:
                     assert isinstance(member.error, InDoubt), repr(member.error)
-                    assert "without notifying the other ranks: the machine goes" in str(member.error)
+                    assert "without notifying the other ranks: the machine goes" in str(
+                        member.error
+                    )
                 assert len(notes(made.traces, "drain_untold")) == 2
                 for line in notes(made.traces, "drain_late"):
                     assert "on the bus has had no answer for" in line["data"]["why"]

@@ -272,8 +272,7 @@ class Judgement:
                 elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif self.asked_to_end and child.code == -signal.SIGKILL and going:
-                    how = cause_of(child.code)
-                    remarks.append(f"group {group.name} ended with {how} as the job was to end")
+                    remarks.append(_killed_at_end(child))
                 elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
                     excused |= {lines[-1]} if group.given_up else set()
@@ -371,6 +370,10 @@ def _is_at_end(group: Group, view: JobView) -> bool:
 def _is_evicted(group: Group) -> bool:
     """Return whether the group was evicted for good, rather than taken over."""
     return group.evicted and group.loss is None
+
+
+def _killed_at_end(child: Child) -> str:
+    return f"group {child.group} ended with {cause_of(child.code)} as the job was to end"
 
 
 def _cut_short(child: Child) -> str:

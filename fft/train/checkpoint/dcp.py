@@ -58,15 +58,7 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
     trees = [tree_of(checkpoints, manifest, manifest.writer, rank) for rank in ranks]
     whole, own = unsharded(trees), trees[0]["own"]
     models: dict[str, Any] = {**whole["state"]["parameters"], **own.get("buffers", {})}
-    if strays := [name for name in models if not name.startswith("model")]:
-        raise CheckpointError(
-            f"{strays[0]} belongs to no registered model: register the model that contains it"
-        )
-    if marked := [name for name, value in models.items() if is_marked(value)]:
-        raise CheckpointError(
-            f"{marked[0]}: expected a plain tensor, got {models[marked[0]][CLASS]}, a subclass "
-            "that torch.distributed.checkpoint flattens; save model.state_dict() in your script"
-        )
+    _check_exportable(models)
     aliases = {alias: name for alias, name in trees[0].get("aliases", {}).items() if name in models}
     models |= {alias: models[name] for alias, name in aliases.items()}
     rest: dict[str, Any] = {
@@ -99,6 +91,19 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
                 found[public] = torch.as_tensor(value)
     save(found, storage_writer=FileSystemWriter(target), no_dist=True)
     return sum(tensor.nbytes for tensor in found.values())
+
+
+def _check_exportable(models: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a tensor that torch's format cannot hold."""
+    if strays := [name for name in models if not name.startswith("model")]:
+        raise CheckpointError(
+            f"{strays[0]} belongs to no registered model: register the model that contains it"
+        )
+    if marked := [name for name, value in models.items() if is_marked(value)]:
+        raise CheckpointError(
+            f"{marked[0]}: expected a plain tensor, got {models[marked[0]][CLASS]}, a subclass "
+            "that torch.distributed.checkpoint flattens; save model.state_dict() in your script"
+        )
 
 
 def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor: int) -> Manifest:
