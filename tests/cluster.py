@@ -21,7 +21,6 @@ from fft.engine.core import Command, EngineCore, ScopeReader, Wiring
 from fft.errors import BusError
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Answer
-from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, SetTimer, StartTxn, TellHeld
 from fft.messages.progress import HeldReport
 from fft.messages.protocol import (
@@ -50,6 +49,7 @@ from fft.messages.wire import Packed, Register, Wire, inbox_name, list_name
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS, Config, Local
+from fft.prove.virtual_engine import InertHost
 
 _FETCHED = 100
 """Size of a state, in bytes."""
@@ -60,8 +60,11 @@ Observer = Callable[["Node", Local, Event, Outcome], None]
 _SILENT = logging.Logger("fft.prove.cluster", logging.CRITICAL + 1)
 
 
-class Node:
-    """One participant: its engine, for which this is host, slot and trace, and its main thread."""
+class Node(InertHost):
+    """One participant: its engine, for which this is host, slot and trace, and its main thread.
+
+    The caller decides when its main thread acts.
+    """
 
     def __init__(self, cluster: Cluster, participant: Participant, local: Local) -> None:
         self._cluster = cluster
@@ -130,27 +133,6 @@ class Node:
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
         """Record that another scope holds a txn back."""
         self._cluster.held.append(TellHeld(**data))
-
-    def nudge(self) -> None:
-        """Do nothing: no main thread waits."""
-
-    def cancel_futures(self, cause: str) -> None:
-        """Do nothing: there are no futures."""
-
-    def abort_groups(self, cause: str) -> None:
-        """Do nothing: there are no process groups."""
-
-    def members_lost(self) -> None:
-        """Do nothing: no abort is postponed."""
-
-    def decided(self, record: Record) -> None:
-        """Do nothing: the main thread reads the decision in its command."""
-
-    def command(self, command: OperatorCommand) -> None:
-        """Do nothing: no operator sends commands."""
-
-    def interrupt(self, cause: str) -> None:
-        """Do nothing: main threads answer when the caller decides."""
 
 
 class Cluster:

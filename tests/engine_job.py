@@ -32,31 +32,20 @@ from fft.messages.protocol import (
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config
+from fft.prove.virtual_engine import InertHost
 from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
 LIMIT_S = 30.0
 
 
-class Nothing:
+class Nothing(InertHost):
     """A host without futures, process groups and a main thread; it keeps operators' commands."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
 
-    def cancel_futures(self, cause: str) -> None: ...
-
-    def abort_groups(self, cause: str) -> None: ...
-
-    def members_lost(self) -> None: ...
-
-    def decided(self, record: Record) -> None: ...
-
-    def interrupt(self, cause: str) -> None: ...
-
     def put(self, command: object) -> None: ...
-
-    def nudge(self) -> None: ...
 
     def command(self, command: Command) -> None:
         self.commands.append(command)

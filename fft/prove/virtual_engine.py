@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,39 @@ from fft.protocol.state import Local
 from fft.prove.clock import Clock
 
 
-class VirtualEngine:
+class InertHost:
+    """A host, slot and trace of an engine on which most requests have no effect.
+
+    Simulated jobs have no futures, no operators, and no thread that waits. Subclasses carry out the
+    requests that they model.
+    """
+
+    def cancel_futures(self, cause: str) -> None:
+        """See ``Host.cancel_futures``."""
+
+    def abort_groups(self, cause: str) -> None:
+        """See ``Host.abort_groups``."""
+
+    def members_lost(self) -> None:
+        """See ``Host.members_lost``."""
+
+    def decided(self, record: Record) -> None:
+        """See ``Host.decided``."""
+
+    def command(self, command: OperatorCommand) -> None:
+        """See ``Host.command``."""
+
+    def interrupt(self, cause: str) -> None:
+        """See ``Host.interrupt``."""
+
+    def nudge(self) -> None:
+        """See ``Slot.nudge``."""
+
+    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
+        """See ``Trace.note``."""
+
+
+class VirtualEngine(InertHost, ABC):
     """Drives the shipped ``EngineCore`` of one process in virtual time.
 
     It is the host, the slot and the trace of its core. A subclass carries out the calls on buses
@@ -64,13 +97,13 @@ class VirtualEngine:
         """Pass the failure of the open call to the engine."""
         self._advance(self.core.fail, error)
 
+    @abstractmethod
     def _pause(self) -> float:
         """Return the seconds until the engine takes its next event."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self, call: Call) -> None:
         """Carry out a call, then give its answer to ``answered`` or ``failed``."""
-        raise NotImplementedError
 
     def _wake(self) -> None:
         if not self._busy:
@@ -102,34 +135,10 @@ class VirtualEngine:
 
     # --- what its engine asks of it ---
 
+    @abstractmethod
     def put(self, command: Command) -> None:
         """Hand a command to the main thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
         """Record the outcome of an event."""
-        raise NotImplementedError
-
-    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
-        """Record a note of the engine."""
-
-    def nudge(self) -> None:
-        """Do nothing: a joiner's main thread is modelled without waits for its own state."""
-
-    def cancel_futures(self, cause: str) -> None:
-        """Do nothing: an aborted group has the same effect on the main thread."""
-
-    def abort_groups(self, cause: str) -> None:
-        """Abort the process groups."""
-
-    def members_lost(self) -> None:
-        """Do nothing: no abort is postponed here."""
-
-    def decided(self, record: Record) -> None:
-        """Do nothing: the main thread reads the decision in its command."""
-
-    def command(self, command: OperatorCommand) -> None:
-        """Do nothing: no operator sends commands."""
-
-    def interrupt(self, cause: str) -> None:
-        """Do nothing: a step function ends by itself, or by the abort of its groups."""
