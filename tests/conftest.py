@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ LONG_FIRST = ("e2e", "recipes", "prove", "bus", "train", "cli", "operate", "laun
 """Directories of long tests. Short tests begin last, so that no worker runs alone at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
 
@@ -36,6 +39,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONG_FIRST.index(room) if room in LONG_FIRST else len(LONG_FIRST)
 
     items.sort(key=turn)
+    for item, number in zip(items, _numbers(items), strict=True):
+        one_in = item.get_closest_marker("one_in")
+        if one_in is not None and number % one_in.args[0]:
+            item.add_marker(pytest.mark.long)
+
+
+def _numbers(items: list[pytest.Item]) -> Iterator[int]:
+    """Yield the position of each item among those of the same test function."""
+    seen = Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        yield seen[test]
+        seen[test] += 1
 
 
 def pytest_collection_finish() -> None:

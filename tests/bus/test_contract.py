@@ -22,6 +22,7 @@ def by_writer(messages: list[bytes], name: str) -> list[int]:
     return [int(m.split(b":")[1]) for m in messages if m.startswith(name.encode() + b":")]
 
 
+@pytest.mark.one_in(3)
 def test_all_listeners_hear_all_writers_in_one_order(connect: Connect) -> None:
     listeners = [Heard(connect()) for _ in range(3)]
     writers = {name: connect() for name in "abcd"}
@@ -72,6 +73,7 @@ def test_a_listener_hears_its_topics_and_no_others(connect: Connect) -> None:
         assert listeners[1].messages[20:] == ([b"for the core"] if topic == "protocol" else [])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("topic", TOPICS)
 def test_every_topic_has_one_order(connect: Connect, topic: Topic) -> None:
     listeners = [Heard(connect(), topic=topic) for _ in range(2)]
@@ -105,6 +107,7 @@ def test_a_topic_is_closed_alone(connect: Connect) -> None:
     assert not commands.lost
 
 
+@pytest.mark.one_in(3)
 def test_overrun_in_one_topic_leaves_the_others_working(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
@@ -204,6 +207,7 @@ def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) ->
     assert Heard(connect(), inbox="other").wait(1) == [b"not for me"]
 
 
+@pytest.mark.one_in(3)
 def test_an_inbox_hears_each_of_many_senders_in_order_and_once(connect: Connect) -> None:
     names, count = "abcdefgh", 125
     listener = Heard(connect(), inbox="mine")
@@ -224,6 +228,7 @@ def test_an_inbox_hears_each_of_many_senders_in_order_and_once(connect: Connect)
     assert len(listener.messages) == len(names) * count
 
 
+@pytest.mark.one_in(3)
 def test_an_inbox_waits_for_a_slow_listener_without_a_bound(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
@@ -537,6 +542,7 @@ def test_the_three_kinds_do_not_mix(connect: Connect) -> None:
     assert bus.next_number("x") == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("messages", [4_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_keys_stay_bounded_over_many_messages(connect: Connect, share: int, messages: int) -> None:
     count, writers = messages // share, 3

@@ -20,6 +20,7 @@ def test_the_light_parts_import_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.long
 def test_nothing_but_the_nats_bus_imports_nats() -> None:
     code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.train.manager, fft.bus.natsserver; "
     code += "print('nats' in sys.modules)"

@@ -648,6 +648,7 @@ def test_a_mistake_on_commit_is_raised(tmp_path: Path) -> None:
 # --- learners, again ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["data", "unscale"])
 def test_edits_unseen_by_torch_are_detected_for_a_joiner(tmp_path: Path, how: str) -> None:
     started: list[Member] = []

@@ -60,6 +60,7 @@ def causes(directory: Path) -> list[str]:
     return [a["cause"] for a in aborts(directory / "run") if "no progress" in a["cause"]]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> None:
     clean, hung = calm_job(tmp_path / "clean", 12), hung_job(tmp_path / "hung", 12, "sleep")

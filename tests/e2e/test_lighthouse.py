@@ -331,6 +331,7 @@ def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_o
         assert len(seen) == 2 and all("2/0#1" in cause for cause in seen), seen
 
 
+@pytest.mark.long
 def test_without_a_quorum_the_step_fails_and_in_the_end_the_process(tmp_path: Path) -> None:
     config = {"membership": "lighthouse", "quorum_timeout": 2, "max_body_failures": 2}
     with job(tmp_path, 2, **config) as made:

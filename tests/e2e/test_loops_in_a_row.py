@@ -106,6 +106,7 @@ def _run(traces: Path, loops: tuple[Loop, ...], faults: bool) -> list[list[list[
     return [parameters(member.model) for member in members]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_txn_owes_what_its_own_loop_does(order: str, tmp_path: Path) -> None:
     loops = ORDERS[order]
@@ -122,6 +123,7 @@ def test_each_txn_owes_what_its_own_loop_does(order: str, tmp_path: Path) -> Non
     assert found == {"inputs"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", list(ORDERS)[:3])
 def test_faults_in_loops_that_follow_each_other_change_no_bit(order: str, tmp_path: Path) -> None:
     """The kind of rollback is that of the loop that runs."""

@@ -113,6 +113,7 @@ def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
         made.audit()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("odd", ["a group", "a rank of each group"])
 def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: str) -> None:
     class Odd(Counting):

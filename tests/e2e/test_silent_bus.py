@@ -32,6 +32,7 @@ def server() -> Iterator[tuple[Forked, str]]:
         process.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["in the body", "before the next txn"])
 def test_a_job_outlives_a_server_that_stands_still(
     tmp_path: Path, server: tuple[Forked, str], when: str

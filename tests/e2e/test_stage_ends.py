@@ -27,6 +27,7 @@ from fft.train.checkpoint.stores import open_store
 BATCHES = 8
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     "skips",

@@ -170,6 +170,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fails", [False, True], ids=["calm", "fails in backward"])
 @pytest.mark.parametrize(
     "wrap", [of_torch, as_nanogpt, of_torch_and_named, inner_by_name, around, within, of_torchft]

@@ -458,6 +458,7 @@ def test_the_wrapper_of_torchft_is_watched_too(tmp_path: Path) -> None:
     assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("0", "1")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", ["0", "1"])
 @pytest.mark.parametrize("scale", ["none", "the scaler skips another one"])
 def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_vote(

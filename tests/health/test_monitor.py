@@ -288,6 +288,7 @@ def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> Non
         assert child.ended_with() == -ended_by
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["stop_between_txns", "stop_in_an_atomic_section"])
 def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
     mode: str, monkeypatch: pytest.MonkeyPatch

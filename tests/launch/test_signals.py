@@ -141,6 +141,7 @@ def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) 
     assert not (traces / "job.token").exists()
 
 
+@pytest.mark.long
 def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"

@@ -81,6 +81,7 @@ def test_new_process_joins_the_living_job(url: str, stack: ExitStack) -> None:
     job.train(3)
 
 
+@pytest.mark.one_in(2)
 def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack) -> None:
     for number in (1, 2, 3):
         start = enter(url, TOKEN)

@@ -98,6 +98,7 @@ def test_nobody_is_named_where_all_is_well(job: Job) -> None:
     assert data["step"] == 7 and len(data["ranks"]) == GROUPS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1, 4])
 def test_rank_that_alters_its_data_is_named(job: Job, bad: int) -> None:

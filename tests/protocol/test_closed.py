@@ -12,6 +12,7 @@ from fft.messages.protocol import Decision
 from fft.operate.entering import closing
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("seed", range(60))
 def test_nobody_goes_on_in_a_closed_job_whatever_it_was_at(seed: int, is_heard: bool) -> None:

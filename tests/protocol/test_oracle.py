@@ -403,6 +403,7 @@ Life.TestCase.settings = settings(
 TestTheCoreHoldsWhatTheOracleSays = Life.TestCase
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", test_rows.LIVES)
 def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -1186,6 +1186,7 @@ def changes(table: Table, moment: Moment) -> str | None:
     return None
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("place", places(), ids=lambda p: ".".join(map(str, p)))
 def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
     place: Place, corpus: Corpus

@@ -75,6 +75,7 @@ SLOW = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "mutant",
     [

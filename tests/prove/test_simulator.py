@@ -196,6 +196,7 @@ def test_a_batch_of_groups_that_step_alone_breaks_nothing(spec: str) -> None:
     assert batch.commits > 20
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -251,6 +252,7 @@ def test_every_kind_of_fault_of_the_mix_happens() -> None:
     pytest.fail(f"never in {batch.seeds} seeds: {sorted(wanted - set(batch.faults))}")
 
 
+@pytest.mark.long
 def test_a_batch_in_processes_adds_up_to_the_same_as_in_one() -> None:
     one, two = run_batch(40, 16, HSDP), run_batch(40, 16, HSDP, jobs=2)
     for batch in (one, two):

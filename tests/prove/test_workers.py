@@ -43,6 +43,7 @@ def twice(value: int, tell: Tell) -> tuple[int, int]:
     return 2 * value, os.getpid()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("jobs", "fresh"),
     [pytest.param(1, True, marks=pytest.mark.long), (2, False), (2, True), (9, False)],
@@ -76,6 +77,7 @@ def dies(how: str, tell: Tell) -> str:
     return how
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [

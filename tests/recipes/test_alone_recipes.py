@@ -92,6 +92,7 @@ def _assert_samples_once(run: Run) -> None:
 # --- without a fault ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) -> None:
@@ -247,6 +248,7 @@ def test_the_bits_of_fragments_that_are_reduced_beside_a_step_are_those_of_torch
 # --- with faults ----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "again"),
@@ -271,6 +273,7 @@ def test_a_transient_fault_leaves_no_bit_changed(
             assert run.results[-1][place][what] == expected[what], f"{words}\n{what} of {place}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("phase", INNER)
 def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> None:
@@ -282,6 +285,7 @@ def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> N
     _assert_same(run, clean, _parts(clean), str(fault))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "name",
@@ -436,6 +440,7 @@ def _assert_carried(run: Run, kinds: set[str]) -> None:
     assert {kind for of_rank in carried for kind, count in of_rank.items() if count} == kinds
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
     shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")

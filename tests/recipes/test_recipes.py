@@ -267,6 +267,7 @@ def _assert_groups_agree(run: Run) -> None:
             assert result["bits"][part] == run.results[-1][0, rank]["bits"][part], part
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [_marks(recipe) for recipe in RECIPES])
 def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
@@ -281,6 +282,7 @@ def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
         assert sum(losses[:2]) - sum(losses[-2:]) > 2 * recipe.falls_by, losses
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "again"),

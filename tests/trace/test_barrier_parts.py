@@ -134,6 +134,7 @@ REPEATED = (227, 265, 368, 387, 439)
 """Seeds in which a message is repeated many epochs after it was first sent."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "seeds", [REPEATED, range(5), pytest.param(range(5, 60), marks=pytest.mark.long)]
 )

@@ -170,6 +170,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_none_that_is_damaged_is_chosen_and_each_is_named(
     kind: Damage, template: Path, tmp_path: Path

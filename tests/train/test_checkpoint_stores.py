@@ -432,6 +432,7 @@ def killed_after(
     return False
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["directory", "memory"])
 @pytest.mark.parametrize(
     "case",

@@ -317,6 +317,7 @@ def _loaders() -> dict[str, Callable[[Exception, int], Any]]:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", _loaders())
 @pytest.mark.parametrize(
     ("error", "times"), [(ConnectionError("reset"), 3), (ValueError("once"), 1)]
@@ -330,6 +331,7 @@ def test_an_error_that_passes_costs_no_item(kind: str, error: Exception, times: 
     assert got == list(range(8))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", _loaders())
 @pytest.mark.parametrize(
     ("error", "attempts"),

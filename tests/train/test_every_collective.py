@@ -199,6 +199,7 @@ def tables() -> dict[str, list[tuple[dict[str, Any], dict[str, str]]]]:
 CASES = [(k, n) for k in KINDS for n, row in ROWS.items() if k == "shard" or not row.shard_only]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_an_operation(tables: dict[str, Any], kind: str, name: str) -> None:

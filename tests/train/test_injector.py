@@ -189,6 +189,7 @@ def test_a_compiled_model_has_the_graphs_of_a_run_without_faults(how: Callable[.
         assert compiled_with(model, how) == plain
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", [None, wrapped, in_place, a_function])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(

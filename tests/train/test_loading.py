@@ -95,6 +95,7 @@ def test_without_shuffle_and_with_the_incomplete_batch() -> None:
     assert not loader.holds(0, 7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 @pytest.mark.multiprocess
 def test_workers_load_the_same_bits_as_the_main_thread(

@@ -48,6 +48,7 @@ def test_at_no_bytecode_at_which_it_may_come_does_it_leave_anything(tmp_path: Pa
     assert {name for name, (_, leaks) in blind.items() if leaks} >= FRAGILE, blind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.long)])
 def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> None:
     found = left("storm", rounds, tmp_path)
@@ -55,6 +56,7 @@ def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> Non
     print(f"\n{sum(bodies for bodies, _ in found.values())} bodies")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "bodies"),
     [
