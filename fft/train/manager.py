@@ -40,6 +40,7 @@ from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_adapter import TorchftAdapter
 from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
+from fft.train.updates import unwrapped
 
 
 class ManagerFFT(TorchftInterface):
@@ -143,6 +144,9 @@ class ManagerFFT(TorchftInterface):
     ) -> None:
         """Register the state of the job: a rollback restores it, and a joining group fetches it.
 
+        The wrappers that Accelerate and Lightning put around models, optimizers and schedulers are
+        removed: FFT steps the optimizers and schedulers inside.
+
         Args:
             model: one or several modules; FSDP2 modules by their roots.
             optimizer: one or several optimizers, stepped in this order after COMMIT; ``[]`` for a
@@ -172,6 +176,9 @@ class ManagerFFT(TorchftInterface):
         schedulers = [] if lr_scheduler is None else [lr_scheduler]
         if isinstance(lr_scheduler, Sequence):
             schedulers = list(lr_scheduler)
+        models, optimizers, schedulers = (
+            [unwrapped(each) for each in given] for given in (models, optimizers, schedulers)
+        )
         state, groups = self._parts.state, self._parts.groups
         state.register(models, optimizers, schedulers, extra or {}, generators, scaler)
         groups.refuse_foreign(models, state.registered.optimizer_tensors())
@@ -201,6 +208,7 @@ class ManagerFFT(TorchftInterface):
             FftError: DistributedDataParallel averages in a way that FFT does not support, or all
                 parameters of the model are averaged already.
         """
+        model = unwrapped(model)
         torch_ddp.refuse_unfit(model)
         self._parts.paradigm.refuse_sync()
         reducers, own = self._parts.reductions.reducers, set(model.parameters())
@@ -373,6 +381,18 @@ class ManagerFFT(TorchftInterface):
             self._parts.leaving.on_signal(self.drain, source, within)
         else:
             self._parts.leaving.on_notice(self.drain, source, interval_s)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes what the job writes once: log lines, exports, files.
+
+        It is rank 0 of the first participating group of the current transaction, and after the
+        transaction of that one. All ranks agree on it, so one rank writes for each committed step,
+        unless that rank dies first. If its group leaves, the next transaction has another writer.
+        No rank is the writer before its first transaction. It is a rank of the first stage in a
+        pipeline. An ``async`` job may have several writers at once.
+        """
+        return self._torchft.group_rank == 0 and self.participating_rank() == 0
 
     @property
     def asked_to_leave(self) -> bool:

@@ -193,6 +193,38 @@ class Updates:
             )
 
 
+_WRAPPED_IN = {
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "LightningOptimizer": "optimizer",
+    "_FabricModule": "module",
+    "_FabricOptimizer": "optimizer",
+}
+"""Wrappers of Accelerate and Lightning, with the attribute that holds the wrapped object. They are
+listed by name, because an algorithm such as Lookahead has an inner optimizer, too."""
+_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def unwrapped(each: Any) -> Any:
+    """Return the optimizer, scheduler or module inside the wrappers of Accelerate and Lightning.
+
+    Their ``step()`` belongs to another loop: it may do nothing, or count steps of its own.
+
+    Raises:
+        FftError: ``each`` is torchft's wrapper, which votes in its ``step()``.
+    """
+    for kind in type(each).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package == "torchft" and kind.__name__ == "OptimizerWrapper":
+            raise FftError(
+                "register(): expected an optimizer of torch, got torchft.Optimizer, whose step() "
+                "votes by itself; pass the optimizer that it wraps"
+            )
+        if package in _PACKAGES and kind.__name__ in _WRAPPED_IN:
+            return unwrapped(getattr(each, _WRAPPED_IN[kind.__name__]))
+    return each
+
+
 class LoopUpdates:
     """Checks that the user's loop steps its optimizers completely after each commit.
 

@@ -507,6 +507,22 @@ def test_joiner_computes_while_fetching_and_counts_from_the_next_step(
     two.audit()
 
 
+def test_one_rank_is_the_writer_in_each_step(two: Job) -> None:
+    writers: list[tuple[int, str]] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.manager.is_writer:
+            writers.append((txn.step, member.group))
+
+    def work(member: Member) -> None:
+        assert not member.manager.is_writer, "no transaction has begun"
+        member.train(3, body=body)
+        assert member.manager.is_writer == (member.group == "0")
+
+    two.run(work)
+    assert writers == [(0, "0"), (1, "0"), (2, "0")]
+
+
 def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
     """The joiner's step function is unwound, its fetch ends, and the next epoch waits for it."""
     failing = threading.Event()

@@ -4,7 +4,7 @@ abort."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchft import ProcessGroupGloo
+from torchft import Optimizer, ProcessGroupGloo
 
 from fft.errors import FftError
 from fft.train.epoch_groups import EpochGroups
 from fft.train.process_group import ShardProcessGroupGloo
 from fft.train.state.step_state import StepState
+from fft.train.updates import unwrapped
 
 
 @pytest.fixture
@@ -69,6 +70,56 @@ def test_parameters_outside_of_models_and_frozen_ones_are_accepted() -> None:
     model[1].weight.requires_grad_(False)
     check(model, torch.optim.SGD([model[0].weight, temperature], lr=0.1))
     check(model, torch.optim.SGD([model[0].weight], lr=0.1))
+
+
+def wrapped_by_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    optimizers = pytest.importorskip("accelerate.optimizer", reason="no extra `accelerate`")
+    schedulers = pytest.importorskip("accelerate.scheduler")
+    made = optimizers.AcceleratedOptimizer.__new__(optimizers.AcceleratedOptimizer)
+    made.optimizer = optimizer  # its constructor needs the state of an Accelerator
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    outer = schedulers.AcceleratedScheduler.__new__(schedulers.AcceleratedScheduler)
+    outer.scheduler = scheduler
+    return [(made, optimizer), (outer, scheduler)]
+
+
+def wrapped_by_lightning(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    core = pytest.importorskip("lightning.pytorch.core.optimizer", reason="no extra `lightning`")
+    fabric = pytest.importorskip("lightning.fabric.wrappers")
+    single = pytest.importorskip("lightning.fabric.strategies").SingleDeviceStrategy()
+    return [
+        (core.LightningOptimizer(optimizer), optimizer),
+        (fabric._FabricOptimizer(optimizer, single), optimizer),
+        (fabric._FabricModule(model, single), model),
+    ]
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_accelerate, wrapped_by_lightning])
+def test_wrappers_of_other_trainers_are_removed(wrap: Callable[..., list[Any]]) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for outer, inner in wrap(model, optimizer):
+        assert unwrapped(outer) is inner
+        assert unwrapped(inner) is inner
+
+
+class Lookahead(torch.optim.SGD):
+    """An algorithm that steps an inner optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, lr=0.1)
+        self.optimizer = optimizer
+
+
+def test_algorithm_with_an_inner_optimizer_is_not_unwrapped() -> None:
+    outer = Lookahead(torch.optim.SGD(linear().parameters(), lr=0.1))
+    assert unwrapped(outer) is outer
+
+
+def test_torchfts_optimizer_is_refused() -> None:
+    inner = torch.optim.SGD(linear().parameters(), lr=0.1)
+    with pytest.raises(FftError, match=r"torchft.Optimizer.*pass the optimizer that it wraps"):
+        unwrapped(Optimizer(None, inner))
 
 
 def groups(shard: ShardProcessGroupGloo | None) -> EpochGroups:
