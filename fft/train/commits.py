@@ -50,8 +50,12 @@ class CommitExecutor:
         if self._state.checks is not None:
             self._state.checks.committed()
 
-    def apply(self, command: Apply) -> bool:
+    def apply(self, command: Apply, changes_nothing: bool = False) -> bool:
         """Apply a commit: step the registered optimizers and schedulers, unless it is a skip.
+
+        Args:
+            command: The commit.
+            changes_nothing: The script has asked for the skip, so a scaler keeps its scale.
 
         Returns:
             Whether the update succeeded. If it failed, the next `Worker.begin` fetches the state
@@ -61,7 +65,8 @@ class CommitExecutor:
             Exception: The error of an ``on_commit`` callback.
         """
         updates = self._state.paradigm.committed
-        if not self._update(command, updates.skip if command.skip else updates.apply):
+        update = updates.skip if command.skip else updates.apply
+        if not self._update(command, _nothing if changes_nothing else update):
             return False
         try:
             if not command.skip:
@@ -171,6 +176,10 @@ class CommitExecutor:
     def close(self) -> None:
         """Remove the optimizer hooks. Idempotent."""
         self.by_loop.close()
+
+
+def _nothing() -> None:
+    """Make no update."""
 
 
 def _hung(hang: Interrupted) -> FftError:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import AllreduceOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -139,6 +140,14 @@ class EpochGroups:
     def mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group."""
         return self._ready("shard_mesh").mesh()
+
+    def average_in_group(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by its mean over the ranks of this group, if FFT connects them."""
+        if not self.has_shard_group:
+            return
+        assert self.shard is not None, "has_shard_group checks it"
+        self.shard.pg.allreduce([tensor], AllreduceOptions()).wait()
+        tensor /= self._manager._torchft.group_world_size
 
     def stage_group(self) -> ProcessGroup:
         """The process group over the ranks of this replica group, known to torch."""

@@ -363,6 +363,18 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.leaving.drain(within, reason)
 
+    def stop(self) -> None:
+        """Make the last commit the last one of the job, as early stopping needs it.
+
+        Call it between two txns, on all ranks of all groups after the same step. The iterator of
+        `transactions` then ends: all groups compare their replicas, take the final checkpoint and
+        leave together, without another step. `drain` leaves with one more commit instead.
+
+        Raises:
+            FftError: groups of this spec take local steps, or are independent stages.
+        """
+        self._parts.loop.stop()
+
     def drain_on(
         self,
         source: signal.Signals | NoticeSource,

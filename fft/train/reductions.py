@@ -110,6 +110,14 @@ class TxnReductions:
         self.manifest.note(layout)
         return work
 
+    def mean(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by its mean over the groups. Raises TxnAborted if that fails.
+
+        It changes no gradient, so a joiner that fetches its state may take part.
+        """
+        self.issue_for_reducer(tensor, "mean", ReduceOp.AVG).wait()
+        self._raise_failure()
+
     def raise_if_failed(self) -> None:
         """Finish the reductions of the reducers.
 

@@ -53,8 +53,10 @@ class TransactionLoop:
         self.paradigm = rank.state.paradigm
         self.is_over = False
         """The last txn of the job has committed."""
+        self._is_stopping = False
+        """The script has stopped the job: the next txn ends it without a step."""
         self._manager, self._watchers = rank.manager, rank.watchers
-        self._state, self._reductions = rank.state, rank.reductions
+        self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
         self._voter = voter
         self._min_reductions = rank.settings.spec.policies.min_reductions
         """Minimum number of reductions of a step function; 0 if it may end without one."""
@@ -139,11 +141,14 @@ class TransactionLoop:
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
-            is_last, item = drawn.is_last or last_step, _place(drawn)
+            is_last = drawn.is_last or last_step or self._is_stopping
             self._voter.note_data(drawn)
-            txn = Transaction(self, plan, drawn, is_last, item)
+            txn = Transaction(self, plan, drawn, is_last, _place(drawn))
             if is_last:
                 self._voter.compare_now()
+            if self._is_stopping:
+                self._end_without_step(txn)
+                continue
             try:
                 yield txn
             except GeneratorExit:
@@ -158,6 +163,36 @@ class TransactionLoop:
             if txn.skipped and drawn.is_last:
                 return True
         return False
+
+    def stop(self) -> None:
+        """See ``ManagerFFT.stop``."""
+        if not self.paradigm.can_stop:
+            raise FftError(
+                "manager.stop(): the groups of this spec are not at the same step, so that no step "
+                "is the last one of all; call manager.drain(), which leaves with the next commit"
+            )
+        self._is_stopping = True
+        self._manager.drain(reason="the training was stopped")
+
+    def _end_without_step(self, txn: Transaction) -> None:
+        """Run the last txn of a stopped job, which compares the replicas and changes no state.
+
+        Raises:
+            StepRetriesExceeded: It was rolled back twice: other groups have not stopped.
+        """
+        txn.is_stop = True
+        with txn:
+            self._reductions.manifest.add(torch.empty(0), "stop")  # a vote needs one; none is sent
+        if txn.committed:
+            return
+        error = FftError(
+            f"manager.stop() after step {txn.step}: the groups did not leave together. Call it on "
+            "all ranks of all groups after the same step. Decide by values that are equal there, "
+            "such as txn.mean(…) or an evaluation on the same data"
+        )
+        if (why := self.step_failures.failed(txn.step, (), error)) is not None:
+            self.job.note_error(error)
+            raise retries_exceeded(why, error) from error
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Return whether ``max_steps`` is reached. Log it if this process has run no step."""
@@ -211,7 +246,8 @@ class TransactionLoop:
             logger.warning(
                 "the loop was left (`break`?) after step %d, before the job ended: the final "
                 "comparison of the replicas and the final checkpoint are skipped; call "
-                "manager.drain() on all ranks instead, which does both",
+                "manager.stop() on all ranks instead, which does both (manager.drain() with groups "
+                "that take local steps)",
                 at,
             )
 
@@ -255,6 +291,16 @@ class TransactionLoop:
         """The error reported in the open txn, which will be rolled back; None if there is none."""
         error = self._manager._torchft.errored
         return None if error is None else error.original_exception
+
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """See `Transaction.mean`."""
+        tensor = torch.as_tensor(value).detach().clone()
+        if not tensor.is_floating_point():
+            tensor = tensor.double()
+        self._reductions.mean(tensor)
+        if self.paradigm.takers > 1:
+            self._groups.average_in_group(tensor)
+        return tensor
 
     def unwound(self, plan: StartTxn, drawn: StepInput | None, error: BaseException) -> bool:
         """Handle an exception that left the step function. Return whether to suppress it."""
@@ -381,6 +427,7 @@ class Transaction:
             after it.
         skipped: after the step function: whether it was committed without an optimizer step.
         inner_step: number of local steps since the last synchronization; 0 in jobs without them.
+        is_stop: whether this txn ends a stopped job without a step; the loop does not yield it.
     """
 
     def __init__(
@@ -399,11 +446,21 @@ class Transaction:
         self.committed = self.skipped = False
         self.closed = False
         self.inner_step = 0
+        self.is_stop = False
         self._loop = loop
         self._plan = plan
         self._is_last = last
         self._drawn = drawn
         self._consumes = consumes
+
+    @property
+    def items(self) -> range:
+        """Numbers of the items that this txn takes, on all ranks of all groups together.
+
+        ``items.start`` items were consumed before this txn, and ``items.stop`` once it commits. It
+        is the same on all ranks. Raises FftError if groups take local steps, or read shards.
+        """
+        return self._drawn.items
 
     @property
     def data_epoch(self) -> int:
@@ -444,6 +501,15 @@ class Transaction:
         """Trace metrics of this attempt."""
         self._loop.job.note("metrics", metrics)
 
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """Return the mean of ``value`` over all ranks that contribute to this step.
+
+        It is a reduction of the step function, so all groups must call it alike. A group that
+        fetches its state gets the mean of the others. Integers are averaged in float64. The ranks
+        of one group are included if they have FFT's shard group, and a batch each.
+        """
+        return self._loop.mean(value)
+
     def weigh(self, weight: float) -> None:
         """Weight this local step by ``weight`` in the next synchronization.
 
@@ -472,14 +538,17 @@ class Transaction:
         self.closed = True
         if error is not None:
             return loop.unwound(self._plan, self._drawn, error)
-        if (mistake := loop.find_incomplete()) is not None:
+        if not self.is_stop and (mistake := loop.find_incomplete()) is not None:
             loop.worker.body_unwound()
             loop.raise_incomplete(self._plan, self._drawn, mistake)
-        command = loop.worker.vote_and_wait(last=self._is_last, consumes=self._consumption())
+        command = loop.worker.vote_and_wait(
+            skip=self.is_stop, last=self._is_last, consumes=self._consumption()
+        )
         if command is not None:
             loop.step_failures.committed()
-            loop.is_over = self._is_last and not command.skip
-            self.committed, self.skipped = loop.commits.apply(command), command.skip
+            loop.is_over = self.is_stop or (self._is_last and not command.skip)
+            self.committed = loop.commits.apply(command, changes_nothing=self.is_stop)
+            self.skipped = command.skip
             loop.paradigm.txn_committed(self)
         return True
 

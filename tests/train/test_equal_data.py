@@ -405,7 +405,7 @@ def test_a_weighted_sampler_gives_the_same_order_wherever_it_is_read(workers: in
     data = list(range(16))
     loader = fft.CursorLoader(data, 4, sampler=weighted(), num_workers=workers)
     again = fft.CursorLoader(data, 4, sampler=weighted())
-    assert loader.items_of_pass == 3
+    assert loader.items_per_data_epoch == 3
     try:
         taken = [loader.take(fft.Due(n, n, 1)).tolist() for n in range(6)]
     finally:
@@ -501,6 +501,59 @@ def test_order_takes_arrays_and_lists_of_any_integers(indexes: Any) -> None:
     assert fft.CursorLoader(list(range(8)), 2, order=lambda _: indexes).indices(0) == [7, 6]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_cursor_loader_keeps_the_batches_of_a_batch_sampler(workers: int) -> None:
+    batches = [[3, 1], [0], [2, 4, 5]]
+    loader = fft.CursorLoader(
+        list(range(6)), None, sampler=batches, micro_batches=2, num_workers=workers
+    )
+    try:
+        taken = [loader.take(fft.Due(n, n, 1)) for n in range(3)]
+    finally:
+        loader.close()
+    parts = [[batch.tolist() for batch in item] for item in taken]
+    assert parts == [[[3, 1], [0]], [[2, 4, 5]], [[3, 1], [0]]]
+    assert loader.items_per_data_epoch == 2
+    alone = fft.CursorLoader(list(range(6)), None, sampler=batches)
+    assert [alone.indices(n) for n in range(4)] == [*batches, batches[0]]
+
+
+def test_micro_batches_divide_the_samples_of_an_item() -> None:
+    data = list(range(11))
+    full = fft.CursorLoader(data, 2, shuffle=False, micro_batches=2)
+    assert [full.indices(n) for n in range(3)] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[0, 1], [2, 3]],
+    ]
+    rest = fft.CursorLoader(data, 2, shuffle=False, micro_batches=2, drop_last=False)
+    assert rest.items_per_data_epoch == 3
+    assert rest.indices(2) == [[8, 9], [10]]
+    assert full.export(0) != fft.CursorLoader(data, 4, shuffle=False).export(0)
+
+
+def test_orders_of_batches_are_compared_and_checked() -> None:
+    def order(data_epoch: int) -> list[list[int]]:
+        return [[0, 1], [2, 3]] if data_epoch else [[0, 1, 2], [3]]
+
+    one = fft.CursorLoader(list(range(4)), None, order=order)
+    other = fft.CursorLoader(list(range(4)), None, order=lambda n: [[0, 1], [2, 3]])
+    assert one.fingerprint(0, 1) != other.fingerprint(0, 1)
+    for batches, words in (
+        ([[0], []], "found an empty one in data epoch 0"),
+        ([[0, 4]], "found indexes from 0 to 4"),
+        ([], "at least one batch"),
+        ([0, 1], "expected integer sample indexes in one dimension"),
+    ):
+        with pytest.raises(DataError, match=words):
+            fft.CursorLoader(list(range(4)), None, order=lambda n, b=batches: b).indices(0)
+    with pytest.raises(DataError, match="got None without an order"):
+        fft.CursorLoader(list(range(4)), None)
+    shorter = fft.CursorLoader(list(range(4)), None, order=lambda n: [[0]] * (2 - n))
+    with pytest.raises(DataError, match=r"expected 2 batches .* epoch 1, .* found 1"):
+        shorter.indices(2)
+
+
 def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:
     loader = fft.CursorLoader(list(range(8)), 2, order=lambda n: range(8 - 2 * n))
     with pytest.raises(
@@ -522,7 +575,7 @@ def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:
         ),
         (
             lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]),
-            "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch], …), ",
+            "fft.CursorLoader(dataset, None, num_workers=0, sampler=batch_sampler, …), ",
         ),
         (lambda d: zip(d, d, strict=True), "StackDataset(first, second)"),
         (lambda d: zip(fft.CursorLoader(d, 4), d, strict=False), "StackDataset(first, second)"),

@@ -390,10 +390,12 @@ def test_a_worker_init_fn_finds_the_users_dataset(opened: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_sampler": [[1]]}, r"got a batch_sampler=; pass batch_size= and the order of"),
+        ({"batch_sampler": [[1]]}, "batch_sampler=: pass batch_size=None and sampler=batch_s"),
         ({"sampler": [1, 2, 3]}, r"at least batch_size=4 sample indexes .* found 3; return more"),
         ({"sampler": [1] * 4, "order": range}, "takes sampler= or order=, not both"),
         ({"order": lambda n: [0, 1, 2, 99]}, r"found indexes from 0 to 99 in data epoch 0; return"),
+        ({"micro_batches": 0}, "expected micro_batches= of at least 1, got 0"),
+        ({"micro_batches": 99}, "batch_size=4 samples in each of 99 micro-batches, found"),
         ({"generator": torch.Generator()}, "does not take generator=: the order comes from seed="),
         ({"workers": 2}, "does not take workers=: it takes num_workers, "),
     ],
@@ -433,7 +435,7 @@ def test_a_dataset_smaller_than_a_batch_or_without_index_is_refused() -> None:
         ([1, 2], 0, "batch_size= of at least 1, got 0"),
         ([], 1, "expected a dataset with samples, got a list with none"),
         (iter([1]), 1, r"with len\(\), got a list_iterator, which has none"),
-        ([1, 2], None, "got batch_size=None; pass batch_size="),
+        ([1, 2], None, "got None without an order"),
     ):
         with pytest.raises(DataError, match=words):
             fft.CursorLoader(data, batch_size=size)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from fft.train.data.digests import digest_of, runs_no_code
 from fft.train.data.retries import forbid_retry, name_item
 from fft.train.data.source import (
     BATCHES_AS_ORDER,
-    BATCHES_OF,
     OPEN_STREAM,
     Due,
     Identified,
@@ -51,6 +50,9 @@ from fft.util.files import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
+Indexes = list[int] | list[list[int]]
+"""Sample indexes of an item: of one batch, or of each micro-batch."""
+
 _ENDING_S = 1.0
 """Time for a worker to end after its connection was closed, in seconds."""
 _OPTIONS = (
@@ -65,8 +67,7 @@ _OPTIONS = (
 )
 _REFUSED = {
     "sampler": "a stream has no samples by index; open_stream(first, stride) decides the order",
-    "batch_sampler": "pass batch_size= and the order of the samples: sampler=, or "
-    f"{BATCHES_AS_ORDER}, where {BATCHES_OF}",
+    "batch_sampler": f"pass batch_size=None and {BATCHES_AS_ORDER}",
     "order": "a stream has no samples by index; open_stream(first, stride) decides the order",
     "generator": "the order comes from seed=",
     "in_order": "items always come in order",
@@ -77,7 +78,7 @@ class _Schedule:
     """The batch sampler, which decides the next item to request."""
 
     def __init__(
-        self, samples: Callable[[int], list[int] | None], items: int | None, workers: int
+        self, samples: Callable[[int], Indexes | None], items: int | None, workers: int
     ) -> None:
         self.samples, self.items = samples, items
         self.due: Due | None = None
@@ -124,7 +125,7 @@ class _Loader(Identified):
         self,
         data: Data,
         seed: int,
-        samples: Callable[[int], list[int] | None],
+        samples: Callable[[int], Indexes | None],
         items: int | None,
         identity: dict[str, Any],
         options: dict[str, Any],
@@ -289,7 +290,8 @@ class CursorLoader(_Loader):
 
     Args:
         dataset: An object with ``len()`` and ``[index]``; ``__getitems__`` is used if it exists.
-        batch_size: Number of samples per item, that is, for one rank in one step.
+        batch_size: Number of samples per item, that is, for one rank in one step. None if
+            ``sampler`` or ``order`` gives whole batches: a list of sample indexes for each.
         seed: Seed of the order and of the generators; equal on all ranks.
         data_epochs: Number of data epochs after which the data end, or None for no end.
         sampler: An iterable of sample indexes with ``len()``, such as torch's
@@ -306,7 +308,8 @@ class CursorLoader(_Loader):
             default.
         shuffle: Whether each data epoch has a random order, rather than that of the dataset.
             Ignored if ``sampler`` or ``order`` is given.
-        drop_last: Drop the last, incomplete batch of a data epoch.
+        drop_last: Drop the last item of a data epoch if it is incomplete. Ignored if
+            ``batch_size`` is None.
         passes: Deprecated name of ``data_epochs``.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
@@ -321,7 +324,7 @@ class CursorLoader(_Loader):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None,
         seed: int = 0,
         data_epochs: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -331,6 +334,7 @@ class CursorLoader(_Loader):
         drop_last: bool = True,
         sampler: Any | None = None,
         order: Callable[[int], Any] | None = None,
+        micro_batches: int | None = None,
         passes: int | None = None,
         **options: Any,
     ) -> None:
@@ -340,15 +344,9 @@ class CursorLoader(_Loader):
                 "fft.CursorLoader: expected a dataset with samples by index, got "
                 f"{named(dataset)}, which has none; use {OPEN_STREAM}"
             )
-        if batch_size is None or options.get("batch_sampler") is not None:
-            found = "batch_size=None" if batch_size is None else "a batch_sampler="
-            raise DataError(
-                f"fft.CursorLoader: expected a number of samples as batch_size=, got {found}; "
-                f"{_REFUSED['batch_sampler']}"
-            )
-        _refuse_small(dataset, batch_size, drop_last)
-        own = order_of(sampler, order, seed)
-        made = _Order(len(dataset), batch_size, seed, shuffle, drop_last, own)
+        own = order_of(sampler, order, seed, batch_size is None)
+        _refuse_small(dataset, batch_size, drop_last, micro_batches, own is not None)
+        made = _Order(len(dataset), batch_size, seed, shuffle, drop_last, own, micro_batches)
         identity: dict[str, Any] = {
             "samples": len(dataset),
             "batch_size": batch_size,
@@ -357,16 +355,25 @@ class CursorLoader(_Loader):
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
+        if micro_batches is not None:
+            identity["micro_batches"] = micro_batches
         if own is not None:
             identity["order"] = made.digest(0)
-        items = None if data_epochs is None else data_epochs * made.batches
+        items = None if data_epochs is None else data_epochs * made.items
         data = Samples(dataset, collate_fn or collate)
         self._order = made
-        self.items_of_pass = made.batches
-        """Number of batches in one data epoch, over all ranks of all groups."""
+        self.items_per_data_epoch = made.items
+        """Number of items in one data epoch, over all ranks of all groups."""
         self.indices = made.samples
         """Function from an item number to sample indexes."""
         super().__init__(data, seed, made.samples, items, identity, options)
+
+    @property
+    def items_of_pass(self) -> int:
+        """Deprecated name of `items_per_data_epoch`."""
+        text = "CursorLoader.items_of_pass is deprecated; use items_per_data_epoch"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.items_per_data_epoch
 
     def load(self, state: Any, first: int) -> None:
         if isinstance(state, dict) and "passes" in state:  # a checkpoint with the earlier name
@@ -376,7 +383,7 @@ class CursorLoader(_Loader):
     def fingerprint(self, first: int, count: int) -> str | None:
         """Return the digest of `_Loader` with the orders of the data epochs of these items."""
         common = super().fingerprint(first, count)
-        size = self.items_of_pass
+        size = self.items_per_data_epoch
         epochs = range(first // size, (first + count - 1) // size + 1)
         orders = [self._order.digest(which) for which in epochs]
         return common if common is None or None in orders else digest_of((common, orders))
@@ -393,7 +400,7 @@ class CursorLoader(_Loader):
             if self.identify is None:
                 if not runs_no_code(dataset):
                     return None
-                return digest_of(dataset[self.indices(0)[0]])
+                return digest_of(dataset[_first_of(self.indices(0))])
             return None if self._needs_workers else digest_of(self[0], self.identify)
         except Exception as error:
             name_item(error, "item 0", 0)
@@ -436,11 +443,20 @@ class StreamLoader(_Loader):
         super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
 
 
+class _Epoch(NamedTuple):
+    """The order of one data epoch."""
+
+    indexes: torch.Tensor
+    """Sample indexes (int64)."""
+    ends: torch.Tensor | None = None
+    """Position after each batch in ``indexes``, or None if all batches have ``batch_size``."""
+
+
 class _Order:
     """The assignment of samples to items. Pure.
 
     Args:
-        own: Function from the number of the data epoch to sample indexes, or None.
+        own: Function from the number of the data epoch to its order, or None.
 
     Raises:
         DataError: ``own`` returns too few indexes, or indexes that the dataset does not have.
@@ -449,113 +465,163 @@ class _Order:
     def __init__(
         self,
         samples: int,
-        batch_size: int,
+        batch_size: int | None,
         seed: int,
         shuffle: bool,
         drop_last: bool,
-        own: Callable[[int], torch.Tensor] | None = None,
+        own: Callable[[int], _Epoch] | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         self._samples, self._batch_size = samples, batch_size
         self._seed, self._shuffle, self._own = seed, shuffle, own
-        self._orders: dict[int, torch.Tensor] = {}
+        self._micro_batches = micro_batches
+        self._epochs: dict[int, _Epoch] = {}
         """Orders of at most two data epochs, because prefetching may cross into the next one."""
         self._digests: dict[int, str] = {}
         """Digests of the orders of all data epochs so far, to find an order that changes."""
         self._length = samples
+        """Number of sample indexes, or of batches without ``batch_size``, in one data epoch."""
         if own is not None:
             first = own(0)
-            self._length, self._digests[0] = len(first), digest_of(first)
-        self.batches = self._length // batch_size if drop_last else -(-self._length // batch_size)
+            self._length, self._digests[0] = _length_of(first), _digest(first)
+        size = (batch_size or 1) * (micro_batches or 1)
+        is_full = drop_last and batch_size is not None
+        self.items = self._length // size if is_full else -(-self._length // size)
         """Number of items in one data epoch."""
-        if self.batches < 1:
+        if self.items < 1:
+            least = "one batch" if batch_size is None else f"batch_size={batch_size} sample indexes"
+            micro = "" if micro_batches is None else f" in each of {micro_batches} micro-batches"
             raise DataError(
-                f"fft.CursorLoader: expected at least batch_size={batch_size} sample indexes from "
-                f"sampler= or order= for one data epoch, found {self._length}; return more "
-                "indexes, reduce batch_size, or pass drop_last=False"
+                f"fft.CursorLoader: expected at least {least}{micro} from sampler= or order= for "
+                f"one data epoch, found {self._length}; return more, reduce batch_size, or pass "
+                "drop_last=False"
             )
 
-    def samples(self, number: int) -> list[int]:
+    def samples(self, number: int) -> Indexes:
         """Return the sample indexes of item ``number``."""
-        which, place = divmod(number, self.batches)
-        first = place * self._batch_size
-        end = min(first + self._batch_size, self._length)
-        if self._own is None and not self._shuffle:
-            return list(range(first, end))
-        found: list[int] = self._order_of(which)[first:end].tolist()
+        which, place = divmod(number, self.items)
+        if self._micro_batches is None:
+            return self._batch(which, place)
+        first = place * self._micro_batches
+        end = -(-self._length // (self._batch_size or 1))
+        return [self._batch(which, n) for n in range(first, min(first + self._micro_batches, end))]
+
+    def _batch(self, which: int, number: int) -> list[int]:
+        """Return the sample indexes of a batch of data epoch ``which``."""
+        if self._batch_size is None:
+            indexes, ends = self._epoch(which)
+            assert ends is not None, "an order without batch_size has batches"
+            first, end = int(ends[number - 1]) if number else 0, int(ends[number])
+        else:
+            first = number * self._batch_size
+            end = min(first + self._batch_size, self._length)
+            if self._own is None and not self._shuffle:
+                return list(range(first, end))
+            indexes = self._epoch(which).indexes
+        found: list[int] = indexes[first:end].tolist()
         return found
 
     def digest(self, which: int) -> str | None:
         """Return a digest of the order of data epoch ``which``, or None without ``own``."""
         if self._own is None:
             return None
-        self._order_of(which)
+        self._epoch(which)
         return self._digests[which]
 
-    def _order_of(self, which: int) -> torch.Tensor:
-        if which not in self._orders:
-            if len(self._orders) > 1:
-                del self._orders[min(self._orders)]
-            self._orders[which] = self._made(which)
-        return self._orders[which]
+    def _epoch(self, which: int) -> _Epoch:
+        if which not in self._epochs:
+            if len(self._epochs) > 1:
+                del self._epochs[min(self._epochs)]
+            self._epochs[which] = self._made(which)
+        return self._epochs[which]
 
-    def _made(self, which: int) -> torch.Tensor:
+    def _made(self, which: int) -> _Epoch:
         if self._own is None:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
-            return torch.randperm(self._samples, generator=generator)
+            return _Epoch(torch.randperm(self._samples, generator=generator))
         made = self._own(which)
-        digest = digest_of(made)
+        digest, length = _digest(made), _length_of(made)
+        what = "sample indexes" if made.ends is None else "batches"
         if self._digests.setdefault(which, digest) != digest:
             raise DataError(
-                "fft.CursorLoader: expected the same sample indexes from sampler= or order= each "
-                f"time that data epoch {which} begins, found other ones ({len(made)} indexes) at a "
+                f"fft.CursorLoader: expected the same {what} from sampler= or order= each "
+                f"time that data epoch {which} begins, found other ones ({length}) at a "
                 "further call; compute them from the number of the data epoch and the global "
                 "generators, or the sampler's attribute generator, alone"
             )
-        if len(made) != self._length:
+        if length != self._length:
             raise DataError(
-                f"fft.CursorLoader: expected {self._length} sample indexes from sampler= or order= "
-                f"in data epoch {which}, as in data epoch 0, found {len(made)}; return the same "
+                f"fft.CursorLoader: expected {self._length} {what} from sampler= or order= "
+                f"in data epoch {which}, as in data epoch 0, found {length}; return the same "
                 "number in each data epoch"
             )
-        if int(made.min()) < 0 or int(made.max()) >= self._samples:
+        low, high = int(made.indexes.min()), int(made.indexes.max())
+        if low < 0 or high >= self._samples:
             raise DataError(
                 f"fft.CursorLoader: expected sample indexes from 0 to {self._samples - 1} from "
-                f"sampler= or order=, found indexes from {int(made.min())} to {int(made.max())} in "
-                f"data epoch {which}; return indexes of the dataset only"
+                f"sampler= or order=, found indexes from {low} to {high} in data epoch {which}; "
+                "return indexes of the dataset only"
             )
         return made
 
 
-def _refuse_small(dataset: Any, batch_size: int, drop_last: bool) -> None:
-    """Raise DataError if ``dataset`` has no length, or too few samples for one batch."""
+def _length_of(epoch: _Epoch) -> int:
+    return len(epoch.indexes if epoch.ends is None else epoch.ends)
+
+
+def _digest(epoch: _Epoch) -> str:
+    return digest_of(epoch.indexes if epoch.ends is None else tuple(epoch))
+
+
+def _first_of(samples: Indexes) -> int:
+    first = samples[0]
+    return first if isinstance(first, int) else first[0]
+
+
+def _refuse_small(
+    dataset: Any,
+    batch_size: int | None,
+    drop_last: bool,
+    micro_batches: int | None,
+    has_order: bool,
+) -> None:
+    """Raise DataError if ``dataset`` has no length, or too few samples for one item."""
     if not isinstance(dataset, Sized):
         raise DataError(
             f"fft.CursorLoader: expected a dataset with len(), got {named(dataset)}, which has "
             f"none; define __len__, or use {OPEN_STREAM}"
         )
-    if batch_size < 1:
-        raise DataError(
-            f"fft.CursorLoader: expected batch_size= of at least 1, got {batch_size}; pass the "
-            "number of samples that one rank takes in one step"
-        )
+    for name, value in (("batch_size", batch_size), ("micro_batches", micro_batches)):
+        if value is not None and value < 1:
+            raise DataError(
+                f"fft.CursorLoader: expected {name}= of at least 1, got {value}; one rank takes "
+                "batch_size samples, in each of its micro-batches, in one step"
+            )
     if len(dataset) == 0:
         raise DataError(
             f"fft.CursorLoader: expected a dataset with samples, got {named(dataset)} with none; "
             "check what the dataset reads"
         )
-    if drop_last and len(dataset) < batch_size:
+    if batch_size is None and not has_order:
         raise DataError(
-            f"fft.CursorLoader: expected a dataset with at least batch_size={batch_size} samples, "
-            f"found {len(dataset)}; reduce batch_size, or pass drop_last=False"
+            "fft.CursorLoader: expected a number of samples as batch_size=, got None without an "
+            "order; pass a batch sampler as sampler=, or order=lambda data_epoch: <index lists>"
+        )
+    size = (batch_size or 1) * (micro_batches or 1)
+    if drop_last and batch_size is not None and len(dataset) < size:
+        micro = "" if micro_batches is None else f" in each of {micro_batches} micro-batches"
+        raise DataError(
+            f"fft.CursorLoader: expected a dataset with at least batch_size={batch_size} "
+            f"samples{micro}, found {len(dataset)}; reduce batch_size, or pass drop_last=False"
         )
 
 
 def order_of(
-    sampler: Any | None, order: Callable[[int], Any] | None, seed: int
-) -> Callable[[int], torch.Tensor] | None:
-    """Return a function from the number of the data epoch to sample indexes (a tensor of int64).
+    sampler: Any | None, order: Callable[[int], Any] | None, seed: int, in_batches: bool = False
+) -> Callable[[int], _Epoch] | None:
+    """Return a function from the number of the data epoch to its order.
 
-    Returns None if no order was given.
+    Returns None if no order was given. With ``in_batches``, the order consists of index lists.
 
     Raises:
         DataError: Both were given, or ``sampler`` is an iterator or divides the data among ranks.
@@ -577,17 +643,29 @@ def order_of(
             "torch Sampler, or order=lambda data_epoch: <the indexes>"
         )
 
-    def indexes(which: int) -> torch.Tensor:
+    def indexes(which: int) -> _Epoch:
         with seeded(f"{seed}/order", which):
             found = _sample_order(sampler, seed, which) if order is None else order(which)
-            return _as_indexes(found, which)
+            return _in_batches(found, which) if in_batches else _Epoch(_as_indexes(found, which))
 
     return indexes
 
 
+def _in_batches(found: Any, which: int) -> _Epoch:
+    """Return the batches ``found`` as an order. Raises DataError."""
+    batches = [_as_indexes(batch, which) for batch in found]
+    if not all(len(batch) for batch in batches):
+        raise DataError(
+            "fft.CursorLoader: expected batches with at least one sample index from sampler= or "
+            f"order=, found an empty one in data epoch {which}; leave it out"
+        )
+    ends = torch.tensor([len(batch) for batch in batches], dtype=torch.int64).cumsum(0)
+    return _Epoch(torch.cat(batches) if batches else torch.empty(0, dtype=torch.int64), ends)
+
+
 def _as_indexes(found: Any, which: int) -> torch.Tensor:
     """Return ``found`` as sample indexes: int64, with one dimension. Raises DataError."""
-    if not isinstance(found, torch.Tensor | np.ndarray):
+    if not isinstance(found, torch.Tensor | np.ndarray) and isinstance(found, Iterable):
         found = list(found)
     try:
         # a copy, because torch refuses arrays with negative strides
@@ -602,7 +680,7 @@ def _as_indexes(found: Any, which: int) -> torch.Tensor:
     raise DataError(
         "fft.CursorLoader: expected integer sample indexes in one dimension from sampler= or "
         f"order=, found {kind} in data epoch {which}; return the indexes of the samples one by "
-        f"one: mask.nonzero() for a mask, and {BATCHES_AS_ORDER} for batches, where {BATCHES_OF}"
+        f"one: mask.nonzero() for a mask. For batches pass batch_size=None, {BATCHES_AS_ORDER}"
     )
 
 

@@ -36,11 +36,7 @@ ORDER_FIX = (
     "to transactions()"
 )
 AUGMENTATION_FIX = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
-BATCHES_AS_ORDER = "order=lambda data_epoch: [i for batch in batches_of(data_epoch) for i in batch]"
-BATCHES_OF = (
-    "batches_of(n) returns the batches of data epoch n, which have batch_size samples each and "
-    "depend on n alone"
-)
+BATCHES_AS_ORDER = "sampler=batch_sampler"
 OPEN_STREAM = (
     "fft.StreamLoader(open_stream), where open_stream(first, stride) returns every stride-th batch "
     "from batch first on"
@@ -64,6 +60,9 @@ class Due:
 @runtime_checkable
 class DataSource(Protocol):
     """The source that ``transactions`` draws from. All ranks of all groups must have equal sources.
+
+    A source may have two more attributes: ``items_per_data_epoch`` for ``txn.data_epoch``, and
+    ``items_in_all`` for ``txn.progress``.
 
     Attributes:
         in_any_order: Items can be taken in any order, without a prior ``load``.
@@ -412,12 +411,11 @@ def _suggested_loader(loader: Any) -> str:
         return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open_stream)"
     if not isinstance(dataset, Sized):
         return OPEN_STREAM
-    size = getattr(loader, "batch_size", None) or "batch_size"
+    size = getattr(loader, "batch_size", "batch_size")
     options = [f"num_workers={getattr(loader, 'num_workers', 0)}", *_order_options(loader)]
-    where = f", and {BATCHES_OF}" if BATCHES_AS_ORDER in options else ""
     return (
         f"fft.CursorLoader(dataset, {size}, {', '.join(options)}, …), which takes the arguments of "
-        f"torch's DataLoader{where}"
+        "torch's DataLoader"
     )
 
 
@@ -530,6 +528,7 @@ class Inputs:
             epochs,
             digest,
             ids=ids,
+            taken=range(first, plan.next_cursor * ranks),
             consumed=self._consumed(plan, is_last),
         )
 
@@ -549,7 +548,7 @@ class Inputs:
 
         The last txn ends the data epoch even if a few items remain.
         """
-        size = getattr(self._source, "items_of_pass", None)
+        size = getattr(self._source, "items_per_data_epoch", None)
         if size is None:
             return NO_DATA_EPOCHS
         first, after = plan.cursor * self._ranks, plan.next_cursor * self._ranks

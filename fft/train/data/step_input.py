@@ -52,9 +52,18 @@ class StepInput:
 
     ids: list[int] | list[str] | None = None
     """Ids of the samples for the audit, or None if they are not known."""
+    taken: range | None = None
+    """Numbers of the items of all ranks, or None if they are not known."""
     consumed: float | None = None
     """Fraction of the data that is consumed with this txn, or None if the data have no known
     end."""
+
+    @property
+    def items(self) -> range:
+        """Return `taken`. Raises FftError if it is None."""
+        if self.taken is None:
+            raise FftError(f"txn.items: {self.counted}")
+        return self.taken
 
     @property
     def progress(self) -> float:

@@ -38,8 +38,8 @@ class Request(NamedTuple):
     number: int | None
     """The item, or None for an empty request, since torch keeps a fixed number of requests open."""
     step: int
-    samples: list[int] | None
-    """Indexes of the dataset, or None for a stream."""
+    samples: list[int] | list[list[int]] | None
+    """Indexes of the dataset, one list for each micro-batch if there are any. None for a stream."""
 
 
 class Answer(NamedTuple):
@@ -69,11 +69,17 @@ class Samples:
         self._collate = collate or torch.utils.data.default_collate
 
     def read(self, request: Request) -> Any:
-        assert request.samples is not None
+        samples: Any = request.samples
+        assert samples is not None
+        if samples and isinstance(samples[0], list):
+            return [self._batch(part) for part in samples]
+        return self._batch(samples)
+
+    def _batch(self, samples: list[int]) -> Any:
         several = getattr(self.origin, "__getitems__", None)
         if several is not None:  # preferred, as in torch's loader
-            return self._collate(several(request.samples))
-        return self._collate([self._sample(i) for i in request.samples])
+            return self._collate(several(samples))
+        return self._collate([self._sample(i) for i in samples])
 
     def _sample(self, index: int) -> Any:
         try:

@@ -26,6 +26,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     """All groups compute each step and average its gradients, in one txn of the job."""
 
     can_reform = True
+    can_stop = True
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank

@@ -89,9 +89,11 @@ class Paradigm(ABC, Generic[LoopT]):
     Attributes:
         can_reform: Whether a group may continue with another process in the place of one that it
             has lost.
+        can_stop: Whether all ranks are at the same step, after which the script may stop the job.
     """
 
     can_reform: bool
+    can_stop: bool
 
     # --- the job ---
 

@@ -31,6 +31,7 @@ class Periodic(Lockstep):
     """
 
     can_reform = False
+    can_stop = False
 
     def __init__(self, rank: RankContext) -> None:
         super().__init__(rank)

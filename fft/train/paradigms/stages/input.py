@@ -64,7 +64,7 @@ class StageInput:
             )
         self.scope = before[0]
         self._slices = as_source(loader)
-        self.items_of_pass: int | None = getattr(self._slices, "items_of_pass", None)
+        self.items_per_data_epoch: int | None = getattr(self._slices, "items_per_data_epoch", None)
         """Batches of one data epoch of the loader, or None if it counts none."""
         self._connection: Connection | None = None
         self._reader: threading.Thread | None = None
