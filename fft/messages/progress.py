@@ -29,6 +29,22 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Goal:
+    """The planned end and the data of a loop; a field is None if it is not known."""
+
+    steps: Count | None = None
+    """``max_steps`` of the loop."""
+    items: Count = 1
+    """Number of items of the loader (batches) in a slice, which one group consumes in one txn."""
+    all_items: Count | None = None
+    """Number of items of all data."""
+    epoch_items: Count | None = None
+    """Number of items in one data epoch."""
+    samples: Count | None = None
+    """Number of samples in an item."""
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class SpeedReport:
     """A rank has committed ``step`` steps, with ``compute`` seconds of its own work per step.
 
@@ -43,6 +59,10 @@ class SpeedReport:
     compute: Seconds
     scope: Name | None = None
     """Scope of the steps, if stages have scopes of their own."""
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The newest ``loss`` of ``txn.log``."""
+    goal: Goal | None = None
+    """The planned end of the loop, if the rank knows it."""
     v: Literal[1] = 1
     type: Literal["progress"] = "progress"
 

@@ -5,16 +5,44 @@ Writes to the terminal only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import fmean
+from textwrap import shorten
 from typing import Protocol
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from fft.trace.tail import JobView
+from fft.protocol.roles import Role
+from fft.trace.course import Absence, Course, Fault, plainly
+from fft.trace.tail import JobView, RankView
+
+_STATES: dict[Role, str] = {
+    "training": "training",
+    "voting": "training",
+    "committing": "training",
+    "last_commit": "leaving",
+    "aborting": "rolling back",
+    "rolling_back": "rolling back",
+    "apart": "local steps",
+    "terminal": "left",
+}
+"""Descriptions of the roles of states that are not described by their own names."""
+_FAULTS = 5
+"""Maximum number of faults on the screen."""
+_OTHER_LINES = 16
+"""Lines on the screen apart from the rows of groups."""
+_BAR, _SMALLEST_BAR = 24, 8
+_LONGEST = 100
+"""Maximum characters of a cause in the list of faults; `fft report` has all of it."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +51,13 @@ class Row:
 
     group: str
     doing: str
-    state: str = "-"
+    state: str = "starting"
     epoch: int = 0
     step: int = 0
     loss: float | None = None
     fault: str = ""
+    trouble: str = ""
+    """The reason why it waits, for longer than usual."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +68,10 @@ class Snapshot:
     rows: Sequence[Row]
     fired: int
     planned: int
+    course: Course = field(default_factory=Course)
+    now: float = 0.0
+    """The present time on the clock of ``course``."""
+    title: str = "fft run"
 
 
 def row_of(view: JobView, group: str, doing: str) -> Row:
@@ -46,11 +80,19 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
     if not ranks:
         return Row(group, doing)
     first = ranks[0]
-    fault = next((rank.fault for rank in ranks if rank.fault), "")
+    fault = next((plainly(rank.fault) for rank in ranks if rank.fault), "")
     step = min(rank.step for rank in ranks)
     fetches = next((rank.fetches for rank in ranks if rank.fetches), "")
-    state = f"{first.state} ({fetches})" if fetches else first.state
-    return Row(group, doing, state, first.epoch, step, first.loss, fault)
+    state = _STATES.get(first.role, first.role)
+    state = f"{state} ({fetches})" if fetches else state
+    trouble = next(filter(None, map(_trouble_of, ranks)), "")
+    return Row(group, doing, state, first.epoch, step, first.loss, fault, trouble)
+
+
+def _trouble_of(rank: RankView) -> str:
+    """Return why a rank waits, or why it cannot join."""
+    is_outside = rank.role == "joining" and not rank.is_injected
+    return plainly(rank.waits if rank.waits == rank.fault else rank.fault if is_outside else "")
 
 
 class Display(Protocol):
@@ -58,31 +100,207 @@ class Display(Protocol):
 
     def show(self, snapshot: Snapshot) -> None: ...
 
+    def write(self, line: str) -> None:
+        """Print a line of a rank's output."""
+
     def close(self) -> None: ...
 
 
-class LiveDisplay:
-    """A table that is redrawn in place, for a terminal."""
+# --- what is shown ---
+
+
+def render(snapshot: Snapshot, width: int = 80, height: int = 40) -> RenderableType:
+    """Return the job as one renderable that fits 80 columns: progress, groups, faults."""
+    course = snapshot.course
+    parts: list[RenderableType] = [progress(snapshot, width), _figures(snapshot)]
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for name in ("group", "state", "step", "loss", "processes"):
+        table.add_column(
+            name, no_wrap=True, justify="right" if name in ("step", "loss") else "left"
+        )
+    rows, hidden = _most_telling(snapshot.rows, max(4, height - _OTHER_LINES))
+    for row in rows:
+        cells = (row.group, row.state, str(row.step or "-"), _loss(row.loss), row.doing)
+        table.add_row(*map(Text, cells), style=None if row.state == "training" else "yellow")
+    parts += ["", table]
+    if hidden:
+        parts.append(Text(f"… and {hidden} more groups that train at the same step", style="dim"))
+    waits = [f"group {row.group}: {row.trouble}" for row in snapshot.rows if row.trouble]
+    parts += [Text(text, style="yellow", overflow="fold") for text in waits[:_FAULTS]]
+    parts += _faults(course, snapshot)
+    return Group(*parts)
+
+
+def progress(snapshot: Snapshot, width: int = 80) -> RenderableType:
+    """Return the line with the step, the progress bar and the estimated time left.
+
+    The bar is left out where there is no room for it.
+    """
+    course = snapshot.course
+    goal, done = course.goal.steps, course.share_done
+    step = max((course.step, *(row.step for row in snapshot.rows)))
+    text = f"{snapshot.title}  {_clock(snapshot.elapsed)}  step {step}"
+    text += f" of {goal}" if goal else ""
+    if done is None:
+        return Text(text)
+    left = course.left_s(snapshot.now)
+    end = f"{done:.0%} ETA {'-' if left is None else _clock(left)}"
+    if (room := min(_BAR, width - len(text) - len(end) - 2)) < _SMALLEST_BAR:
+        return Text(f"{text} {end}", overflow="fold")
+    line = Table.grid(padding=(0, 1))
+    line.add_row(text, ProgressBar(total=1.0, completed=done, width=room), end)
+    return line
+
+
+def _figures(snapshot: Snapshot) -> Text:
+    return Text(" · ".join(figures(snapshot)), overflow="fold")
+
+
+def figures(snapshot: Snapshot) -> list[str]:
+    """Return speed, loss, data epoch and goodput as short texts, as far as they are known."""
+    course, found = snapshot.course, list[str]()
+    if (rates := course.rates(snapshot.now)) is not None:
+        found.append(f"{rates[0]:.1f} steps/s")
+        if (samples := course.samples(rates[1])) is not None:
+            found.append(f"{samples:,.0f} samples/s")
+    losses = [row.loss for row in snapshot.rows if row.loss is not None]
+    if losses:
+        found.append(f"loss {fmean(losses):.3f}")
+    if course.data_epoch is not None:
+        found.append(f"{course.data_epoch} data epochs")
+    if course.goodput is not None and course.faults:
+        found.append(f"goodput {course.goodput:.0%}")
+    if snapshot.planned:
+        found.append(f"{snapshot.fired} of {snapshot.planned} planned faults fired")
+    return found or ["no step committed yet"]
+
+
+def _most_telling(rows: Sequence[Row], room: int) -> tuple[list[Row], int]:
+    """Return at most ``room`` rows, first those that do not train, and the number of others."""
+    if len(rows) <= room:
+        return list(rows), 0
+    order = sorted(rows, key=lambda row: row.state == "training")[:room]
+    return [row for row in rows if row in order], len(rows) - room
+
+
+def _faults(course: Course, snapshot: Snapshot) -> list[RenderableType]:
+    """Return the newest faults, and the groups that are away, with their costs."""
+    if not course.faults and not any(True for _ in course.away()):
+        return []
+    count = len(course.faults)
+    parts: list[RenderableType] = ["", Text(f"faults: {count}, newest first", style="bold")]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    for fault in reversed(course.faults[-_FAULTS:]):
+        what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
+        text = f"{what}; {cost(fault, course.absences)}"
+        table.add_row(f"step {fault.step}", Text(text))
+    gone = [absence for absence in course.away() if absence.planned and not course.ended]
+    for absence in gone[:_FAULTS]:
+        text = f"group {absence.group} left as asked; {absence.steps} steps without it"
+        table.add_row(f"step {absence.step}", Text(text))
+    return [*parts, table]
+
+
+def cost(fault: Fault, absences: Iterable[Absence]) -> str:
+    """Describe what a fault has cost so far."""
+    found = [
+        "no commit since" if fault.cost_s is None else f"next commit after {_ms(fault.cost_s)}"
+    ]
+    for absence in absences:
+        if absence.n == fault.n and absence.group in fault.lost:
+            state = "away" if absence.back is None else "back"
+            found.append(f"group {absence.group} {state}, {absence.steps} steps without it")
+    return "; ".join(found)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+# --- where it is shown ---
+
+
+class LiveTable:
+    """A renderable that is redrawn in place, and that leaves no fragments when the terminal is
+    resized."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._console = console
+        self._live = Live(
+            console=console, auto_refresh=False, transient=False, vertical_overflow="crop"
+        )
+        self._drawn: tuple[int, list[int]] = (console.width, [])
+        """Width of the terminal at the last drawing, and the length of each line drawn."""
         self._live.start()
+
+    def draw(self, renderable: RenderableType) -> None:
+        """Replace what is on the screen."""
+        self._follow_size()
+        width = self._console.width
+        found = self._console.render_lines(renderable, pad=False)[: self._console.height - 1]
+        lines = [_stripped(line) for line in found]
+        parts = [segment for line in lines for segment in (*line, Segment.line())]
+        self._live.update(Segments(parts[:-1]), refresh=True)
+        self._drawn = width, [sum(cell_len(segment.text) for segment in line) for line in lines]
+
+    def write(self, line: str) -> None:
+        """Print a line above the table; ANSI colours are kept."""
+        self._follow_size()
+        self._console.print(Text.from_ansi(line), soft_wrap=True)
+
+    def close(self) -> None:
+        """Stop drawing and leave the last state on the screen."""
+        self._follow_size()
+        self._live.stop()
+
+    def _follow_size(self) -> None:
+        """Erase the additional lines into which a narrower terminal has wrapped the drawn ones."""
+        width, lengths = self._drawn
+        if (now := self._console.width) < width:
+            more = sum(max(0, -(-length // now) - 1) for length in lengths)
+            codes = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * more
+            self._console.control(Control(*codes))
+        self._drawn = now, lengths
+
+
+def _stripped(line: Sequence[Segment]) -> list[Segment]:
+    """Return the line without blanks at its end, which a narrower terminal would wrap as well."""
+    kept = list(line)
+    while kept and not kept[-1].text.strip():
+        kept.pop()
+    if kept:
+        kept[-1] = kept[-1]._replace(text=kept[-1].text.rstrip())
+    return kept
+
+
+class LiveDisplay:
+    """Progress, groups and faults, redrawn in place, for a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._table = LiveTable(console)
 
     def show(self, snapshot: Snapshot) -> None:
         """Redraw the table."""
-        title = f"{snapshot.elapsed:.0f} s, {snapshot.fired} of {snapshot.planned} faults fired"
-        table = Table(title=title, title_justify="left")
-        for head in ("group", "processes", "state", "epoch", "step", "loss"):
-            table.add_column(head, no_wrap=True)
-        table.add_column("last fault", overflow="fold", ratio=1)
-        for row in snapshot.rows:
-            numbers = (str(row.epoch), str(row.step), _loss(row.loss))
-            table.add_row(row.group, row.doing, row.state, *numbers, Text(row.fault))
-        self._live.update(table, refresh=True)
+        self._table.draw(render(snapshot, *self._console.size))
+
+    def write(self, line: str) -> None:
+        """Print a line above the table."""
+        self._table.write(line)
 
     def close(self) -> None:
         """Stop updating and leave the last table on the screen."""
-        self._live.stop()
+        self._table.close()
 
 
 class PlainDisplay:
@@ -107,6 +325,10 @@ class PlainDisplay:
                 return
         self._print(snapshot)
 
+    def write(self, line: str) -> None:
+        """Print the line."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Print news that came too soon after the last line."""
         last = self._printed
@@ -115,22 +337,19 @@ class PlainDisplay:
 
     def _print(self, snapshot: Snapshot) -> None:
         self._printed = snapshot
-        parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
+        goal = snapshot.course.goal.steps
+        step = max((snapshot.course.step, *(row.step for row in snapshot.rows)))
+        head = f"{snapshot.elapsed:6.1f} s  step {step}{f' of {goal}' if goal else ''}"
+        parts = [", ".join((head, *figures(snapshot)))]
         for row in snapshot.rows:
             fault = f" [{row.fault}]" if row.fault else ""
-            place = f"{row.state} epoch {row.epoch} step {row.step} loss {_loss(row.loss)}"
-            parts.append(f"g{row.group} {row.doing}: {place}{fault}")
-        line = "  |  ".join(parts)
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            parts.append(f"group {row.group} {row.doing}: {row.state} at step {row.step}{fault}")
+        self.write("  |  ".join(parts))
 
 
 def _news(snapshot: Snapshot) -> object:
     """Return the fields whose change is printed at once."""
     return snapshot.fired, [(row.doing, row.epoch, row.fault) for row in snapshot.rows]
-
-
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.3f}"
 
 
 def open_display(console: Console) -> Display:

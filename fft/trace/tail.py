@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -17,10 +18,12 @@ from pydantic import ValidationError
 from fft.messages.causes import CauseCode
 from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
+from fft.messages.progress import Goal
 from fft.messages.protocol import Peer
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
+from fft.trace.course import Course
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
 from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
 
@@ -91,6 +94,8 @@ class JobView:
     commanded: dict[str, AnyFault] = field(default_factory=dict)
     """Faults that processes have accepted from an operator (`fft inject`), by name."""
     history: History = field(default_factory=History)
+    course: Course = field(default_factory=Course)
+    """Steps, memberships and faults, by the records in the traces."""
     committed: bool = False
     """Whether any process has committed a step."""
     gone: int = 0
@@ -177,6 +182,8 @@ class TraceTail:
         self._rest: dict[str, bytes] = {}
         self._of_stages: set[str] = set()
         """Files of the later stages' scopes."""
+        self._records: dict[int, tuple[float, dict[str, Any]]] = {}
+        """Records that were read in this poll, with the earliest time of each."""
         self._through: set[str] = set()
         """Files of processes that have been replaced: read to the end, and closed."""
 
@@ -200,6 +207,10 @@ class TraceTail:
                 self._take(name, key, inc, line)
             if is_over:  # otherwise a job that starts many processes holds a descriptor for each
                 self._let_go(name)
+        for _, (at, record) in sorted(self._records.items()):
+            with suppress(LookupError, TypeError):  # a record that cannot be read is skipped
+                self.view.course.take(record, at)
+        self._records.clear()
         return self.view
 
     def _let_go(self, name: str) -> None:
@@ -225,6 +236,11 @@ class TraceTail:
             newest = _mapping(_mapping(record.get("event")).get("record"))
             self.view.history.take(newest)
             self.view.cursor = max(self.view.cursor, _number(newest.get("cursor")))
+            if (n := _number(newest.get("n"))) > self.view.course.n:
+                at = float(record["wall"]) if isinstance(record.get("wall"), int | float) else 0.0
+                self._records[n] = min(self._records.get(n, (at, newest)), (at, newest), key=_time)
+        if record.get("note") == LOOP and name not in self._of_stages:
+            self.view.course.goal = goal_in(record) or self.view.course.goal
         if record.get("note") == "inject":
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":
@@ -268,6 +284,18 @@ class TraceTail:
             step, epoch = _number(record.get("step")), _number(record.get("epoch"))
             injected = Injected(name, kind, group, step, epoch, _number(record.get("rank")))
             self.view.injected.setdefault(name, injected)
+
+
+def goal_in(record: dict[str, Any]) -> Goal | None:
+    """Return the planned end of the loop in a note of that loop, or None."""
+    try:
+        return Goal(**_mapping(record.get("data"))["goal"])
+    except (LookupError, TypeError, ValidationError):
+        return None
+
+
+def _time(timed: tuple[float, dict[str, Any]]) -> float:
+    return timed[0]
 
 
 def _update(view: RankView, record: dict[str, Any]) -> None:

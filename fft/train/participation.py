@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any
 
@@ -69,6 +70,14 @@ class Participation:
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Trace an observation, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
+
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """Trace metrics of the script, and report the loss among them."""
+        self.note("metrics", metrics)
+        if self.reporter is not None:
+            loss = metrics.get("loss")
+            is_number = isinstance(loss, int | float) and math.isfinite(loss)
+            self.reporter.loss = float(loss) if loss is not None and is_number else None
 
     def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         """Trace an event of a checkpoint, and report it to the observers of the job.

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from fft.bus.base import ErrorBus
 from fft.errors import BusError, FftError
-from fft.messages.progress import Report, SpeedReport, encode_report, register_of
+from fft.messages.progress import Goal, Report, SpeedReport, encode_report, register_of
 from fft.messages.protocol import Peer
 from fft.util.log_sampler import LogSampler
 
@@ -91,6 +91,10 @@ class ProgressReporter:
         """Context manager around waits for other ranks; not reentrant."""
         self.waited = 0.0
         """Seconds in the current step that were spent waiting for other ranks."""
+        self.loss: float | None = None
+        """The newest loss that the script has logged."""
+        self.goal: Goal | None = None
+        """The planned end of the loop."""
         self._bus, self._peer, self._interval, self._scope = bus, peer, interval, scope
         self._begun = 0.0
         self._own = 0.0
@@ -148,7 +152,8 @@ class ProgressReporter:
         if not step_times:
             return None
         group, rank, inc = self._peer
-        return SpeedReport(group, rank, inc, step, round(median_low(step_times), 6), self._scope)
+        took = round(median_low(step_times), 6)
+        return SpeedReport(group, rank, inc, step, took, self._scope, self.loss, self.goal)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="fft-progress", daemon=True)

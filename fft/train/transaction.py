@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
+from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
 from fft.train.commits import CommitExecutor
@@ -92,11 +93,24 @@ class TransactionLoop:
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
+            self._voter.announce(self._goal(loader, source, max_steps))
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
             state.close_source()
+
+    def _goal(self, loader: Any, source: DataSource | ShardedSource, max_steps: int | None) -> Goal:
+        """Return the planned end of the loop, for the trace and the reports of progress."""
+        if isinstance(source, ShardedSource):  # groups end at different places of their data
+            return Goal(max_steps)
+        return Goal(
+            max_steps,
+            self.paradigm.items_in_slice,
+            getattr(source, "items_in_all", None),
+            getattr(source, "items_per_data_epoch", None),
+            getattr(loader, "samples_per_item", None),
+        )
 
     def _shards(
         self, kind: Sharded | None, identify: Identify | None
@@ -498,8 +512,8 @@ class Transaction:
         return self._drawn.progress
 
     def log(self, **metrics: float) -> None:
-        """Trace metrics of this attempt."""
-        self._loop.job.note("metrics", metrics)
+        """Trace metrics of this attempt; ``fft run`` and ``fft watch`` show ``loss``."""
+        self._loop.job.note_metrics(metrics)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Return the mean of ``value`` over all ranks that contribute to this step.

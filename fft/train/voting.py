@@ -5,10 +5,15 @@ Runs on the main thread. `fft.train.worker` waits for the decision.
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
+from fft.messages.progress import Goal
 from fft.messages.protocol import Prepared
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
 from fft.train.data.step_input import StepInput
@@ -33,6 +38,8 @@ class Voter:
         self.preconditions = rank.state.paradigm.vote_preconditions()
         self._loop = ""
         """The loop of the last txn that this rank has voted in."""
+        self._goal = Goal()
+        """The planned end of FFT's own loop."""
         self._consumes: dict[str, Any] | None = None
         """The data that the commit of the open txn consumes, in FFT's own loop."""
         self._learners = rank.settings.config.learners
@@ -56,6 +63,14 @@ class Voter:
     def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""
         self._data, self._shard = drawn.digest, drawn.shard
+        if self._goal.samples is None and self._loop != TRANSACTIONS:
+            self.announce(replace(self._goal, samples=_rows_of(drawn.batch)))
+
+    def announce(self, goal: Goal) -> None:
+        """Report the planned end of the loop; it is traced with the first vote."""
+        self._goal = goal
+        if self._job.reporter is not None:
+            self._job.reporter.goal = goal
 
     def compare_now(self) -> None:
         """Compare the replicas in this txn, even if that is not due: it is the last of the job."""
@@ -129,7 +144,9 @@ class Voter:
         loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
         if loop != self._loop:
             self._loop = loop
-            self._job.note(LOOP, {"runs": loop, "from": list(plan.token)})
+            goal = {name: value for name, value in asdict(self._goal).items() if value is not None}
+            told = {"goal": goal} if loop == TRANSACTIONS else {}
+            self._job.note(LOOP, {"runs": loop, "from": list(plan.token), **told})
 
     def committed(self) -> None:
         """Trace, before the engine continues, what the commit of the last vote consumes."""
@@ -178,3 +195,10 @@ class Voter:
             self._injector.at(phase)
         except InjectedFault as fault:
             self._manager.report_error(fault)
+
+
+def _rows_of(batch: Any) -> int | None:
+    """Return the length of the first tensor in ``batch``, or None if there is none."""
+    leaves = tree_leaves(batch)
+    rows = (leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    return next(rows, None)

@@ -18,10 +18,21 @@ from rich.console import Console
 
 from fft.launch.supervisor.loop import PlanWatch
 from fft.messages.fault_plans import FaultPlan
+from fft.messages.progress import Goal
 from fft.messages.protocol import Peer
 from fft.protocol.load import load_spec
 from fft.prove.simulator.run import run_seed
-from fft.trace.display import LiveDisplay, PlainDisplay, Row, Snapshot, open_display, row_of
+from fft.trace.course import Course
+from fft.trace.display import (
+    LiveDisplay,
+    LiveTable,
+    PlainDisplay,
+    Row,
+    Snapshot,
+    open_display,
+    render,
+    row_of,
+)
 from fft.trace.format import FETCHING
 from fft.trace.tail import Injected, JobView, RankView, TraceTail, _update
 from fft.train.healing import FetchProgress
@@ -78,7 +89,7 @@ def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
     view = tail.poll()
     assert view.injected == {"x": Injected("x", "kill", "1", 3, 2)}
     row = row_of(view, "1", "running")
-    assert (row.loss, row.fault, row.state) == (1.25, "OSError: peer gone", "ROLLBACK_REQ")
+    assert (row.loss, row.fault, row.state) == (1.25, "OSError: peer gone", "rolling back")
     tail.close()
 
 
@@ -185,9 +196,8 @@ def test_unreadable_entries_are_skipped(tmp_path: Path, junk: bytes) -> None:
 
 
 def snapshot(elapsed: float, step: int = 27, **more: Any) -> Snapshot:
-    state = ("NORMAL", "PREPARED", "COMMIT")[step % 3]
     view = JobView(
-        {("0", 0): RankView(1, state, **{"epoch": 3, "step": step, "loss": 2.5, **more})}
+        {("0", 0): RankView(1, **{"epoch": 3, "step": step, "loss": 2.5, "role": "voting", **more})}
     )
     return Snapshot(elapsed, [row_of(view, "0", "running"), row_of(view, "1", "down")], 1, 4)
 
@@ -206,7 +216,9 @@ def lines_of(snapshots: Iterable[Snapshot]) -> list[str]:
 def test_without_a_terminal_steps_alone_give_a_line_in_ten_seconds() -> None:
     lines = lines_of(snapshot(tenths / 10, 27 + tenths) for tenths in range(250))
     assert [line.split()[0] for line in lines] == ["0.0", "10.0", "20.0"]
-    assert "1/4" in lines[0] and "g0 running: NORMAL epoch 3 step 27 loss 2.500" in lines[0]
+    assert "1 of 4 planned faults fired" in lines[0]
+    assert "step 27, loss 2.500" in lines[0]
+    assert "group 0 running: training at step 27" in lines[0]
 
 
 def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -> None:
@@ -216,8 +228,7 @@ def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -
 
     lines = lines_of(map(at, range(100)))
     assert [line.split()[0] for line in lines] == ["0.0", "2.3", "4.0"]
-    assert "boom" not in lines[0] and "epoch 3 step 27 loss 2.500 [[red]boom]" in lines[1]
-    assert "epoch 4" in lines[2]
+    assert "boom" not in lines[0] and "training at step 27 [[red]boom]" in lines[1]
 
 
 def test_without_a_terminal_news_in_plenty_gives_a_line_a_second_and_the_last_of_them() -> None:
@@ -225,14 +236,67 @@ def test_without_a_terminal_news_in_plenty_gives_a_line_a_second_and_the_last_of
     assert [line.split()[0] for line in lines] == ["0.0", "1.0", "2.0", "2.4"]
 
 
-def test_on_a_terminal_there_is_a_table() -> None:
+def record(n: int, kind: str, step: int, epoch: int, **more: Any) -> dict[str, Any]:
+    """Return a record of a job whose groups take one slice each."""
+    place = {"n": n, "kind": kind, "step": step, "epoch": epoch, "txn": step}
+    return {**place, "cursor": 2 * step, "batches": 2 * step, **more}
+
+
+def course_with_a_lost_group() -> Course:
+    """Steps 1 to 9 of two groups at 10 steps/s, then group 1 dies; step 10 comes 0.25 s later."""
+    course = Course(goal=Goal(steps=40, all_items=800, epoch_items=5, samples=8))
+    course.take(record(1, "epoch", 0, 1, members=[{"group": "0"}, {"group": "1"}]), 100.0)
+    for step in range(1, 10):
+        course.take(record(1 + step, "commit", step, 1), 100 + step / 10)
+    cause = "0/0#1: 1/0#1 died: it was [killed] (seen by supervisor)"
+    course.take(record(11, "abort", 9, 1, cause=cause), 101.0)
+    course.take(record(12, "epoch", 9, 2, members=[{"group": "0"}]), 101.1)
+    course.take(record(13, "commit", 10, 2), 101.25)
+    return course
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_display_fits_width_and_lists_faults_with_cost(width: int) -> None:
     out = io.StringIO()
-    display = open_display(Console(file=out, width=100, force_terminal=True))
+    console = Console(file=out, width=width, height=30, force_terminal=True, color_system=None)
+    display = open_display(console)
     assert isinstance(display, LiveDisplay)
-    display.show(snapshot(3, fault="[red]boom"))
+    rows = [Row("0", "running (start 1)", "training", step=10, loss=2.5), Row("1", "restarting")]
+    display.show(Snapshot(3, rows, 1, 4, course_with_a_lost_group(), 101.3))
+    display.write("[a line] of the script")
     display.close()
-    for word in ("1 of 4 faults fired", "NORMAL", "27", "2.500", "[red]boom", "down"):
-        assert word in out.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    lines = plain.replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(plain.split())
+    assert "step 10 of 40" in text and "25% ETA -" in text
+    assert "loss 2.500 · 4 data epochs" in text and "1 of 4 planned faults fired" in text
+    assert "step 9 group 1 rank 0 died: it was [killed] (seen by supervisor); " in text
+    assert "next commit after 250 ms; group 1 away, 1 steps without it" in text
+    assert "[a line] of the script" in text and "restarting" in text
+
+
+def test_terminal_display_shows_rows_of_troubled_groups_first() -> None:
+    out = io.StringIO()
+    rows = [Row(str(n), "running", "training", step=5) for n in range(40)]
+    rows[33] = Row("33", "restarting")
+    Console(file=out, width=80).print(render(Snapshot(1, rows, 0, 0), height=24))
+    assert "33 " in out.getvalue() and "and 32 more groups" in out.getvalue()
+
+
+def test_narrowed_terminal_erases_wrapped_lines() -> None:
+    """A terminal of 50 columns shows the line of 70 as two, so three lines are erased, not two."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    table = LiveTable(console)
+    table.draw("x" * 70 + "\nend")
+    for width, lines in ((80, 2), (50, 3)):
+        console.width = width
+        out.seek(out.truncate(0))
+        table.draw("x" * 40 + "\nend" if width == 50 else "x" * 70 + "\nend")
+        assert out.getvalue().count("\x1b[2K") == lines
+        assert out.getvalue().count("\x1b[1A") == lines - 1
+    table.close()
 
 
 # --- the end of a plan -----------------------------------------------------------------
@@ -334,9 +398,9 @@ def test_progress_of_a_long_fetch_is_shown_until_it_ends(tmp_path: Path) -> None
     view = RankView(1, state="HEALING")
     _update(view, {"kind": "note", "note": FETCHING, "data": notes[0]})
     job = JobView(ranks={("1", 0): view})
-    assert row_of(job, "1", "running").state == "HEALING (20.0 of 100.0 MiB, 8 s left)"
+    assert row_of(job, "1", "running").state == "joining (20.0 of 100.0 MiB, 8 s left)"
     _update(view, {"kind": "transition", "to": "NORMAL", "roles": ["healing", "training"]})
-    assert row_of(job, "1", "running").state == "NORMAL"
+    assert row_of(job, "1", "running").state == "training"
 
 
 def test_cause_in_the_progress_view_is_not_cut_off() -> None:
@@ -345,8 +409,8 @@ def test_cause_in_the_progress_view_is_not_cut_off() -> None:
         out = io.StringIO()
         console = Console(file=out, force_terminal=display is LiveDisplay, width=120)
         shown = display(console)
-        shown.show(Snapshot(1.0, [Row("0", "running", fault=cause)], 0, 0))
+        shown.show(Snapshot(1.0, [Row("0", "running", fault=cause, trouble=cause)], 0, 0))
         shown.close()
         assert cause.replace(" ", "") in re.sub(
-            r"[^\w.:]|\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()
+            r"\x1b\[[0-9;?]*[a-zA-Z]|[^\w.:]", "", out.getvalue()
         )

@@ -268,7 +268,8 @@ def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPl
     """
     rows = [_row(group, view) for group in groups]
     names = {fault.name for fault in plan.faults}
-    return Snapshot(time.monotonic() - began, rows, len(names & view.injected.keys()), len(names))
+    elapsed, fired = time.monotonic() - began, len(names & view.injected.keys())
+    return Snapshot(elapsed, rows, fired, len(names), view.course, time.time())
 
 
 def _row(group: Group, view: JobView) -> Row:

@@ -364,6 +364,8 @@ class CursorLoader(_Loader):
         self._order = made
         self.items_per_data_epoch = made.items
         """Number of items in one data epoch, over all ranks of all groups."""
+        self.samples_per_item = batch_size and batch_size * (micro_batches or 1)
+        """Number of samples that one rank takes in one step; None if ``order`` decides it."""
         self.indices = made.samples
         """Function from an item number to sample indexes."""
         super().__init__(data, seed, made.samples, items, identity, options)

@@ -125,6 +125,11 @@ class Periodic(Lockstep):
     def refuse_sharded(self, kind: Sharded) -> None:
         raise no_shares(kind)
 
+    @property
+    def items_in_slice(self) -> int:
+        assert self.synchronizer is not None, "looked at before"
+        return self.takers * self.synchronizer.schedule.steps
+
     def refuse_loop(self, loader: Any) -> None:
         if self.synchronizer is None:
             raise FftError(

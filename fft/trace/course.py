@@ -1,0 +1,364 @@
+"""The course of a job by the records of its head register: steps, memberships, faults, goodput.
+
+Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report`` and
+``fft timeline`` afterwards. Times are seconds on one clock; records arrive in the order of their
+numbers, and a record that was seen before is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fft.messages.causes import CauseCode
+from fft.messages.progress import Goal
+
+_RECENT = 40
+"""Number of commits over which the present rate is averaged."""
+_STALE_S = 10.0
+"""Time without a commit after which there is no present rate."""
+_PEER = re.compile(r"(?P<group>[^\s,;:(]+)/(?P<rank>\d+)#\d+")
+"""Compact name of a participant: ``GROUP/RANK#INCARNATION``."""
+
+
+def plainly(cause: str) -> str:
+    """Return the first line of a cause with the names of participants spelled out.
+
+    The author of a cause is left out if the cause itself names a participant.
+    """
+    text = cause.partition("\n")[0]
+    author, _, rest = text.partition(": ")
+    if _PEER.fullmatch(author) and _PEER.match(rest):
+        text = rest
+    return _PEER.sub(r"group \g<group> rank \g<rank>", text)
+
+
+@dataclass(slots=True)
+class Phase:
+    """The commits of one epoch."""
+
+    epoch: int
+    members: frozenset[str]
+    formed: float
+    """Time of the epoch record."""
+    step: int
+    """Committed steps at its beginning."""
+    commits: int = 0
+    slices: int = 0
+    """Slices of the data that its commits after the first one have consumed."""
+    first: float = 0.0
+    """Time of its first commit."""
+    last: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Slices per second between its first and last commit; None if there are too few."""
+        return self.slices / (self.last - self.first) if self.last > self.first else None
+
+
+@dataclass(slots=True)
+class Fault:
+    """One rollback of the job."""
+
+    n: int
+    """Number of its record."""
+    step: int
+    at: float
+    cause: str
+    code: str
+    epoch: int
+    txn: int
+    lost: tuple[str, ...] = ()
+    """Groups that are not in the next epoch."""
+    committed: float | None = None
+    """Time of the next commit."""
+    after: Phase | None = None
+    """The epoch of the next commit."""
+    before: Phase | None = None
+
+    @property
+    def cost_s(self) -> float | None:
+        """Seconds until the next commit, or None if there was none."""
+        return None if self.committed is None else self.committed - self.at
+
+
+@dataclass(slots=True)
+class Absence:
+    """The time during which one group was not in the job."""
+
+    group: str
+    step: int
+    at: float
+    planned: bool
+    """The group left on purpose, after a commit."""
+    n: int
+    """Number of the record that ended its last epoch."""
+    steps: int = 0
+    """Steps committed without it."""
+    back: float | None = None
+    """Time of the epoch with which it returned."""
+
+
+@dataclass(slots=True)
+class Change:
+    """A change of the membership that is no fault: groups that joined, returned or left."""
+
+    step: int
+    at: float
+    text: str
+    joined: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    n: int = 0
+
+
+@dataclass
+class Course:
+    """The job so far; `take` each record."""
+
+    goal: Goal = field(default_factory=Goal)
+    n: int = 0
+    step: int = 0
+    begun_step: int = 0
+    cursor: int = 0
+    batches: int = 0
+    """Slices that optimizer steps have consumed."""
+    unused: int = 0
+    """Slices that lost groups have returned and no group has trained since."""
+    ended: bool = False
+    """The job ended with a commit."""
+    phases: list[Phase] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    _begun: tuple[int, int] | None = None
+    """Cursor and consumed slices at the beginning."""
+    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Time, step and consumed slices of the newest commits."""
+    _pending: list[Fault] = field(default_factory=list)
+    _left: tuple[str, ...] = ()
+    _ended_by: int = 0
+
+    def take(self, record: Mapping[str, Any], at: float) -> bool:
+        """Take a record that was first received at time ``at``; return whether it was new."""
+        if record["n"] <= self.n:
+            return False
+        self.n = record["n"]
+        if self._begun is None:
+            self._begun = record["cursor"], record["batches"]
+            self.begun_step, self.batches = record["step"], record["batches"]
+        kind = record["kind"]
+        if kind == "epoch":
+            self._form(record, at)
+        elif kind == "abort":
+            self._roll_back(record, at)
+        else:
+            self._commit(record, at)
+        self.step, self.cursor = record["step"], record["cursor"]
+        self.batches = record["batches"]
+        held = len(record.get("leases") or ())
+        self.unused = len(record.get("returned") or ()) + (held if self.ended else 0)
+        return True
+
+    # --- what can be asked ---
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Groups of the newest epoch."""
+        return self.phases[-1].members if self.phases else frozenset()
+
+    @property
+    def began(self) -> float | None:
+        """Time of the first epoch."""
+        return self.phases[0].formed if self.phases else None
+
+    @property
+    def last(self) -> float | None:
+        """Time of the newest commit."""
+        return next((phase.last for phase in reversed(self.phases) if phase.commits), None)
+
+    @property
+    def steps(self) -> int:
+        """Steps committed in this start of the job."""
+        return self.step - self.begun_step
+
+    @property
+    def slices(self) -> int:
+        """Slices that the steps of this start have consumed."""
+        return self.batches - (self._begun[1] if self._begun else 0)
+
+    def samples(self, slices: float | None) -> float | None:
+        """Return the number of samples in ``slices``; None if the size of a batch is unknown."""
+        if slices is None or self.goal.samples is None:
+            return None
+        return slices * self.goal.items * self.goal.samples
+
+    def rates(self, now: float | None = None) -> tuple[float, float] | None:
+        """Return the recent steps and slices per second; None if there are too few commits."""
+        if len(self._recent) < 2 or (now is not None and now - self._recent[-1][0] > _STALE_S):
+            return None
+        (first, from_step, from_slice), (last, to_step, to_slice) = (
+            self._recent[0],
+            self._recent[-1],
+        )
+        if last <= first:
+            return None
+        return (to_step - from_step) / (last - first), (to_slice - from_slice) / (last - first)
+
+    @property
+    def share_done(self) -> float | None:
+        """The part of the planned work that is done: of the steps or the data, the larger part."""
+        parts = []
+        if self.goal.steps:
+            parts.append(self.step / self.goal.steps)
+        if self.goal.all_items:
+            parts.append(self.cursor * self.goal.items / self.goal.all_items)
+        return min(1.0, max(parts)) if parts else None
+
+    def left_s(self, now: float | None = None) -> float | None:
+        """Return the estimated seconds until the planned end, or None if it is unknown."""
+        rates = self.rates(now)
+        if rates is None:
+            return None
+        steps, slices = rates
+        parts = []
+        if self.goal.steps and steps:
+            parts.append((self.goal.steps - self.step) / steps)
+        if self.goal.all_items and slices:
+            parts.append((self.goal.all_items / self.goal.items - self.cursor) / slices)
+        return max(0.0, min(parts)) if parts else None
+
+    @property
+    def data_epoch(self) -> int | None:
+        """Number of completed data epochs, or None if the loader has none."""
+        goal = self.goal
+        return self.cursor * goal.items // goal.epoch_items if goal.epoch_items else None
+
+    @property
+    def full(self) -> float | None:
+        """Slices per second of the epochs that had most members, without the time lost to faults.
+
+        This estimates the rate of an undisturbed run.
+        """
+        timed = [phase for phase in self.phases if phase.rate is not None]
+        if not timed:
+            return None
+        most = max(len(phase.members) for phase in timed)
+        whole = [phase for phase in timed if len(phase.members) == most]
+        return sum(p.slices for p in whole) / sum(p.last - p.first for p in whole)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the first epoch to the newest commit."""
+        return 0.0 if self.began is None or self.last is None else self.last - self.began
+
+    @property
+    def goodput(self) -> float | None:
+        """Committed samples divided by those of an undisturbed run of the same length."""
+        if not self.full or not self.elapsed:
+            return None
+        return min(1.0, self.slices / (self.full * self.elapsed))
+
+    def lost_s(self) -> dict[str, float]:
+        """Return the seconds lost compared with an undisturbed run, by cause.
+
+        ``rollbacks``: from the last commit before a rollback to the next one, without one step.
+        ``changes``: the same around joins and departures. ``missing groups``: the work that absent
+        groups would have done.
+        """
+        found = {"rollbacks": 0.0, "missing groups": 0.0, "changes": 0.0}
+        aborted = {fault.epoch for fault in self.faults}
+        step = self._typical_step()
+        last, broke = 0.0, False
+        for phase in self.phases:
+            if phase.commits and last:
+                found["rollbacks" if broke else "changes"] += max(0.0, phase.first - last - step)
+                broke = False
+            if phase.commits:
+                last = phase.last
+            broke |= phase.epoch in aborted
+            if self.full and phase.rate is not None:
+                share = max(0.0, 1.0 - phase.rate / self.full)
+                is_whole = len(phase.members) == max(len(p.members) for p in self.phases)
+                found["missing groups"] += 0.0 if is_whole else share * (phase.last - phase.first)
+        return found
+
+    def _typical_step(self) -> float:
+        timed = [phase for phase in self.phases if phase.commits > 1]
+        count = sum(phase.commits - 1 for phase in timed)
+        return sum(phase.last - phase.first for phase in timed) / count if count else 0.0
+
+    def away(self) -> Iterator[Absence]:
+        """Yield the absences that are not over."""
+        return (absence for absence in self.absences if absence.back is None)
+
+    # --- records ---
+
+    def _form(self, record: Mapping[str, Any], at: float) -> None:
+        members, was = _groups(record), self.members
+        gone = was - members
+        for fault in self._pending:
+            fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
+        came = tuple(sorted(members - was)) if self.phases else ()
+        for group in sorted(gone):
+            planned = group in self._left
+            absence = Absence(group, record["step"], at, planned, self._ended_by)
+            self.absences.append(absence)
+        for absence in self.away():
+            if absence.group in came:
+                absence.back = at
+        if came:
+            again = {absence.group for absence in self.absences}
+            text = "; ".join(_joins(name, name in again) for name in came)
+            self.changes.append(Change(record["step"], at, text, joined=came, n=record["n"]))
+        self._left = ()
+        self.phases.append(Phase(record["epoch"], members, at, record["step"]))
+
+    def _roll_back(self, record: Mapping[str, Any], at: float) -> None:
+        if record.get("skip"):
+            return
+        before = next((phase for phase in reversed(self.phases) if phase.rate is not None), None)
+        cause, code = plainly(record.get("cause", "")), record.get("code", CauseCode.NONE)
+        place = record["epoch"], record["txn"]
+        fault = Fault(record["n"], record["step"], at, cause, str(code), *place, before=before)
+        self._ended_by = record["n"]
+        self.faults.append(fault)
+        self._pending.append(fault)
+
+    def _commit(self, record: Mapping[str, Any], at: float) -> None:
+        if not self.phases:  # an observer that came in the middle has not seen the epoch
+            self.phases.append(Phase(record["epoch"], frozenset(), at, record["step"]))
+        phase, consumed = self.phases[-1], record["batches"] - self.batches
+        phase.commits += 1
+        phase.slices += consumed if phase.commits > 1 else 0
+        phase.first, phase.last = phase.first or at, at
+        for fault in self._pending:
+            fault.committed, fault.after = at, phase
+        self._pending = []
+        for absence in self.away():
+            absence.steps += 1
+        if phase.commits == 1:
+            self._recent.clear()
+        self._recent.append((at, record["step"], record["batches"]))
+        self._left = tuple(record.get("leavers") or ())
+        self.ended |= bool(record.get("last"))
+        if record.get("change"):
+            self._ended_by = record["n"]
+        if self._left and not record.get("last"):
+            names = ", ".join(self._left)
+            text = f"group {names} left after this commit"
+            self.changes.append(Change(record["step"], at, text, left=self._left, n=record["n"]))
+
+
+def _joins(group: str, again: bool) -> str:
+    return f"group {group} {'came back' if again else 'joined'}"
+
+
+def _groups(record: Mapping[str, Any]) -> frozenset[str]:
+    """Return the groups of the job after an epoch record; in an asynchronous job also those that
+    compute by themselves."""
+    inside = {entry["group"] for entry in record["members"]}
+    alone = {each["entry"]["group"] for each in record.get("standing") or ()}
+    return frozenset(inside | alone)
