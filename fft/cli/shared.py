@@ -6,6 +6,7 @@ import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from fft.errors import FftError
 from fft.launch.exit_status import ExitStatus
+from fft.trace.starts import newest_run
 
 if TYPE_CHECKING:
     from fft.operate.client import JobClient
@@ -44,6 +46,23 @@ def _is_short(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
     return isinstance(error, MemoryError) or str(error) == "can't start new thread"
+
+
+def trace_folder(given: Path | None) -> Path:
+    """Return ``given``, or the trace directory of the newest run in the current directory.
+
+    Raises:
+        FftError: There is no run here.
+    """
+    if given is not None:
+        return given
+    found = newest_run(Path())
+    if found is None:
+        raise FftError(
+            "no run in the current directory or in ./runs: name the trace directory of one "
+            "(`fft run` prints it at its end)"
+        )
+    return found
 
 
 def console() -> Console:

@@ -10,11 +10,16 @@ from typing import Annotated
 
 import typer
 
-from fft.cli.shared import console, plain_errors
+from fft.cli.shared import console, plain_errors, trace_folder
 
 
 def audit(
-    directory: Annotated[Path, typer.Argument(help="A trace directory, with all its starts.")],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A trace directory, with all its starts. Default: the newest run here."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Replay traces against the spec and all invariants; exit 1 on a violation, or if the run has
@@ -24,26 +29,38 @@ def audit(
     # An audit creates no reference cycles; the default threshold makes it an eighth slower.
     gc.set_threshold(100_000)
     with plain_errors():
-        found = audit_job(directory)
+        found = audit_job(trace_folder(directory))
         text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
     sys.stdout.write(text.rstrip("\n") + "\n")
     raise typer.Exit(0 if found.ok else 1)
 
 
-def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
-    """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
+def report(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(help="A trace directory. Default: that of the newest run here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Show what a run has achieved, what each fault has cost, and what ranks waited for."""
     from fft.trace import report as of
 
     with plain_errors():
-        table = of.fault_table(directory)
-        has_gaps = bool(damaged := of.damages(directory))
-        shown: list[object] = [table if table.rows else "no fault was noticed in these traces"]
+        folder = trace_folder(directory)
+        if as_json:
+            sys.stdout.write(json.dumps(of.full_report(folder), indent=2) + "\n")
+            return
+        course, found = of.course_of(folder), of.incidents(folder)
+        has_gaps = bool(damaged := of.damages(folder))
+        shown: list[object] = [f"{folder}:", *of.summary_lines(course)]
+        shown.append(of.fault_table(found, course) or "no fault was noticed in these traces")
         if has_gaps:
             shown += ["these traces have gaps: faults, and what they cost, may be missing above"]
-        shown += [of.fired(directory), of.place_table(directory), of.input_wait(directory)]
-        shown += [of.checkpoints(directory, has_gaps), of.went_on(directory, has_gaps)]
+        shown += of.change_lines(found, course)
+        shown += [of.fired(folder), of.place_table(folder), of.input_wait(folder)]
+        shown += [of.checkpoints(folder, has_gaps), of.went_on(folder, has_gaps)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
-        console().print(part, markup=False, soft_wrap=isinstance(part, str))
+        console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     for line in damaged:
         sys.stderr.write(f"fft: {line}\n")

@@ -141,10 +141,14 @@ class AuditReport:
             )
         for name in self.torn:
             lines.append(f"  note: {name} ends in a torn line (killed while writing); accepted")
-        for f in self.findings:
-            lines.append(f"  {f.name:<16} {f.checks:>7} checks  {_verdict(f)}")
+        for f in (f for f in self.findings if f.checks or f.violation is not None):
+            lines.append(f"  {_verdict(f):<8} {f.name}: {_meaning(f)} ({f.checks} checks)")
             if f.violation is not None:
                 lines.append(f"      {f.place}: {f.violation}")
+        if idle := [f.name for f in self.findings if not f.checks and f.violation is None]:
+            lines.append(
+                f"  not checked, because the run has nothing of the kind: {', '.join(idle)}"
+            )
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
         lines += [f"  replicas differed: {text}" for text in self.divergences]
         lines += [f"  data: {text}" for text in self.consumed]
@@ -187,17 +191,52 @@ NO_END = (
 )
 
 
+_MEANINGS = {
+    "trace_whole": "no line of a trace was changed or removed",
+    "replay": "every process did what the state machine prescribes",
+    "agreement": "no transaction was decided in two ways",
+    "validity": "every commit had the YES votes of all participants",
+    "exactly_once": "each step was applied once",
+    "samples_once": "each slice of the data was trained once",
+    "shard_unity": "the ranks of a group began each step together",
+    "replicas_equal": "all replicas were equal after each commit",
+    "divergence": "nothing was committed on states that differ",
+    "data_flow": "no stage was ahead of the stages that it follows",
+    "skip": "skipped steps were skipped by all groups",
+    "fencing": "nothing from an old epoch or process had an effect",
+    "live_set": "all members of an epoch knew the same members",
+    "drain": "groups that left as asked caused no rollback",
+    "join": "groups that joined caused no rollback",
+    "reform": "replaced ranks joined a waiting group",
+    "bounded": "no group fell behind the bound, and each contribution counted once",
+    "decided": "no participant left before it knew the decision on its vote",
+    "barriers": "all members of each epoch were in its barrier at one time",
+    "inner_steps": "each synchronization contains the local steps of its slice",
+    "inputs": "each rank trained the items that its transactions assign to it",
+    "digests": "every digest that was due is in the traces",
+    "inner_scopes": "the scopes inside groups agree with the job",
+    "flow_order": "stages that are bound to each other declare the same order",
+    "entries": "each stage trained on the outputs that the stage before gave",
+}
+"""Finding → the statement that holds if it has no violation."""
+
+
 def _verdict(finding: Finding) -> str:
     """Return the verdict on a finding as text; a finding without checks is not reported as "ok"."""
     if finding.violation is not None:
         return "VIOLATED"
     if not finding.checks:
         return "not checked: the run has nothing of the kind"
-    if finding.name != "replicas_equal":
-        return "ok"
+    return "ok"
+
+
+def _meaning(finding: Finding) -> str:
+    text = _MEANINGS[finding.name]
+    if finding.name != "replicas_equal" or finding.violation is not None:
+        return text
     if finding.compared:
-        return f"ok, {finding.compared} digests compared"
-    return 'ok by lineage; bits not checked: no two digests of one state (digest="commit")'
+        return f"{text}, {finding.compared} digests compared"
+    return f'{text} by lineage; bits not compared, because digest="commit" is not set'
 
 
 class _Findings:

@@ -125,8 +125,10 @@ class Course:
     cursor: int = 0
     batches: int = 0
     """Slices that optimizer steps have consumed."""
-    unused: int = 0
-    """Slices that lost groups have returned and no group has trained since."""
+    skipped: int = 0
+    """Slices that were consumed without an optimizer step."""
+    open: int = 0
+    """Slices before the cursor that are held, or were returned by lost groups, and not trained."""
     ended: bool = False
     """The job ended with a commit."""
     phases: list[Phase] = field(default_factory=list)
@@ -135,6 +137,8 @@ class Course:
     changes: list[Change] = field(default_factory=list)
     _begun: tuple[int, int] | None = None
     """Cursor and consumed slices at the beginning."""
+    _first: tuple[float, int, int] | None = None
+    """Time, step and consumed slices of the first commit."""
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Time, step and consumed slices of the newest commits."""
     _pending: list[Fault] = field(default_factory=list)
@@ -146,8 +150,9 @@ class Course:
         if record["n"] <= self.n:
             return False
         self.n = record["n"]
+        held = len(record.get("leases") or ()) + len(record.get("returned") or ())
         if self._begun is None:
-            self._begun = record["cursor"], record["batches"]
+            self._begun = record["cursor"] - held, record["batches"]
             self.begun_step, self.batches = record["step"], record["batches"]
         kind = record["kind"]
         if kind == "epoch":
@@ -158,8 +163,7 @@ class Course:
             self._commit(record, at)
         self.step, self.cursor = record["step"], record["cursor"]
         self.batches = record["batches"]
-        held = len(record.get("leases") or ())
-        self.unused = len(record.get("returned") or ()) + (held if self.ended else 0)
+        self.open = held
         return True
 
     # --- what can be asked ---
@@ -168,11 +172,6 @@ class Course:
     def members(self) -> frozenset[str]:
         """Groups of the newest epoch."""
         return self.phases[-1].members if self.phases else frozenset()
-
-    @property
-    def began(self) -> float | None:
-        """Time of the first epoch."""
-        return self.phases[0].formed if self.phases else None
 
     @property
     def last(self) -> float | None:
@@ -188,6 +187,18 @@ class Course:
     def slices(self) -> int:
         """Slices that the steps of this start have consumed."""
         return self.batches - (self._begun[1] if self._begun else 0)
+
+    @property
+    def unused(self) -> int:
+        """Slices of a job that has ended that no group has trained, although later ones were."""
+        return self.open if self.ended else 0
+
+    @property
+    def repeated(self) -> int:
+        """Slices that were consumed more than once, by the counters of the records."""
+        if self._begun is None:
+            return 0
+        return max(0, self.slices + self.skipped - (self.cursor - self.open - self._begun[0]))
 
     def samples(self, slices: float | None) -> float | None:
         """Return the number of samples in ``slices``; None if the size of a batch is unknown."""
@@ -251,15 +262,23 @@ class Course:
 
     @property
     def elapsed(self) -> float:
-        """Seconds from the first epoch to the newest commit."""
-        return 0.0 if self.began is None or self.last is None else self.last - self.began
+        """Seconds from the first commit to the newest one; starting up is not counted."""
+        return 0.0 if self._first is None or self.last is None else self.last - self._first[0]
+
+    @property
+    def mean_rates(self) -> tuple[float, float] | None:
+        """Steps and slices per second from the first to the newest commit."""
+        if self._first is None or not self.elapsed:
+            return None
+        _, step, slices = self._first
+        return (self.step - step) / self.elapsed, (self.batches - slices) / self.elapsed
 
     @property
     def goodput(self) -> float | None:
         """Committed samples divided by those of an undisturbed run of the same length."""
-        if not self.full or not self.elapsed:
+        if not self.full or self.mean_rates is None:
             return None
-        return min(1.0, self.slices / (self.full * self.elapsed))
+        return min(1.0, self.mean_rates[1] / self.full)
 
     def lost_s(self) -> dict[str, float]:
         """Return the seconds lost compared with an undisturbed run, by cause.
@@ -331,6 +350,7 @@ class Course:
         if not self.phases:  # an observer that came in the middle has not seen the epoch
             self.phases.append(Phase(record["epoch"], frozenset(), at, record["step"]))
         phase, consumed = self.phases[-1], record["batches"] - self.batches
+        self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
         phase.commits += 1
         phase.slices += consumed if phase.commits > 1 else 0
         phase.first, phase.last = phase.first or at, at
@@ -342,6 +362,7 @@ class Course:
         if phase.commits == 1:
             self._recent.clear()
         self._recent.append((at, record["step"], record["batches"]))
+        self._first = self._first or self._recent[-1]
         self._left = tuple(record.get("leavers") or ())
         self.ended |= bool(record.get("last"))
         if record.get("change"):

@@ -11,6 +11,7 @@ processes share give the difference between their clocks.
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -215,6 +216,51 @@ def trace_files(directory: str | Path) -> list[Path]:
     if not paths:
         raise FftError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
     return paths
+
+
+def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each record of a run's head register once, in order, with the time it first arrived.
+
+    Reads the traces twice, block by block, so memory use is independent of the length of a run.
+    Lines are not checked against their digests. Raises FftError if there is no trace.
+    """
+    paths, clocks = trace_files(directory), Clocks()
+    for path in paths:
+        for line in _with_records(path):
+            clocks.take(line)
+    merged = heapq.merge(*(_records_of(path, clocks) for path in paths), key=lambda item: item[0])
+    number, at, record = 0, 0.0, dict[str, Any]()
+    for n, time, found in merged:
+        if n == number:
+            at = min(at, time)
+            continue
+        if number:
+            yield record, at
+        number, at, record = n, time, found
+    if number:
+        yield record, at
+
+
+def _records_of(path: Path, clocks: Clocks) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    last = 0
+    for line in _with_records(path):
+        record = line["event"]["record"]
+        if record["n"] > last:
+            last = record["n"]
+            yield last, clocks.at(line), record
+
+
+def _with_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the readable lines of a trace whose event has a record."""
+    for piece in TraceFile(path)._pieces():
+        if b'"record":{' not in piece:
+            continue
+        try:
+            line = _loaded(piece)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance((line.get("event") or {}).get("record"), dict):
+            yield line
 
 
 def read_lines(

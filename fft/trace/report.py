@@ -11,20 +11,32 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
+from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
+from fft.trace.course import Course, Fault, plainly
 from fft.trace.format import scope_folders
-from fft.trace.read import Clocks, Trace, read_lines, read_trace, trace_files, who_of
+from fft.trace.read import (
+    Clocks,
+    Trace,
+    read_lines,
+    read_trace,
+    register_records,
+    trace_files,
+    who_of,
+)
 from fft.trace.starts import start_after
-from fft.trace.tail import TraceTail
+from fft.trace.tail import TraceTail, goal_in
 
 _PLAN = "faults.json"
 _ALONE = ("inner_abort", "inner_torn")
@@ -43,6 +55,10 @@ class Incident:
     """Time from the fault until the next commit on the last survivor."""
     attempts_lost: int
     bytes_healed: int
+    n: int = 0
+    """Number of the record that ended the epoch, or 0."""
+    is_planned: bool = False
+    """Groups joined, or left on purpose, and no fault was injected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +123,10 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
         found.append((wall, _incident(lines, name, wall, end)))
     for end in ends:
         if end.record["n"] not in explained and not _is_end_of_loop(lines, end):
-            name = end.what if end.record["kind"] == "commit" else "not injected"
-            found.append((end.wall, _incident(lines, name, end.wall, end)))
+            is_planned = end.record["kind"] == "commit"
+            name = end.what if is_planned else "not injected"
+            incident = _incident(lines, name, end.wall, end)
+            found.append((end.wall, replace(incident, is_planned=is_planned)))
     return found
 
 
@@ -123,23 +141,168 @@ def damages(directory: str | Path) -> list[str]:
     return found
 
 
-def fault_table(directory: str | Path) -> Table:
-    """Return the incidents as a table."""
-    table = Table(title="faults and what they cost")
-    table.add_column("fault", overflow="fold")
-    table.add_column("noticed by", overflow="fold", max_width=56)
-    for name in ("ms to rolled back", "ms to next commit", "attempts lost", "bytes healed"):
-        table.add_column(name, justify="right")
-    for i in incidents(directory):
-        table.add_row(
-            Text(i.fault),
-            Text(i.noticed),
-            _ms(i.rolled_back_ms),
-            _ms(i.next_commit_ms),
-            str(i.attempts_lost),
-            str(i.bytes_healed),
+def course_of(directory: str | Path) -> Course:
+    """Return the course of one start of a job; if stages step independently, of the first stage."""
+    course = Course()
+    for record, at in register_records(directory):
+        course.take(record, at)
+    for path in trace_files(directory):
+        if (goal := _first_goal(path)) is not None:
+            course.goal = goal
+            break
+    return course
+
+
+def _first_goal(path: Path) -> Goal | None:
+    """Return the planned end in the first note of FFT's own loop."""
+    with path.open("rb") as file:
+        for text in file:
+            if b'"note":"loop"' in text:
+                with suppress(ValueError, RecursionError):
+                    return goal_in(json.loads(text))
+    return None
+
+
+def summary(course: Course) -> dict[str, Any]:
+    """Return the figures of a run as plain data; what cannot be known is None."""
+    steps, slices = course.mean_rates or (None, None)
+    return {
+        "steps": course.steps,
+        "last_step": course.step,
+        "elapsed_s": course.elapsed,
+        "samples": course.samples(course.slices),
+        "steps_per_s": steps,
+        "samples_per_s": course.samples(slices),
+        "undisturbed_samples_per_s": course.samples(course.full),
+        "goodput": course.goodput,
+        "lost_s": course.lost_s(),
+        "attempts_lost": len(course.faults),
+        "samples_lost": course.samples(course.unused),
+        "samples_repeated": course.samples(course.repeated),
+        "absences": [
+            {
+                "group": absence.group,
+                "from_step": absence.step,
+                "steps": absence.steps,
+                "planned": absence.planned,
+                "returned": absence.back is not None,
+            }
+            for absence in course.absences
+        ],
+    }
+
+
+def summary_lines(course: Course) -> list[str]:
+    """Return the figures of a run as lines of at most 80 columns."""
+    if course.mean_rates is None:
+        return [f"{course.steps} steps were committed, too few for a speed"]
+    found, unit = summary(course), "samples"
+    total, speed = found["samples"], found["samples_per_s"]
+    if total is None:  # the size of a batch is not in the trace
+        unit, total, speed = "slices", course.slices, course.mean_rates[1]
+    lines = [
+        f"{course.steps} steps in {course.elapsed:.1f} s: {found['steps_per_s']:.2f} steps/s, "
+        f"{speed:,.1f} {unit}/s"
+    ]
+    if course.goodput is not None and course.full is not None:
+        whole = total / course.goodput
+        lines.append(
+            f"goodput {course.goodput:.1%}: {total:,.0f} {unit}; without faults {whole:,.0f} in "
+            "the same time"
         )
-    return table
+    costs = (f"{name} {seconds:.1f} s" for name, seconds in found["lost_s"].items() if seconds)
+    lines.append(f"time lost: {', '.join(costs) or 'none'}")
+    lost, again = found["samples_lost"] or course.unused, found["samples_repeated"]
+    again = course.repeated if again is None else again
+    lines.append(f"{unit} lost: {lost:,.0f}, repeated: {again:,.0f}")
+    for absence in course.absences:
+        if absence.steps:
+            until = "" if absence.back is None else f" to {absence.step + absence.steps}"
+            why = " as asked" if absence.planned else ""
+            lines.append(
+                f"group {absence.group} was away{why} for {absence.steps} of {course.steps} steps "
+                f"(from step {absence.step}{until})"
+            )
+    return lines
+
+
+def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
+    """Return the faults as a table that fits 80 columns, or None if there was no fault."""
+    title = "faults and what they cost"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("fault", overflow="fold", ratio=1)
+    for name in ("rolled\nback", "next\ncommit", "steps\nwithout", "samples/s\nbefore, after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    by_number = {fault.n: fault for fault in course.faults}
+    for incident in found:
+        if incident.is_planned:
+            continue
+        fault = by_number.get(incident.n)
+        named = incident.fault if incident.fault != "not injected" else ""
+        what = ": ".join(filter(None, (named, plainly(incident.noticed))))
+        step = "-" if fault is None else str(fault.step)
+        costs = _seconds(incident.rolled_back_ms), _seconds(incident.next_commit_ms)
+        table.add_row(step, Text(what), *costs, _without(fault, course), _speeds(fault, course))
+    return table if table.rows else None
+
+
+def _without(fault: Fault | None, course: Course) -> str:
+    """Return the number of steps that were committed without the groups that a fault has cost."""
+    if fault is None or not fault.lost:
+        return "0"
+    gone = [each for each in course.absences if each.n == fault.n and each.group in fault.lost]
+    return "\n".join(f"{each.steps}" for each in gone)
+
+
+def _speeds(fault: Fault | None, course: Course) -> str:
+    """Return the samples per second of the last epoch before the fault and the first after it."""
+    if fault is None:
+        return "-"
+    rates = (None if phase is None else phase.rate for phase in (fault.before, fault.after))
+    known = [rate if (each := course.samples(rate)) is None else each for rate in rates]
+    return ", ".join("-" if rate is None else f"{rate:,.0f}" for rate in known)
+
+
+def change_lines(found: Iterable[Incident], course: Course) -> list[str]:
+    """Return a line for each change of the membership that is no fault: joins, planned leaves."""
+    healed = {incident.n: incident.bytes_healed for incident in found}
+    lines = []
+    for change in course.changes:
+        amount = healed.get(change.n - 1, 0)
+        fetched = f", which fetched {decimal(amount)}" if change.joined and amount else ""
+        lines.append(f"step {change.step}: {change.text}{fetched}")
+    return lines
+
+
+def full_report(directory: str | Path) -> dict[str, Any]:
+    """Return everything that ``fft report`` shows as plain data."""
+    course, found = course_of(directory), incidents(directory)
+    by_number = {fault.n: fault for fault in course.faults}
+    faults = []
+    for incident in found:
+        fault = by_number.get(incident.n)
+        told = asdict(incident)
+        if fault is not None:
+            speeds = (fault.before, fault.after)
+            before, after = (course.samples(phase.rate if phase else None) for phase in speeds)
+            told |= {"step": fault.step, "code": fault.code, "groups_lost": list(fault.lost)}
+            told |= {"samples_per_s_before": before, "samples_per_s_after": after}
+        faults.append(told)
+    asked, missing = requested_faults(directory)
+    return {
+        "directory": str(directory),
+        **summary(course),
+        "goal": asdict(course.goal),
+        "incidents": faults,
+        "changes": [{"step": change.step, "text": change.text} for change in course.changes],
+        "errors": [asdict(error) for error in own_errors(directory)],
+        "faults_requested": asked,
+        "faults_not_fired": [fault.name for fault in missing],
+        "input": input_wait(directory),
+        "checkpoints": checkpoints(directory),
+        "damage": damages(directory),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +462,10 @@ def _share(values: list[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _seconds(ms: float | None) -> str:
+    if ms is None:
+        return "-"
+    return f"{ms:.1f} ms" if ms < 1e3 else f"{ms / 1e3:.1f} s"
 
 
 def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
@@ -434,4 +599,5 @@ def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> I
         next_commit_ms=(max(commits.values()) - wall) * 1e3 if commits else None,
         attempts_lost=int(record["kind"] == "abort"),
         bytes_healed=sum(healed),
+        n=record["n"],
     )

@@ -111,13 +111,15 @@ class JobAudit:
             return self.starts[0].render()
         lines = [start.render(is_only=False) for start in self.starts]
         verdict = "VIOLATED" if self.resumed.violation else "ok"
+        text = f"{verdict}  resumed: each start began with a state that an earlier start had"
+        text = f"{len(self.starts)} starts: {text} ({self.resumed.checks} checks)"
         if not self.resumed.checks:
-            verdict = "not checked: no start goes on from a checkpoint"
-        text = f"{len(self.starts)} starts: resumed {self.resumed.checks} checks  {verdict}"
+            text = f"{len(self.starts)} starts: not checked: no start goes on from a checkpoint"
         if self.resumed.violation:
             text += f"\n    {self.resumed.place}: {self.resumed.violation}"
         if self.ends.violation:
-            text += f"\nends {self.ends.checks} checks  VIOLATED"
+            text += "\nVIOLATED  ends: each trace still has the line with which it ended "
+            text += f"({self.ends.checks} checks)"
             text += f"\n    {self.ends.place}: {self.ends.violation}"
         verdict = "ok" if self.ok else "NOT OK" if self.has_commits else "NOTHING COMMITTED"
         if self.is_only_incomplete:

@@ -57,6 +57,22 @@ def start_folders(root: Path) -> list[Path]:
     return [root, *sorted(later, key=lambda path: int(path.name[5:]))]
 
 
+def newest_run(place: Path) -> Path | None:
+    """Return the directory with the newest traces of a job: ``place``, one in it, or in ``runs``.
+
+    It is the directory of all starts of the job; None if there is no trace.
+    """
+    found = [place, *place.glob("*/"), *place.glob("runs/*/")]
+    timed = [(max(times), folder) for folder in found if (times := _times(folder))]
+    return max(timed)[1] if timed else None
+
+
+def _times(folder: Path) -> list[float]:
+    """Return when the traces of all starts of a job were last changed."""
+    traces = (path for start in start_folders(folder) for path in start.glob("g*r*i*.jsonl"))
+    return [path.stat().st_mtime for path in traces]
+
+
 def number_of(folder: Path) -> int:
     """Return the number of the start whose traces are in ``folder``."""
     return int(folder.name[5:]) if _is_later(folder) else 1

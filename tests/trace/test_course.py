@@ -1,0 +1,159 @@
+"""Tests of the course of a job by its records: faults, absences, speed, goodput; `fft report`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from traced import TracedJob
+from typer.testing import CliRunner
+
+from fft.cli import app
+from fft.messages.progress import Goal
+from fft.trace.course import Course, plainly
+from fft.trace.report import course_of, fault_table, summary, summary_lines
+from fft.trace.starts import newest_run
+
+
+def record(n: int, kind: str, step: int, slices: int, **more: Any) -> dict[str, Any]:
+    place = {"n": n, "kind": kind, "step": step, "epoch": more.pop("epoch", 1), "txn": n}
+    return {**place, "cursor": slices, "batches": slices, **more}
+
+
+def members(*groups: str) -> list[dict[str, str]]:
+    return [{"group": group} for group in groups]
+
+
+def interrupted() -> Course:
+    """Two groups at 10 steps/s; group 1 is away from step 10 to 20; the rollback costs 0.4 s more.
+
+    Group 1 leaves on purpose with step 30.
+    """
+    course = Course(goal=Goal(steps=50, items=1, all_items=200, samples=8))
+    n, slices, at = 1, 0, 0.0
+    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), -5.0)
+    for step in range(1, 11):
+        n, slices, at = n + 1, slices + 2, at + 0.1
+        course.take(record(n, "commit", step, slices), at)
+    cause = "0/0#1: 1/0#1 died (seen by supervisor)"
+    course.take(record(n + 1, "abort", 10, slices, cause=cause, code="died"), at + 0.05)
+    course.take(record(n + 2, "epoch", 10, slices, epoch=2, members=members("0")), at + 0.1)
+    n, at = n + 2, at + 0.4
+    for step in range(11, 21):
+        n, slices, at = n + 1, slices + 1, at + 0.1
+        course.take(record(n, "commit", step, slices, epoch=2, change=step == 20), at)
+    n += 1
+    course.take(record(n, "epoch", 20, slices, epoch=3, members=members("0", "1")), at + 0.01)
+    for step in range(21, 31):
+        n, slices, at = n + 1, slices + 2, at + 0.1
+        leavers = ["1"] if step == 30 else []
+        more = {"change": step == 30, "leavers": leavers}
+        course.take(record(n, "commit", step, slices, epoch=3, **more), at)
+    course.take(record(n + 1, "epoch", 30, slices, epoch=4, members=members("0")), at + 0.01)
+    for step in (31, 32):
+        n, slices, at = n + 1, slices + 1, at + 0.1
+        more = {"last": step == 32, "leavers": ["0"] if step == 32 else []}
+        course.take(record(n + 1, "commit", step, slices, epoch=4, **more), at)
+    return course
+
+
+def test_course_counts_steps_without_a_group() -> None:
+    lost, left = interrupted().absences
+    assert (lost.group, lost.step, lost.steps, lost.planned) == ("1", 10, 10, False)
+    assert lost.back == pytest.approx(2.41)
+    assert (left.group, left.step, left.steps, left.planned, left.back) == ("1", 30, 2, True, None)
+
+
+def test_course_compares_with_an_undisturbed_run() -> None:
+    """From the first commit on, 50 slices were trained in 3.5 s; without faults 20 per second."""
+    course = interrupted()
+    assert course.full == pytest.approx(20.0) and course.elapsed == pytest.approx(3.5)
+    assert course.goodput == pytest.approx(50 / 70)
+    lost = course.lost_s()
+    assert lost["rollbacks"] == pytest.approx(0.4)
+    assert lost["missing groups"] == pytest.approx((0.9 + 0.1) / 2)
+
+
+def test_course_estimates_what_is_left_by_steps_or_data() -> None:
+    course = interrupted()
+    assert course.share_done == pytest.approx(32 / 50)
+    assert course.left_s() == pytest.approx(1.8)
+    assert course.left_s(now=60.0) is None, "nothing was committed for long"
+    course.goal = Goal(items=2, all_items=108)
+    assert course.share_done == pytest.approx(52 * 2 / 108)
+
+
+def test_course_reports_untrained_and_repeated_slices() -> None:
+    course = Course(goal=Goal(samples=8))
+    course.take(record(1, "epoch", 0, 0, members=members("0")), 0.0)
+    end = {"batches": 2, "returned": [1], "last": True}
+    course.take({**record(2, "commit", 1, 3), **end}, 1.0)
+    assert (course.unused, course.repeated) == (1, 0)
+    course.take({**record(3, "commit", 2, 3), "batches": 4}, 1.0)
+    assert course.repeated == 1
+
+
+def test_course_of_traces_has_each_record_once(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=3)
+    for _ in range(3):
+        job.step()
+    job.refuse(job.live()[1], "boom")
+    job.step()
+    job.close()
+    course = course_of(tmp_path)
+    assert (course.steps, len(course.faults), len(course.members)) == (4, 1, 3)
+    assert course.faults[0].cost_s is not None
+    assert course.faults[0].cause.startswith("group ") and "#" not in course.faults[0].cause
+
+
+def test_causes_name_ranks_in_words() -> None:
+    assert plainly("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
+    assert plainly("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
+    assert plainly("a/b 1/2") == "a/b 1/2"
+
+
+# --- fft report ------------------------------------------------------------------------
+
+
+def test_report_summary_fits_80_columns() -> None:
+    course = interrupted()
+    lines = summary_lines(course)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "32 steps in 3.5 s" in text and "goodput 71.4%: 416 samples" in text
+    assert "samples lost: 0, repeated: 0" in text
+    assert "group 1 was away for 10 of 32 steps (from step 10 to 20)" in text
+    assert "group 1 was away as asked for 2 of 32 steps (from step 30)" in text
+    assert summary(course)["samples_per_s"] == pytest.approx(8 * 50 / 3.5)
+
+
+def test_report_leaves_planned_changes_out_of_the_faults(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=2)
+    job.step()
+    job.close()
+    assert fault_table([], course_of(tmp_path)) is None
+
+
+def test_report_takes_the_newest_run_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report"])
+    assert result.exit_code == 2 and newest_run(Path()) is None
+    for number, folder in enumerate(("runs/a", "b", "runs/c")):
+        job = TracedJob(tmp_path / folder, groups=2)
+        job.step()
+        job.close()
+        for path in (tmp_path / folder).glob("*.jsonl"):
+            os.utime(path, (1000 - number, 1000 - number))
+    assert newest_run(Path()) == Path("runs/a")
+    found = json.loads(CliRunner().invoke(app, ["report", "--json"]).stdout)
+    assert (found["directory"], found["steps"], found["incidents"]) == ("runs/a", 1, [])
+    out = io.StringIO()
+    Console(file=out, width=80).print(CliRunner().invoke(app, ["report", "b"]).stdout)
+    assert "no fault was noticed" in out.getvalue()
