@@ -1,10 +1,11 @@
-"""`fft` in a process that has torch loaded from its start, and whose ranks have it, too.
+"""`fft` in a process that has torch loaded from its start, and whose fork server has it, too.
 
-The command is the real one; only the start of a rank differs. A helper that the command has from
-its start forks itself instead of starting a new Python, and the fork becomes a child of the
-supervisor. It leads a session, dies with the supervisor, has the environment, descriptors and log
-of a rank, and runs `fft.launch.script_runner`. Tests that start everything as users do, such as
-test_examples.py, test_cli.py and test_trust_run.py, show that a new Python is started correctly.
+The command is the real one; only the start of its fork server differs, or that of a rank without
+one. A helper that the command has from its start forks itself instead of starting a new Python, and
+the fork becomes a child of the supervisor. It leads a session, dies with the supervisor, has the
+environment, descriptors and log of a rank, and runs `fft.launch.script_runner`. Tests that start
+everything as users do, such as test_examples.py, test_cli.py and test_trust_run.py, show that a new
+Python is started correctly.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ from typing import Any
 from forked import Forked
 
 from fft.launch import script_runner
-from fft.launch.supervisor import children
+from fft.launch.supervisor import script
 from fft.util.die_with_parent import PR_SET_PDEATHSIG, ignore_warnings
 
-PR_SET_CHILD_SUBREAPER = 36
 LONGEST = 1 << 17
 MOST_DESCRIPTORS = 32
 ABOVE_ALL = 1000
@@ -104,7 +104,7 @@ def _command(
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     if not new_ranks:
-        children._started = _Starter(_helper())  # type: ignore[assignment]
+        script._exec = _Starter(_helper())  # type: ignore[assignment]
     sys.argv = ["fft", *arguments]
     app()
 
@@ -126,7 +126,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Starter:
-    """A replacement for `children._started`."""
+    """A replacement for `script._exec`."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -136,21 +136,20 @@ class _Starter:
     ) -> _Rank:
         words = json.dumps([list(script), dict(env), list(inherits)]).encode()
         assert len(words) < LONGEST and max(inherits, default=0) < ABOVE_ALL
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork of the helper's child becomes ours
-        try:
-            with log.open("ab") as output:
-                socket.send_fds(self._line, [words], [output.fileno(), *inherits])
-            pid = int(self._line.recv(LONGEST))
-        finally:
-            _prctl(PR_SET_CHILD_SUBREAPER, 0)
-        return _Rank(pid)
+        # a fork of the helper's child becomes ours, because the supervisor is a subreaper
+        with log.open("ab") as output:
+            socket.send_fds(self._line, [words], [output.fileno(), *inherits])
+        return _Rank(int(self._line.recv(LONGEST)))
 
 
 class _Rank:
-    """The part of the interface of `subprocess.Popen` that the supervisor uses."""
+    """The part of the interface of `subprocess.Popen` that `script` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

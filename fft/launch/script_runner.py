@@ -21,6 +21,15 @@ LAST_WORDS = "fft-last-words"
 LOADED_TORCH = b"loaded torch"
 """Written to the memfd when a script that has loaded torch ends without an error."""
 
+FORK_SERVER = "FFT_FORK_SERVER_FD"
+"""Environment variable of the fork server: the descriptor of its socket to the supervisor."""
+
+READY = "ready"
+"""Sent by the fork server when it has loaded torch; otherwise it sends why it cannot fork."""
+
+_ALIKE = frozenset({"fft", "numpy", "torch", "torchft"})
+"""Packages whose import does not depend on the rank's environment variables."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -38,6 +47,8 @@ def main() -> None:
     had_torch = "torch" in sys.modules
     del sys.argv[0]
     path = os.path.abspath(sys.argv[0])
+    if number := os.environ.pop(FORK_SERVER, ""):
+        _serve_forks(int(number), path)
     if role := os.environ.pop("FFT_ROLE_FD", ""):
         _await_role(int(role), path)
     paper, owner = _paper(), os.getpid()
@@ -102,29 +113,139 @@ def _await_role(number: int, path: str) -> None:
     os.close(log)
 
 
-def _load_imports_of(path: str) -> None:
+def _serve_forks(number: int, path: str) -> None:
+    """Fork a rank for each request of the supervisor; this returns in the ranks only.
+
+    Exits when the supervisor closes the socket.
+    """
+    import socket
+
+    supervisor = socket.socket(fileno=number)
+    supervisor.set_inheritable(False)
+    _load_imports_of(path, is_for_all=True)
+    obstacle = _obstacle_to_forks()
+    try:
+        supervisor.send((obstacle or READY).encode())
+        while not obstacle:
+            word, fds, _, _ = socket.recv_fds(supervisor, 1, 64)
+            if not word:
+                break
+            pid = _fork_rank(fds)
+            if pid is None:
+                supervisor.close()
+                return
+            supervisor.send(str(pid).encode())
+    except OSError as error:  # the supervisor has ended, or no process can be forked
+        sys.stderr.write(f"fork server: {error}\n")
+    sys.exit(0)
+
+
+def _obstacle_to_forks() -> str | None:
+    """Return why a fork of this process might misbehave, or None if it will not."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"the imports of the script have started {threads - 1} threads"
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of the listing
+            continue
+        if target.startswith(("/dev/nvidia", "/dev/kfd")):
+            return f"the imports of the script have opened {target}"
+    return None
+
+
+def _fork_rank(fds: list[int]) -> int | None:
+    """Fork a rank; return its process ID, or None in the rank.
+
+    The rank is forked by an intermediate process, whose end makes it a child of the supervisor.
+
+    Args:
+        fds: Descriptors of the request (JSON) and of the log, and those that the rank inherits.
+    """
+    told, tell = os.pipe()
+    wait, go = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    between = os.fork()
+    if between == 0:
+        if os.fork() != 0:
+            os._exit(0)
+        os.setsid()
+        os.write(tell, str(os.getpid()).encode())
+        for fd in (told, tell, go):
+            os.close(fd)
+        if os.read(wait, 1) != b"g":
+            os._exit(1)
+        os.close(wait)
+        _become_rank(fds)
+        return None
+    os.waitpid(between, 0)  # from here on the rank is a child of the supervisor
+    pid = int(os.read(told, 32))
+    os.write(go, b"g")
+    for fd in (told, tell, wait, go, *fds):
+        os.close(fd)
+    return pid
+
+
+def _become_rank(fds: list[int]) -> None:
+    """Take over environment, log and descriptors, and end with the supervisor."""
+    import ctypes
+    import json
+    import signal
+
+    order, log, *inherited = fds
+    request = json.loads(os.pread(order, os.fstat(order).st_size, 0))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != request["parent"]:
+        os._exit(1)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+    os.close(order)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for fd in inherited:
+        os.set_inheritable(fd, True)
+    for name, at in request["fds"].items():
+        os.environ[name] = str(inherited[at])
+    _seed_anew()
+
+
+def _seed_anew() -> None:
+    """Give this rank random numbers of its own, as imports of its own would have done.
+
+    Python does this for `random`.
+    """
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
+    if "torch" in sys.modules:
+        import torch
+
+        torch.default_generator.seed()
+
+
+def _load_imports_of(path: str, is_for_all: bool = False) -> None:
     """Import the packages that the script imports before it does anything else.
 
     This only saves time: the script imports them again and raises the error of a failed import
     itself. Only installed packages are imported, because a module of the user may depend on the
     role, which is still unknown, or on a search path that the script will set.
+
+    Args:
+        path: The script.
+        is_for_all: The imports must suit every rank: stop at the first package that might depend
+            on the rank, or might change what a later import does.
     """
-    import ast
     from importlib import import_module
 
-    try:
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read(), path)
-    except (OSError, SyntaxError, ValueError):
-        return
-    names: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [node.module] if node.module and not node.level else []
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            break  # the statement may matter to later imports, such as a change of os.environ
+    names = _imports_of(path)
+    if is_for_all:
+        is_other = (n.partition(".")[0] not in _ALIKE | sys.stdlib_module_names for n in names)
+        names = names[: next((at for at, other in enumerate(is_other) if other), len(names))]
+        names = [name for name in names if name.partition(".")[0] in _ALIKE]
     if "fft" in names:  # `import fft` loads its parts lazily
         names.append("fft.train.manager")
     if "torch" in {name.partition(".")[0] for name in names}:
@@ -133,7 +254,27 @@ def _load_imports_of(path: str) -> None:
         try:
             import_module(name)
         except BaseException as error:  # noqa: BLE001
-            sys.stderr.write(f"spare: {name} is not loaded: {error!r}\n")
+            sys.stderr.write(f"{name} is not loaded in advance: {error!r}\n")
+
+
+def _imports_of(path: str) -> list[str]:
+    """Return the modules that the script imports before any other statement, in order."""
+    import ast
+
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read(), path)
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module] if node.module and not node.level else []
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            break  # the statement may matter to later imports, such as a change of os.environ
+    return names
 
 
 def _is_installed(name: str) -> bool:

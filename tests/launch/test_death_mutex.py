@@ -14,6 +14,7 @@ import pytest
 
 from fft.health.death_mutex import DeathMutex, hold, supported
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.script import Script
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no robust mutexes here")
 
@@ -153,7 +154,9 @@ def test_a_child_that_is_reaped_keeps_no_descriptor(tmp_path: Path) -> None:
     for number in range(3):
         before = os.listdir("/proc/self/fd")
         log, told = tmp_path / f"{number}.log", threading.Event()
-        children.append(child := Child("0", number, 1, [str(script)], dict(os.environ), log))
+        children.append(
+            child := Child("0", number, 1, Script([str(script)]), dict(os.environ), log)
+        )
         child.watch(told.set)
         assert child.dies_within(LIMIT_S)
         assert child.reap() == 3, log.read_text()

@@ -168,7 +168,6 @@ from fft.launch.supervisor import children
 assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
 children._LOOK_S = children._OWN_S = 0.0
 made = children.Orphans()
-made._is_init = True
 own = os.fork()
 if own == 0:
     if os.fork() == 0:

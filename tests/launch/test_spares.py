@@ -22,6 +22,7 @@ from fft.launch import script_runner
 from fft.launch.supervisor import reforming
 from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.reforming import Spares
+from fft.launch.supervisor.script import Script
 
 SCRIPT = """\
 '''What the script is.'''
@@ -46,7 +47,7 @@ def start_spare(script: Path, number: int, fd: int) -> Child:
     """Start a spare as the supervisor does; its log is next to the script."""
     env = {**os.environ, "FFT_ROLE_FD": str(fd)}
     log = script.with_name(f"spare-{number}.log")
-    return Child("spare", number, 1, [str(script)], env, log, (fd,))
+    return Child("spare", number, 1, Script([str(script)]), env, log, (fd,))
 
 
 def test_a_spare_loads_installed_packages_that_come_first_and_nothing_of_the_users(
@@ -97,7 +98,7 @@ def test_a_spare_that_is_never_ready_is_late(script: Path, tmp_path: Path) -> No
 
     def start(number: int, fd: int) -> Child:
         log = tmp_path / f"spare-{number}.log"
-        return Child("spare", number, 1, [str(script)], dict(os.environ), log, (fd,))
+        return Child("spare", number, 1, Script([str(script)]), dict(os.environ), log, (fd,))
 
     spares = Spares(1, start)
     (child,) = spares.started()

@@ -38,12 +38,15 @@ StartJob = Callable[..., AbstractContextManager[Job]]
 
 
 def supervised_children() -> list[psutil.Process]:
-    """Return the children of this process that represent ranks; other tests may have left some."""
-    return [
-        c
-        for c in psutil.Process().children()
-        if "fft/util/die_with_parent.py" in " ".join(c.cmdline())
-    ]
+    """Return the children of this process that run a script; other tests may have left others."""
+    return [child for child in psutil.Process().children() if _runs_a_script(child)]
+
+
+def _runs_a_script(child: psutil.Process) -> bool:
+    try:
+        return "fft/launch/script_runner.py" in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:  # psutil raises it for zombies, too
+        return False
 
 
 def record(**fields: Any) -> str:

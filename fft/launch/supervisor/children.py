@@ -11,8 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +20,9 @@ from pathlib import Path
 from fft.errors import JobEnded
 from fft.health.death_mutex import DeathMutex, supported
 from fft.launch import script_runner
+from fft.launch.supervisor.script import Script
 from fft.messages.protocol import MAX_MESSAGE, Suspect, UnreadableMessage, decode
 from fft.util import pidfd
-from fft.util.die_with_parent import tied
 from fft.util.error_places import Place
 
 logger = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class Child:
         group: str,
         rank: int,
         start: int,
-        script: Sequence[str],
+        script: Script,
         env: Mapping[str, str],
         log: Path,
         inherits: Sequence[int] = (),
@@ -92,7 +90,7 @@ class Child:
         self._paper = os.memfd_create(script_runner.LAST_WORDS)
         try:
             env = {**env, "FFT_LAST_WORDS_FD": str(self._paper)}
-            self._process = _started(script, env, log, (*inherits, self._paper))
+            self._process = script.start(env, log, (*inherits, self._paper))
         except BaseException:
             os.close(self._paper)
             if self._death_mutex is not None:
@@ -210,21 +208,6 @@ def reap_all(children: Sequence[Child]) -> None:
             logger.error("pid %d did not end within %g s of its SIGKILL", child.pid, _REAP_S)
 
 
-def _started(
-    script: Sequence[str], env: Mapping[str, str], log: Path, inherits: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            tied([sys.executable, script_runner.__file__, *script]),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            pass_fds=tuple(inherits),
-            start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
-        )
-
-
 def _read(paper: int) -> Place | None:
     try:
         return Place.from_json(os.pread(paper, _LONGEST_WORDS, 0))
@@ -250,7 +233,7 @@ def _tail(log: Path) -> list[str]:
 
 
 # --- orphans ---
-# Reap orphans, whose parent is `fft run` if it is PID 1, as in a container.
+# Reap orphans, whose parent is `fft run`: it is PID 1, as in a container, or their subreaper.
 #
 # Reads ``/proc``.
 
@@ -261,10 +244,9 @@ _OWN_S = 5.0
 
 
 class Orphans:
-    """Reaps zombies that no other code collects. Does nothing unless this process is PID 1."""
+    """Reaps zombies that no other code collects."""
 
     def __init__(self) -> None:
-        self._is_init = os.getpid() == 1
         self._look_at = 0.0
         self._since: dict[int, float] = {}
         """Zombies by pid, with the time of the first sight in seconds."""
@@ -272,7 +254,7 @@ class Orphans:
     def reap(self, own: Iterable[int]) -> None:
         """Collect orphans that have ended, except ``own``, which their owner collects."""
         now = time.monotonic()
-        if not self._is_init or now < self._look_at:
+        if now < self._look_at:
             return
         self._look_at = now + _LOOK_S
         zombies = _zombies() - set(own)
@@ -286,15 +268,18 @@ class Orphans:
 
 def _zombies() -> set[int]:
     """Return our children that have ended and were not collected."""
-    found, me = set[int](), str(os.getpid()).encode()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_bytes().rpartition(b") ")[2].split()[:2]
-        except (OSError, ValueError):  # collected meanwhile
-            continue
-        if state == b"Z" and parent == me:
-            found.add(int(stat.parent.name))
+    found = set[int]()
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found.update(pid for pid in map(int, children.read_text().split()) if _is_zombie(pid))
     return found
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"Z")
+    except OSError:  # collected meanwhile
+        return False
 
 
 # --- hang reports ---

@@ -11,6 +11,8 @@ from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, base_env
 from fft.launch.supervisor.joined import Joined
+from fft.launch.supervisor.script import Script
+from fft.util.files import claimed
 
 TakeSpare = Callable[[Mapping[str, str], Path], Child | None]
 """Gives a spare the role that the environment describes; returns it, or None if there is none."""
@@ -27,6 +29,12 @@ class Launcher:
         self._token = token
         self._hangs_fd = hangs_fd
         self.logs = config.trace_dir / "logs"
+        self.script = Script(config.script)
+
+    def open(self) -> None:
+        """Prepare to start processes; `script` is to be closed."""
+        log = claimed(self.logs / "fork-server.log")
+        self.script.open(self._env(), log)
 
     def _env(self) -> dict[str, str]:
         settings = {
@@ -67,4 +75,4 @@ class Launcher:
     ) -> Child:
         """Start one process; ``env`` is added to the common environment. Raises OSError."""
         own, inherits = {**self._env(), **env}, (self._hangs_fd, *inherits)
-        return Child(group, rank, start, self._config.script, own, log, inherits)
+        return Child(group, rank, start, self.script, own, log, inherits)

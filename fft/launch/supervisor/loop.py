@@ -458,6 +458,7 @@ class Supervisor:
             if self._ending.interrupted:
                 text = "interrupted before anything was started"
                 return JobOutcome(True, (text,), status=ExitStatus.DRAINED)
+            self._launcher.open()
             for group in self._groups.values():
                 self._start(group)
             self._adopter.start()
@@ -512,8 +513,13 @@ class Supervisor:
             self._waits.look_after(spare)
         self._adopt()
         self._check_deadlines()
-        self._orphans.reap(child.pid for child in (*self._living(), *self._reforming.spares))
+        self._orphans.reap(self._own_pids())
         self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
+
+    def _own_pids(self) -> set[int]:
+        own = {child.pid for child in (*self._living(), *self._reforming.spares)}
+        server = self._launcher.script.server_pid
+        return own if server is None else own | {server}
 
     def _poll(self, is_sure: bool = False) -> JobView:
         """Return the job's view by its traces; with gaps or ``is_sure`` also by its registers."""
@@ -989,6 +995,7 @@ class Supervisor:
         left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
+        self._launcher.script.close()
         self._diagnoser.close()
         reap_all(left)
         try:
