@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
     from fft.train.settings import ManagerConfig
+    from fft.train.step_results import StepResult
 
 _HOME = {
     "Checkpointing": "fft.train.checkpoint.plan",
@@ -40,6 +41,7 @@ _HOME = {
     "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
     "StageInput": "fft.train.paradigms.stages.input",
     "StageOutput": "fft.train.paradigms.stages.output",
+    "StepResult": "fft.train.step_results",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "ShardProcessGroupNCCL",
     "StageInput",
     "StageOutput",
+    "StepResult",
     "StreamLoader",
     "Transaction",
     "errors",

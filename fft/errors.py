@@ -129,6 +129,18 @@ class UnequalData(DataError):
     """Ranks that must draw the same data have drawn different data; the message names the fix."""
 
 
+class ResultRefused(FftError):
+    """A step was not committed, because ``on_nonfinite`` or a veto refuses its result.
+
+    Attributes:
+        ends_job: The job must end; otherwise the step is repeated.
+    """
+
+    def __init__(self, text: str, ends_job: bool = True) -> None:
+        super().__init__(text)
+        self.ends_job = ends_job
+
+
 class StateMismatch(StateError):
     """A state does not fit this rank's model or optimizer; names the first place that differs."""
 

@@ -119,25 +119,20 @@ def suites(layout: Layout) -> list[Suite]:
         *_placed(layout, "one_sided", "after_allreduce", {"kind": "one_sided"}),
         *_placed(layout, "slow", "before_allreduce", {"kind": "slow", "seconds": 0.2, "steps": 3}),
         Case("lighthouse_restart", "-", "the service", ({"kind": "lighthouse_restart"},)),
-        # from here on the weights are NaN
         *_placed(layout, "nan_gradient", "before", {"kind": "nan_gradient", "where": "before"}),
+        *_placed(layout, "nan_gradient", "after", {"kind": "nan_gradient", "where": "after"}),
     ]
     stuck = [
         *_by_phase(layout, "hang", seconds=HANGS_FOR_S),
         *_by_phase(layout, "hang", "hang with the lock", seconds=HANGS_FOR_S, holding_gil=True),
         *_by_phase(layout, "stop", seconds=HANGS_FOR_S),
     ]
-    poisoned = _placed(layout, "nan_gradient", "after", {"kind": "nan_gradient", "where": "after"})
     restart = Case("bus_restart", "-", "the service", ({"kind": "bus_restart"},))
     return [
         Suite("transient", tuple(transient)),
         Suite("deaths", (*_by_phase(layout, "kill"), *_drains(layout), *_evictions(layout))),
         Suite("stuck", tuple(stuck), _GRACE),
         Suite("bus loss", tuple(_by_phase(layout, "bus_loss")), _QUICK_BUS, DECIDED),
-        *(
-            Suite(f"poisoned {i}", (case,), allowed=frozenset({"replicas_equal"}))
-            for i, case in enumerate(poisoned)
-        ),
         Suite("bus restart", (restart,), _QUICK_BUS, DECIDED, ends=True),
     ]
 

@@ -57,8 +57,9 @@ def report(
         if has_gaps:
             shown += ["these traces have gaps: faults, and what they cost, may be missing above"]
         shown += of.change_lines(found, course)
-        shown += [of.fired(folder), of.place_table(folder), of.input_wait(folder)]
-        shown += [of.checkpoints(folder, has_gaps), of.went_on(folder, has_gaps)]
+        shown += [of.refusals(folder), of.fired(folder), of.place_table(folder)]
+        shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
+        shown += [of.went_on(folder, has_gaps)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

@@ -33,6 +33,8 @@ class CauseCode(StrEnum):
     MANIFESTS_DIFFER = "manifests_differ"
     DATA_DIFFERS = "data_differs"
     REPLICAS_DIFFER = "replicas_differ"
+    RESULT_REFUSED = "result_refused"
+    RESULT_ENDS_JOB = "result_ends_job"
     SKIPPED = "skipped"
     NO_LIGHTHOUSE_QUORUM = "no_lighthouse_quorum"
     SCOPE_RESET = "scope_reset"

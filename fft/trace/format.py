@@ -28,6 +28,8 @@ FETCHING = "fetching"
 """Name of the note about a long fetch: bytes received, total bytes, seconds left."""
 UNREACHABLE = "unreachable"
 """Name of the note of a joiner that waits outside the epoch: the addresses it cannot connect to."""
+REFUSED = "refused"
+"""Name of the note of a rank that refuses the result of a step: reaction, reason, norm, metrics."""
 NO_REFORM = "no_reform"
 """Name of the note that revokes ``reforms`` of the header: no rank of the group can be replaced."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course, Fault, plainly
-from fft.trace.format import scope_folders
+from fft.trace.format import REFUSED, scope_folders
 from fft.trace.read import (
     Clocks,
     Trace,
@@ -39,6 +39,8 @@ from fft.trace.starts import start_after
 from fft.trace.tail import TraceTail, goal_in
 
 _PLAN = "faults.json"
+_MOST_REFUSALS = 20
+"""Maximum number of lines about refused results."""
 _ALONE = ("inner_abort", "inner_torn")
 """Notes of a group that repeats a local step."""
 
@@ -300,6 +302,7 @@ def full_report(directory: str | Path) -> dict[str, Any]:
         "faults_requested": asked,
         "faults_not_fired": [fault.name for fault in missing],
         "input": input_wait(directory),
+        "refusals": refusals(directory),
         "checkpoints": checkpoints(directory),
         "damage": damages(directory),
     }
@@ -448,6 +451,43 @@ def checkpoints(directory: str | Path, has_gaps: bool = False) -> str | None:
         for line in read_lines(folder, lambda line: "note" in line):
             found.take(f"{line['group']}/{line['rank']}", line["note"], line["data"])
     return "\n".join(found.lines(has_gaps)) or None
+
+
+def refusals(directory: str | Path) -> str | None:
+    """Report the steps that were skipped, and the results that ranks refused; None without any.
+
+    A skip by a scaler is counted, too; it has no refusal.
+    """
+    folders = scope_folders(Path(directory))
+    skips = {
+        (folder, _skip_in(line))
+        for folder in folders
+        for line in read_lines(folder, lambda line: _skip_in(line) is not None)
+    }
+    by_attempt: dict[tuple[int, str, str, str], list[str]] = {}
+    for line in _notes(directory, REFUSED):
+        data = line["data"]
+        norm = f"norm {data['grad_norm']:.3g}"
+        values = ", ".join([norm, *(f"{k} {v:.3g}" for k, v in data["metrics"].items())])
+        key = (line["step"], str(data["token"]), data["reaction"], data["why"])
+        by_attempt.setdefault(key, []).append(f"{line['group']}/{line['rank']} ({values})")
+    if not skips and not by_attempt:
+        return None
+    found = [f"steps skipped, whose batches were consumed without an update: {len(skips)}"]
+    for (step, _, reaction, why), ranks in by_attempt.items():
+        found.append(f"  step {step}, {reaction}: {why}, on {'; '.join(ranks)}")
+    more = len(found) - _MOST_REFUSALS
+    return "\n".join(found if more < 1 else [*found[:_MOST_REFUSALS], f"  and {more} more"])
+
+
+def _skip_in(line: Mapping[str, Any]) -> tuple[str, int, int] | None:
+    """Return an identity of the skipped step, or local step, that a trace line shows, or None."""
+    record = (line.get("event") or {}).get("record") or {}
+    if record.get("kind") == "commit" and record.get("skip"):
+        return "", record["n"], 0
+    if line.get("note") == "inner_commit" and line["data"].get("skipped"):
+        return line["group"], line["data"]["slice"], line["data"]["inner_step"]
+    return None
 
 
 def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ class CommitExecutor:
     def __init__(self, rank: RankContext) -> None:
         self._torchft, self._injector = rank.manager._torchft, rank.injector
         self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
+        self._reductions = rank.reductions
         self.by_loop = LoopUpdates()
         self._committed: tuple[Record, Record | None] | None = None  # commit and epoch
         self._hung_at: tuple[Token, str] | None = None
@@ -45,17 +46,17 @@ class CommitExecutor:
         self._state.set_position(record)
         self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
-        if self._state.step is not None:
+        if self._state.step is not None and not (record.skip and self._reductions.raises):
             self._state.step.forget()
         if self._state.checks is not None:
             self._state.checks.committed()
 
-    def apply(self, command: Apply, changes_nothing: bool = False) -> bool:
+    def apply(self, command: Apply, skip: Callable[[], None] | None = None) -> bool:
         """Apply a commit: step the registered optimizers and schedulers, unless it is a skip.
 
         Args:
             command: The commit.
-            changes_nothing: The script has asked for the skip, so a scaler keeps its scale.
+            skip: Ends a skipped step; None: the update's own function, which restores no state.
 
         Returns:
             Whether the update succeeded. If it failed, the next `Worker.begin` fetches the state
@@ -65,8 +66,8 @@ class CommitExecutor:
             Exception: The error of an ``on_commit`` callback.
         """
         updates = self._state.paradigm.committed
-        update = updates.skip if command.skip else updates.apply
-        if not self._update(command, _nothing if changes_nothing else update):
+        end = (skip or updates.skip) if command.skip else updates.apply
+        if not self._update(command, end):
             return False
         try:
             if not command.skip:
@@ -178,8 +179,8 @@ class CommitExecutor:
         self.by_loop.close()
 
 
-def _nothing() -> None:
-    """Make no update."""
+def nothing() -> None:
+    """End a step that the script has stopped, so that a scaler keeps its scale."""
 
 
 def _hung(hang: Interrupted) -> FftError:

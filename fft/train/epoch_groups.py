@@ -143,11 +143,14 @@ class EpochGroups:
 
     def average_in_group(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its mean over the ranks of this group, if FFT connects them."""
-        if not self.has_shard_group:
-            return
-        assert self.shard is not None, "has_shard_group checks it"
+        if self.has_shard_group:
+            self.sum_in_group(tensor)
+            tensor /= self._manager._torchft.group_world_size
+
+    def sum_in_group(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by its sum over the ranks of this group; `has_shard_group` is true."""
+        assert self.shard is not None, "has_shard_group is true"
         self.shard.pg.allreduce([tensor], AllreduceOptions()).wait()
-        tensor /= self._manager._torchft.group_world_size
 
     def stage_group(self) -> ProcessGroup:
         """The process group over the ranks of this replica group, known to torch."""

@@ -13,7 +13,7 @@ from typing import Any
 from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.errors
-from fft.errors import FftError, NoLighthouseQuorum
+from fft.errors import FftError, NoLighthouseQuorum, ResultRefused
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Finish
 from fft.util.error_places import comes_from_peers, first_line, words_of
@@ -73,6 +73,8 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
     """
     if isinstance(error, NoLighthouseQuorum):
         return CauseCode.NO_LIGHTHOUSE_QUORUM
+    if isinstance(error, ResultRefused):
+        return CauseCode.RESULT_ENDS_JOB if error.ends_job else CauseCode.RESULT_REFUSED
     return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own
 
 

@@ -37,6 +37,7 @@ from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
 from fft.train.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
+from fft.train.step_results import Veto
 from fft.train.torchft_adapter import TorchftAdapter
 from fft.train.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.transaction import Transaction
@@ -263,6 +264,22 @@ class ManagerFFT(TorchftInterface):
         lost.
         """
         self._parts.state.updates.on_commit(function)
+
+    def veto(self, function: Veto) -> None:
+        """Call ``function(result)`` on each rank at the end of each step function, before its vote.
+
+        The function gets a `StepResult`: the metrics that this rank has logged, the norm of the
+        gradients, and whether they are finite. It returns None to accept the result, or how all
+        ranks of all groups react: ``"skip"`` consumes the batch without a step, ``"replay"``
+        repeats the step and ends the job if it is refused again, ``"stop"`` ends the job. It is
+        called for each attempt. Register the same vetoes on all ranks, before ``transactions()``.
+        In jobs with local steps a veto holds for the ranks of its group.
+
+        A veto is called before ``on_nonfinite`` applies. If it raises, the exception propagates.
+        """
+        if self._parts.job.engine is not None:
+            raise FftError("call manager.veto() before the first step, on all ranks alike")
+        self._parts.results.vetoes.append(function)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.

@@ -65,6 +65,7 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, common_settings, monitor_config, refuse_other_settings
 from fft.train.state.transfer import StateTransfer
+from fft.train.step_results import ResultJudge
 from fft.train.torchft_diloco import refuse_dropping
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -123,8 +124,9 @@ class Parts:
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
+        self.results = ResultJudge(self.job, self.groups, settings.config.on_nonfinite)
         own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = RankContext(manager, settings, limits, *own, self.injector)
+        self.rank = rank = RankContext(manager, settings, limits, *own, self.results, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
@@ -421,6 +423,8 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         world_size_mode=manager._torchft.replica_world_size_mode.name,
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
+        on_nonfinite=parts.settings.config.on_nonfinite,
+        vetoes=len(parts.results.vetoes),
         **parts.paradigm.common_settings(),
     )
 

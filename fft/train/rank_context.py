@@ -15,6 +15,7 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.scope import RankScope
 from fft.train.settings import Settings
+from fft.train.step_results import ResultJudge
 from fft.train.watchers import Watchers
 
 
@@ -32,6 +33,7 @@ class RankContext:
         groups: The process groups.
         state: The registered state, its position, and the data source.
         reductions: The reductions of the open txn.
+        results: Judges the results of steps.
         injector: Triggers planned and commanded faults, or None.
     """
 
@@ -44,6 +46,7 @@ class RankContext:
     groups: EpochGroups
     state: RankState
     reductions: TxnReductions
+    results: ResultJudge
     injector: Injector | None
 
     @property

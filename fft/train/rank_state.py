@@ -139,6 +139,15 @@ class RankState:
             for module in models:
                 self._injector.attach(module)
 
+    def skip_step(self) -> None:
+        """End a step of FFT's own loop without an update, so that it changes no registered state.
+
+        Only the scale of a scaler, the data position and the random generators move on.
+        """
+        if self.step is not None:
+            self.step.skip()
+        self.updates.skip()
+
     @property
     def registered(self) -> StepState:
         """The registered state, which must exist."""

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Digest = Literal["never", "commit"]
 Learners = Literal["auto", "always", "never"]
 OnDivergence = Literal["stop", "heal"]
+OnNonfinite = Literal["replay", "stop", "skip", "commit"]
 
 
 class ManagerConfig(BaseModel):
@@ -59,6 +60,12 @@ class ManagerConfig(BaseModel):
     """Reaction to replicas that differ. ``stop`` ends the job with ``Diverged``. With ``heal``,
     ranks that differ from the majority fetch its state; without a majority the job stops. None
     takes the value of the spec (``policies``), which is ``stop`` as shipped."""
+    on_nonfinite: OnNonfinite = "replay"
+    """Reaction of FFT's own loop to gradients that contain NaN or inf when the step function ends.
+    All groups must have the same value. ``replay`` repeats the step, and ends the job if they are
+    there again. ``stop`` ends the job at once. ``skip`` consumes the batch without a step on all
+    ranks. ``commit`` does not look. With a registered scaler, the scaler skips such steps instead.
+    """
     learners: Learners = "auto"
     """Whether a joining group runs its first step function while it still fetches the state.
 

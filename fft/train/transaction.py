@@ -17,13 +17,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fft.errors import DeviceLost, FftError, TxnAborted, UnequalData
+from fft.errors import DeviceLost, FftError, ResultRefused, TxnAborted, UnequalData
 from fft.messages.causes import NO_CAUSE, CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
-from fft.train.commits import CommitExecutor
+from fft.train.commits import CommitExecutor, nothing
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
@@ -51,7 +51,7 @@ class TransactionLoop:
         self.job = rank.job
         self.commits, self.worker = commits, worker
         self.step_failures = StepFailures(rank.settings.config.max_body_failures)
-        self.paradigm = rank.state.paradigm
+        self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
         """The last txn of the job has committed."""
         self._is_stopping = False
@@ -140,7 +140,7 @@ class TransactionLoop:
         step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
         while (plan := self.worker.begin()) is not None:
-            self.raise_if_still_different(plan)
+            self.raise_if_unrepeatable(plan)
             if self.is_past(plan, max_steps):
                 return True
             try:
@@ -217,23 +217,43 @@ class TransactionLoop:
             logger.warning(text, plan.step, max_steps)
         return True
 
-    def raise_if_still_different(self, plan: StartTxn) -> None:
-        """Raise if the groups keep reducing different gradients: no replay fixes that."""
+    def raise_if_unrepeatable(self, plan: StartTxn) -> None:
+        """Raise if no replay can help after the last rollback, on all ranks of all groups.
+
+        The groups keep reducing different gradients, or a result was refused again or for good.
+        """
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
         if cause.code == CauseCode.DATA_DIFFERS:
             raise self._unequal(plan, cause.finding)
-        if cause.code != CauseCode.MANIFESTS_DIFFER:
+        if cause.code == CauseCode.RESULT_ENDS_JOB:
+            raise self._refused(plan, cause.finding)
+        if cause.code == CauseCode.RESULT_REFUSED:
+            error: FftError = self._refused(plan, cause.finding)
+        elif cause.code == CauseCode.MANIFESTS_DIFFER:
+            error = FftError(
+                f"{cause.finding}: the step functions of the groups, or of the ranks of one, have "
+                "not reduced the same gradients. Does a branch depend on the batch? Each step "
+                "function must call backward() of the same models; multiply the loss of a batch "
+                "that must not count by 0"
+            ).with_traceback(traceback_of_caller())
+        else:
             return
-        error = FftError(
-            f"{cause.finding}: the step functions of the groups, or of the ranks of one, have not "
-            "reduced the same gradients. Does a branch depend on the batch? Each step function "
-            "must call backward() of the same models; multiply the loss of a batch that must "
-            "not count by 0"
-        ).with_traceback(traceback_of_caller())
         why = self.step_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
+
+    def _refused(self, plan: StartTxn, cause: str) -> ResultRefused:
+        """Return the error for a step whose result some rank has refused."""
+        words = cause.removeprefix(f"{ResultRefused.__name__}: ")
+        error = ResultRefused(
+            f"step {plan.step} was not committed: {words}. The state and the checkpoints are those "
+            "of the steps before it. To leave out such batches, pass "
+            'config=fft.ManagerConfig(on_nonfinite="skip"), or let the veto return "skip"; the '
+            "traces have the losses and norms (fft report)"
+        ).with_traceback(traceback_of_caller())
+        self.job.note_error(error)
+        return error
 
     def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
         """Return the error for ranks that drew different data; a replay would draw it again."""
@@ -276,6 +296,7 @@ class TransactionLoop:
         """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
         self._state.updates.begin_step()
+        self.results.begin()
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine
@@ -339,6 +360,9 @@ class TransactionLoop:
             isinstance(error, (TxnAborted, GroupAborted))
             or self._manager._torchft.errored is not None
         ):
+            return
+        if isinstance(error, ResultRefused):  # counted on all ranks after the rollback
+            self._manager.report_error(error)
             return
         self.give_up_if_hopeless(plan, drawn, error, plan.step)
         self._manager.report_error(error)
@@ -512,7 +536,11 @@ class Transaction:
         return self._drawn.progress
 
     def log(self, **metrics: float) -> None:
-        """Trace metrics of this attempt; ``fft run`` and ``fft watch`` show ``loss``."""
+        """Trace metrics of this attempt; ``fft run`` and ``fft watch`` show ``loss``.
+
+        Vetoes see the metrics that are logged in the step function.
+        """
+        self._loop.results.log(metrics)
         self._loop.job.note_metrics(metrics)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
@@ -561,7 +589,8 @@ class Transaction:
         if command is not None:
             loop.step_failures.committed()
             loop.is_over = self.is_stop or (self._is_last and not command.skip)
-            self.committed = loop.commits.apply(command, changes_nothing=self.is_stop)
+            skip = nothing if self.is_stop else loop.paradigm.skip_step
+            self.committed = loop.commits.apply(command, skip)
             self.skipped = command.skip
             loop.paradigm.txn_committed(self)
         return True

@@ -72,6 +72,15 @@ class Updates:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that the optimizers would apply, each once."""
+        return [p.grad for p in dict.fromkeys(self.parameters()) if p.grad is not None]
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a scaler looks for gradients that are not finite."""
+        return self._scaler is not None
+
     @property
     def has_optimizers(self) -> bool:
         """Whether any optimizer is stepped."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fft.errors import ResultRefused
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
@@ -20,6 +21,7 @@ from fft.train.data.step_input import StepInput
 from fft.train.error_reports import Reported, code_of, text_of
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
+from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
 
 
@@ -121,9 +123,9 @@ class Voter:
         if not self._has_state():
             return
         edited = self._check_edits()
-        error = self._manager._torchft.errored
         # an inf in one shard is enough: the engine combines the skip flags of all ranks
-        skip = (error is None and self._state.updates.must_skip()) or skip
+        skip = skip or (self._manager._torchft.errored is None and self._must_skip(plan))
+        error = self._manager._torchft.errored
         cause, code = "", CauseCode.NONE
         if error is not None:
             failed = error.original_exception
@@ -135,6 +137,19 @@ class Voter:
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
         self._job.thread.report(vote)
         self.inject("after_vote")
+
+    def _must_skip(self, plan: StartTxn) -> bool:
+        """Return whether the result of the txn must be skipped; if it is refused, vote NO.
+
+        In torchft's loop the script itself decides about the gradients.
+        """
+        if self._loop == TORCHFT:
+            return self._state.updates.must_skip()
+        try:
+            return self._state.paradigm.must_skip(plan)
+        except (ResultRefused, GroupAborted) as error:
+            self._manager._torchft.errored = Reported(error)
+            return False
 
     def _note_loop(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:
         """Trace that another loop begins with this vote.

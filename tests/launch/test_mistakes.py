@@ -23,6 +23,7 @@ from fft.errors import (
     GradientLayoutMismatch,
     NoState,
     OtherSettings,
+    ResultRefused,
     StateMismatch,
     UnequalData,
     UnfitCheckpoint,
@@ -67,10 +68,11 @@ def test_repeated_failure_before_the_first_commit_is_a_mistake() -> None:
     assert found is not None and found.ends == "job"
 
 
-def test_unequal_data_end_the_job_at_once_and_for_good() -> None:
-    found = Mistakes(["0", "1"], 2).ended("1", place(UnequalData), job_committed=True)
+@pytest.mark.parametrize("kind", [UnequalData, ResultRefused])
+def test_error_that_a_resumed_job_would_reach_again_ends_it_for_good(kind: type[Exception]) -> None:
+    found = Mistakes(["0", "1"], 2).ended("1", place(kind), job_committed=True)
     assert found is not None and found.ends == "job"
-    assert is_the_scripts(found.place), "a start from a checkpoint would draw the same"
+    assert is_the_scripts(found.place), "a start from a checkpoint would compute the same"
 
 
 def test_an_item_that_cannot_be_loaded_ends_the_job() -> None:

@@ -114,6 +114,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "a rank lost while its group evaluates": "e2e/test_evaluating.py",
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",
+        "a veto of the user refuses a result": "e2e/test_step_results.py",
         "lighthouse restarted": "e2e/test_injected.py",
         "the server of a `tcp://` bus stands still (a paused `fft run`)": "e2e/test_silent_bus.py",
         "a message, vote or state request that is unsigned, changed or replayed": (

@@ -22,6 +22,7 @@ from fft.errors import (
     NoState,
     NotEnoughGroups,
     OtherSettings,
+    ResultRefused,
     StateMismatch,
     UnequalData,
     UnfitCheckpoint,
@@ -412,11 +413,12 @@ class Mistake:
 def is_the_scripts(error: Place | None) -> bool:
     """Return whether the error comes from the script, rather than from FFT, machine or network.
 
-    An item that repeatedly failed to load and unequal data come from the script's data.
+    An item that repeatedly failed to load and unequal data come from the script's data. A refused
+    result comes from data, model or policy.
     """
     if error is None:
         return False
-    if error.item or error.is_a(UnequalData):
+    if error.item or error.is_a(UnequalData) or error.is_a(ResultRefused):
         return True
     return not error.may_pass and not error.is_a(FftError)
 
@@ -447,6 +449,8 @@ class Mistakes:
         before = self._errors.pop(group, None)
         if error is not None and error.is_a(UnequalData):
             return Mistake("job", "all ranks must draw the same data", error)
+        if error is not None and error.is_a(ResultRefused):
+            return Mistake("job", "no rank may commit a result that one has refused", error)
         if error is not None and error.item:
             return self._unreadable(group, error, before)
         if error is not None and job_committed and error.is_a(NotEnoughGroups):

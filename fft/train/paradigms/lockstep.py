@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fft.errors import FftError
+from fft.messages.effects import StartTxn
 from fft.train.checkpoint.due import CheckpointSchedule, DueByRecord
 from fft.train.checkpoint.loading import completed, refuse_other_kind
 from fft.train.checkpoint.plan import Checkpointing
@@ -45,6 +46,9 @@ class Lockstep(Paradigm[TransactionLoop]):
     def committed(self) -> Committed:
         return self._rank.state.updates
 
+    def skip_step(self) -> None:
+        self._rank.state.skip_step()
+
     @property
     def shared(self) -> SharedState | None:
         return self._rank.state.step
@@ -58,6 +62,9 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     def has_edited(self) -> bool:
         return self._rank.state.updates.were_unscaled or self._rank.reductions.were_edited
+
+    def must_skip(self, plan: StartTxn) -> bool:
+        return self._rank.results.must_skip(plan, self._rank.state.updates)
 
     def digests_to_compare(self) -> dict[str, str] | None:
         step = self._rank.state.step

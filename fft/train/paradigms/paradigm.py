@@ -127,6 +127,10 @@ class Paradigm(ABC, Generic[LoopT]):
     def committed(self) -> Committed:
         """The update that a COMMIT of the job makes."""
 
+    @abstractmethod
+    def skip_step(self) -> None:
+        """End a txn of FFT's own loop without an update; its step function changes no state."""
+
     @property
     @abstractmethod
     def shared(self) -> SharedState | None:
@@ -161,6 +165,15 @@ class Paradigm(ABC, Generic[LoopT]):
     @abstractmethod
     def has_edited(self) -> bool:
         """Return whether the step function of the open txn has changed reduced gradients."""
+
+    @abstractmethod
+    def must_skip(self, plan: StartTxn) -> bool:
+        """Return whether the update of the open txn must be skipped on all ranks.
+
+        Raises:
+            ResultRefused: The txn must be rolled back.
+            GroupAborted: A rollback has come meanwhile.
+        """
 
     @abstractmethod
     def digests_to_compare(self) -> dict[str, str] | None:

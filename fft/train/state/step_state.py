@@ -233,6 +233,29 @@ class StepState:
         if saved is None:
             raise RuntimeError("restore() before the first capture()")
         self.unwind()
+        lost = self._put_back(saved)
+        for restore in saved.rng:
+            restore()
+        if lost:
+            self._edited = (self._edited or set()) | lost
+            raise TornState(
+                f"the step function has changed {', '.join(sorted(lost)[:5])} for the first time, "
+                "in a step that is rolled back, so the old values are lost; from now on FFT "
+                "copies these parameters before each step"
+            )
+
+    def skip(self) -> None:
+        """Undo the changes of a step function whose step all ranks skip, and drop the capture.
+
+        Random numbers are not drawn again, because the next step has another batch. Parameters that
+        the step function has changed for the first time keep the change, as on all other ranks.
+        """
+        if self._captured is not None:
+            self._put_back(self._captured)
+        self.forget()
+
+    def _put_back(self, saved: _Capture) -> set[str]:
+        """Restore all but the generators; return the names of parameters that cannot be."""
         lost = self._edits(saved) - set(saved.parameters)
         with torch.no_grad():
             for name, value in saved.parameters.items():
@@ -253,15 +276,7 @@ class StepState:
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in saved.extra.items():
             self._extra[name].load_state_dict(copy.deepcopy(values))
-        for restore in saved.rng:
-            restore()
-        if lost:
-            self._edited = (self._edited or set()) | lost
-            raise TornState(
-                f"the step function has changed {', '.join(sorted(lost)[:5])} for the first time, "
-                "in a step that is rolled back, so the old values are lost; from now on FFT "
-                "copies these parameters before each step"
-            )
+        return lost
 
     @property
     def captured(self) -> bool:

@@ -29,7 +29,7 @@ from fft.bus import open_job_bus
 from fft.engine.calls import Buses
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
-from fft.errors import BusError, FftError
+from fft.errors import BusError, FftError, ResultRefused
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -419,12 +419,14 @@ class SharedInnerTransaction(InnerTransaction):
 
     def _vote(self) -> Exception | None:
         """Vote YES and apply the decision. Return the error if the rank cannot vote."""
-        state = self._periodic.state
-        state.registered.note_edits()
+        self._periodic.state.registered.note_edits()
         try:
-            skip = state.updates.must_skip()
-        except Exception as error:  # noqa: BLE001 - handled like an error of the step function
-            return error
+            skip = self.must_skip()
+        except Exception as error:
+            if isinstance(error, ResultRefused) and error.ends_job:
+                self._periodic.job.note_error(error)
+                raise
+            return error  # handled like an error of the step function
         self._inner.vote(self, skip)
         return None
 

@@ -91,6 +91,14 @@ class Contribution:
             assert bucket.work is not None, "it was launched"
             bucket.work.wait()
 
+    def own(self) -> list[torch.Tensor]:
+        """Return the values of this group, in buckets."""
+        return [bucket.own for bucket in self._buckets]
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Return the averages after `wait`, in buckets."""
+        return [bucket.reduced for bucket in self._buckets]
+
     def means(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the average of each value, flat, by the name of its parameter."""
         for bucket in self._buckets:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Self
 
-from fft.errors import DataError, FftError
+from fft.errors import DataError, FftError, ResultRefused
 from fft.messages.effects import StartTxn
 from fft.train.data.source import LeasedInputs
 from fft.train.data.step_input import StepInput
@@ -24,6 +24,7 @@ from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.rank_context import RankContext
 from fft.train.state.step_state import TornState
 from fft.train.step_failures import StepFailures
+from fft.train.step_results import NOT_FINITE
 from fft.train.transaction import Transaction, TransactionLoop
 from fft.train.unsafe_places import guarded
 
@@ -46,6 +47,7 @@ class PeriodicLoop:
         self._steps = own
         self.job, self.watchers, self.injector = rank.job, rank.watchers, rank.injector
         self.state, self.reductions = rank.state, rank.reductions
+        self.results = rank.results
         self.update_failures = StepFailures(rank.settings.config.max_body_failures)
         """Counts failed optimizer updates of inner steps."""
 
@@ -56,7 +58,7 @@ class PeriodicLoop:
         self.reductions.refused = _IN_A_STEP
         synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
-            loop.raise_if_still_different(plan)
+            loop.raise_if_unrepeatable(plan)
             if loop.is_past(plan, max_steps):
                 return
             if not inputs.suffice(plan):
@@ -126,13 +128,27 @@ class PeriodicLoop:
         if synchronizer.is_launched or not is_due:
             return True
         with JobsPart(self.loop, plan) as part:
-            self._launch()
+            self._launch(plan)
         return not part.failed
 
-    def _launch(self) -> None:
+    def _launch(self, plan: StartTxn) -> None:
+        """Start the reduction, unless the contribution of this group is not finite.
+
+        The group then restarts from the last synchronization, since its parameters are not finite
+        though each of its gradients was.
+
+        Raises:
+            ResultRefused: The contribution is not finite.
+        """
         self.reductions.refused = ""
         try:
+            own = self.synchronizer.prepare().own()
+            if self.results.refuses(plan, own):
+                raise ResultRefused(NOT_FINITE, ends_job=False)  # no skip would mend the state
             self.synchronizer.launch()
+        except ResultRefused as refused:
+            self.synchronizer.begin_anew(plan, text_of(refused))
+            raise
         finally:
             self.reductions.refused = _IN_A_STEP
 
@@ -144,7 +160,7 @@ class PeriodicLoop:
         txn = Transaction(self.loop, plan, drawn, last=is_last, consumes=traced)
         with txn:
             if not self.synchronizer.is_launched:
-                self._launch()
+                self._launch(plan)
             # wait for the slowest group, up to the process group's timeout
             with self.watchers.waiting():
                 self.synchronizer.finish()
@@ -271,9 +287,20 @@ class InnerTransaction(Transaction):
         return None
 
     def _commit(self) -> None:
-        state = self._periodic.state
-        state.registered.note_edits()
-        self.carry_out(state.updates.must_skip)
+        """Apply the update, unless the result of the step is refused."""
+        self._periodic.state.registered.note_edits()
+        try:
+            self.carry_out(self.must_skip)
+        except ResultRefused as refused:
+            if refused.ends_job:
+                self._periodic.job.note_error(refused)
+                raise
+            self._roll_back(refused)
+
+    def must_skip(self) -> bool:
+        """Return whether the step must be skipped. Raises ResultRefused as `ResultJudge`."""
+        periodic = self._periodic
+        return periodic.results.must_skip(self._plan, periodic.state.updates, self.inner_step)
 
     def carry_out(self, skip: Callable[[], bool]) -> bool:
         """Apply the update of the committed step. Return whether it succeeded.
@@ -283,7 +310,7 @@ class InnerTransaction(Transaction):
         periodic, state = self._periodic, self._periodic.state
         try:
             self.skipped = skip()
-            (state.updates.skip if self.skipped else state.updates.apply)()
+            (state.skip_step if self.skipped else state.updates.apply)()
             periodic.synchronizer.stepped(self._weight)
         except FftError:
             raise

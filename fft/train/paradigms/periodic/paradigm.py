@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fft.errors import FftError
+from fft.messages.effects import StartTxn
 from fft.train.checkpoint.loading import refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource, LeasedInputs
@@ -73,6 +74,10 @@ class Periodic(Lockstep):
     def committed(self) -> Committed:
         return super().committed if self.synchronizer is None else self.synchronizer
 
+    def skip_step(self) -> None:
+        self._rank.state.registered.forget()
+        self.committed.skip()
+
     @property
     def shared(self) -> SharedState | None:
         return super().shared if self.synchronizer is None else self.synchronizer.shared
@@ -97,6 +102,11 @@ class Periodic(Lockstep):
 
     def has_edited(self) -> bool:
         return False  # no step function changes the shared state
+
+    def must_skip(self, plan: StartTxn) -> bool:
+        """See `Paradigm.must_skip`; the local steps were judged one by one."""
+        reduced = () if self.synchronizer is None else self.synchronizer.reduced()
+        return self._rank.results.refuses(plan, reduced)
 
     def digests_to_compare(self) -> None:
         """Compare nothing, because groups differ between two synchronizations."""

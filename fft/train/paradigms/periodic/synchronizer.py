@@ -362,6 +362,10 @@ class Synchronizer(ABC):
         self._contribution.wait()
         self._rank.manager.raise_if_failed()
 
+    def reduced(self) -> list[torch.Tensor]:
+        """Return the averages that the open txn commits, in buckets; empty if there are none."""
+        return [] if self._contribution is None else self._contribution.reduced()
+
     # --- the commit of a txn ---
 
     def apply(self) -> None:

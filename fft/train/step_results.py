@@ -1,0 +1,212 @@
+"""Judgement of a step's result before its vote: finite gradients, and the vetoes of the user.
+
+Runs on the main thread. The gradients are read once, and their norm is copied to the CPU once. The
+protocol spreads the reaction: a vote for a skip skips the step on all ranks, and a NO rolls it back
+on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job where a replay cannot help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fft.errors import FftError, ResultRefused
+from fft.messages.effects import StartTxn
+from fft.trace.format import REFUSED
+from fft.train.epoch_groups import EpochGroups
+from fft.train.local_tensors import leaves_of
+from fft.train.participation import Participation
+from fft.train.settings import OnNonfinite
+from fft.train.updates import Updates
+
+Reaction = Literal["replay", "stop", "skip"]
+
+NOT_FINITE = "the gradients contain NaN or inf"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step function, which a veto judges before the vote.
+
+    Attributes:
+        step: committed steps before this one.
+        inner_step: local steps since the last synchronization; 0 in jobs without them.
+        metrics: the values that this rank passed to ``txn.log`` in the step function.
+        grad_norm: L2 norm of the gradients that the optimizers would apply, over all ranks of the
+            replica group that share a process group of FFT's.
+        is_finite: whether these gradients contain neither NaN nor inf.
+    """
+
+    step: int
+    inner_step: int
+    metrics: Mapping[str, float]
+    grad_norm: float
+    is_finite: bool
+
+    @property
+    def loss(self) -> float | None:
+        """The ``loss`` that this rank passed to ``txn.log``, or None."""
+        return self.metrics.get("loss")
+
+
+Veto = Callable[[StepResult], Reaction | None]
+
+
+class ResultJudge:
+    """Judges the results of one rank's steps.
+
+    Attributes:
+        on_nonfinite: The reaction to gradients that are not finite.
+        vetoes: The user's functions, in the order of registration.
+    """
+
+    def __init__(self, job: Participation, groups: EpochGroups, on_nonfinite: OnNonfinite) -> None:
+        self._job, self._groups = job, groups
+        self.on_nonfinite = on_nonfinite
+        self.vetoes: list[Veto] = []
+        self._metrics: dict[str, float] = {}
+
+    def refuse_torchft_loop(self) -> None:
+        """Raise FftError if there are vetoes, which a loop written for torchft does not call."""
+        if self.vetoes:
+            raise FftError(
+                "manager.veto() is for loops over manager.transactions(loader); in torchft's loop, "
+                "call start_quorum() instead of should_commit() to skip a step on all groups"
+            )
+
+    def begin(self) -> None:
+        """Start a step function: it has logged nothing yet."""
+        self._metrics.clear()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Keep metrics of the running step function for the vetoes."""
+        self._metrics.update(metrics)
+
+    def must_skip(self, plan: StartTxn, updates: Updates, inner_step: int = 0) -> bool:
+        """Return whether the step must be skipped, by the scaler, the policy or a veto.
+
+        Args:
+            plan: The open txn.
+            updates: The update that a commit makes on this rank.
+            inner_step: Number of local steps since the last synchronization.
+
+        Raises:
+            ResultRefused: The step must be rolled back.
+            FftError: A veto returned neither None nor a reaction.
+            GroupAborted: A rollback came while the ranks of the group added up their norms.
+        """
+        if updates.must_skip():
+            return True
+        gradients = updates.gradients()
+        if not self.vetoes:
+            return not updates.has_scaler and self.refuses(plan, gradients)
+        norm, is_finite = self._measure(gradients)
+        result = StepResult(plan.step, inner_step, dict(self._metrics), norm, is_finite)
+        # a rank that does not contribute has computed its loss on weights that are not the job's
+        for veto in self.vetoes if plan.index is not None else ():
+            if (reaction := veto(result)) is not None:
+                return self._react(
+                    plan, _checked(reaction), f"{_name(veto)} refuses the step", norm
+                )
+        return not is_finite and self._react_to_nonfinite(plan, norm)
+
+    def refuses(self, plan: StartTxn, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the step must be skipped because ``tensors`` are not finite.
+
+        Raises:
+            ResultRefused: The step must be rolled back.
+        """
+        if self.on_nonfinite == "commit" or not tensors:
+            return False
+        norm = math.sqrt(float(sum_of_squares(tensors)))
+        is_finite = math.isfinite(norm) or _are_finite(tensors)
+        return not is_finite and self._react_to_nonfinite(plan, norm)
+
+    def _measure(self, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
+        """Return the norm over the ranks of the group, and whether all elements are finite."""
+        squares = sum_of_squares(gradients)
+        norm = math.sqrt(self._over_group(squares))
+        if math.isfinite(norm):
+            return norm, True
+        # squares overflow before the elements do; all ranks of the group come here together
+        bad = torch.full_like(squares, not _are_finite(gradients))
+        return norm, self._over_group(bad) == 0
+
+    def _over_group(self, value: torch.Tensor) -> float:
+        """Return the sum of a scalar over the ranks of the group, if they have a process group."""
+        if self._groups.has_shard_group:
+            self._groups.sum_in_group(value)
+        return float(value)
+
+    def _react_to_nonfinite(self, plan: StartTxn, norm: float) -> bool:
+        reaction = self.on_nonfinite
+        return reaction != "commit" and self._react(plan, reaction, NOT_FINITE, norm)
+
+    def _react(self, plan: StartTxn, reaction: Reaction, why: str, norm: float) -> bool:
+        note = {"token": list(plan.token), "reaction": reaction, "why": why, "grad_norm": norm}
+        self._job.note(REFUSED, {**note, "metrics": dict(self._metrics)})
+        if reaction == "skip":
+            return True
+        raise ResultRefused(why, ends_job=reaction == "stop")
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of all elements, as a float64 scalar on their device.
+
+    It is NaN or inf if an element is. A DTensor counts once on all ranks that hold a copy together.
+    """
+    held: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        copies = _copies(tensor)
+        for values in _values(tensor):
+            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            part = values if copies == 1 else values / math.sqrt(copies)
+            held.setdefault((values.device, wide), []).append(part)
+    sums = [
+        torch.stack(torch._foreach_norm(values, 2, wide)).double().square().sum()
+        for (_, wide), values in held.items()
+    ]
+    if len({device for device, _ in held}) > 1:
+        sums = [each.cpu() for each in sums]
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=torch.accelerator.current_accelerator())
+    return torch.stack(sums).sum()
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(v).all()) for each in tensors for v in _values(each))
+
+
+def _values(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the real floating-point elements that this rank holds of ``tensor``."""
+    for leaf in leaves_of(tensor):
+        values = leaf.coalesce().values() if leaf.is_sparse else leaf
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.is_floating_point():
+            yield values
+
+
+def _copies(tensor: torch.Tensor) -> int:
+    """Return how many ranks of the group hold the same elements."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+
+
+def _checked(reaction: Any) -> Reaction:
+    if reaction not in get_args(Reaction):
+        raise FftError(
+            f"a function of manager.veto() returned {reaction!r}: expected None to accept the "
+            f"result, or one of {', '.join(map(repr, get_args(Reaction)))}"
+        )
+    return reaction  # type: ignore[no-any-return]
+
+
+def _name(veto: Veto) -> str:
+    return f"the veto {getattr(veto, '__qualname__', type(veto).__name__)}()"
