@@ -217,13 +217,9 @@ def _seed_anew() -> None:
 
     Python does this for `random`.
     """
-    if "numpy" in sys.modules:
-        import numpy
-
+    if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    if "torch" in sys.modules:
-        import torch
-
+    if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
 
 
