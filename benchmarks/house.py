@@ -329,8 +329,8 @@ def _prose_gate(area: str, limit: float) -> Gate:
 
 GATES = (
     Gate("circles", circular_files, limit=0, target=0),
-    Gate("constructors", wide_constructors, limit=2, target=0),
-    Gate("attributes", wide_classes, limit=2, target=0),
+    Gate("constructors", wide_constructors, limit=1, target=0),
+    Gate("attributes", wide_classes, limit=1, target=0),
     Gate("functions", long_functions, limit=0, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
     Gate("paradigm-branches", paradigm_branches, limit=0, target=0),

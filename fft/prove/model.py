@@ -110,6 +110,29 @@ class _Turn:
     unexpected: str = ""
 
 
+@dataclass(slots=True)
+class _Memo:
+    """Results that the model has computed before, by their arguments."""
+
+    reactions: dict[tuple[str, str, frozenset[str]], Reaction | str] = field(default_factory=dict)
+    participants: dict[tuple[int, int], Participant] = field(default_factory=dict)
+    handled: dict[tuple[int, int, int, int], _Handled] = field(default_factory=dict)
+    weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = field(
+        default_factory=dict
+    )
+    seen: dict[int, View] = field(default_factory=dict)
+    node_views: dict[int, View | None] = field(default_factory=dict)
+    pruned: dict[tuple[int, Any], int] = field(default_factory=dict)
+    tidied: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = field(default_factory=dict)
+    quiet_acts: dict[tuple[int, int, bool], Act | None] = field(default_factory=dict)
+    calms: dict[int, bool] = field(default_factory=dict)
+    timers: dict[tuple[int, bool], tuple[str, ...]] = field(default_factory=dict)
+    older: dict[tuple[int, str], int] = field(default_factory=dict)
+    rung: dict[tuple[int, int, str], Act] = field(default_factory=dict)
+    delivered: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+
+
 class Model:
     """The transition system of a spec within bounds.
 
@@ -134,7 +157,7 @@ class Model:
         self.spec, self.bounds, self.world, self.only = spec, bounds, world, only
         self.thread = thread or shipped_thread(LookupTable)
         self.beside = OtherScopes(spec, bounds)
-        self._class, self._table = participant, LookupTable(spec)
+        self._core = partial(participant, LookupTable(spec))
         self.places = bounds.groups * bounds.ranks
         twin = dict(bounds.budget).get("twin", 0) > 0
         self.size = self.places + (bounds.ranks if twin else 0)
@@ -149,21 +172,7 @@ class Model:
         self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
         self.rows: set[int] = set()
         """``id`` of every spec row, and part of a sequence, that was taken."""
-        self._reactions: dict[tuple[str, str, frozenset[str]], Reaction | str] = {}
-        self._participants: dict[tuple[int, int], Participant] = {}
-        self._handled: dict[tuple[int, int, int, int], _Handled] = {}
-        self._weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = {}
-        self._seen: dict[int, View] = {}
-        self._node_views: dict[int, View | None] = {}
-        self._pruned: dict[tuple[int, Any], int] = {}
-        self._tidied: dict[tuple[int, int], int] = {}
-        self._kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = {}
-        self._quiet_acts: dict[tuple[int, int, bool], Act | None] = {}
-        self._calms: dict[int, bool] = {}
-        self._timers: dict[tuple[int, bool], tuple[str, ...]] = {}
-        self._older: dict[tuple[int, str], int] = {}
-        self._rung: dict[tuple[int, int, str], Act] = {}
-        self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._memo = _Memo()
         names = GROUPS[: bounds.groups]
         # Different lineages, and first leases, depend on group names, so symmetry is not used.
         named = twin or not bounds.alike or (spec.is_periodic and not bounds.formed)
@@ -178,7 +187,7 @@ class Model:
 
     def participant(self, who: int, inc: int) -> Participant:
         """Return the core of the participant at an index."""
-        found = self._participants.get((who, inc))
+        found = self._memo.participants.get((who, inc))
         if found is None:
             me = self.peer(who, inc)
             config = Config(
@@ -200,7 +209,7 @@ class Model:
                 on_divergence="heal" if self.bounds.heals else "stop",
                 flow=self.beside.bounds,
             )
-            found = self._participants[who, inc] = self._class(self._table, config)
+            found = self._memo.participants[who, inc] = self._core(config)
         return found
 
     def _born(self, who: int, inc: int, alike: bool | None = None) -> Node:
@@ -314,18 +323,18 @@ class Model:
         calm = self._calm(left_id) and self.shared[shared_id].bus == "up"
         for who in range(self.size):
             key = (who, state[who], calm)
-            if key not in self._quiet_acts:
-                self._quiet_acts[key] = self._hear_quietly(who, self.nodes[state[who]], calm)
-            if (found := self._quiet_acts[key]) is not None:
+            if key not in self._memo.quiet_acts:
+                self._memo.quiet_acts[key] = self._hear_quietly(who, self.nodes[state[who]], calm)
+            if (found := self._memo.quiet_acts[key]) is not None:
                 return who, found
         return None
 
     def _calm(self, left_id: int) -> bool:
-        found = self._calms.get(left_id)
+        found = self._memo.calms.get(left_id)
         if found is None:
             left = self.budgets[left_id]
             found = not left[0] or not any(left[1 + KINDS.index(kind)] for kind in UNQUIET)
-            self._calms[left_id] = found
+            self._memo.calms[left_id] = found
         return found
 
     def _hear_quietly(self, who: int, node: Node, calm: bool) -> Act | None:
@@ -346,7 +355,7 @@ class Model:
     def _hear_in_vain(self, who: int, node: Node, queue: str) -> Act | None:
         number = getattr(node, queue)[0]
         act = _Here(self, who, node, Shared(), (0,)).hear(queue)
-        known = self._handled[who, node.inc, node.local, number].outcome.verdict == "known"
+        known = self._memo.handled[who, node.inc, node.local, number].outcome.verdict == "known"
         return act if known and not (act.broken or act.unexpected) else None
 
     def _note_quietly(self, who: int, node: Node, queue: str) -> Act | None:
@@ -359,7 +368,7 @@ class Model:
         same = same and (after.thread, after.task) == (node.thread, node.task)
         if act.broken or act.unexpected or act.sent or act.told or not same:
             return None
-        rows = self._handled[who, node.inc, node.local, number].outcome.steps
+        rows = self._memo.handled[who, node.inc, node.local, number].outcome.steps
         notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
         return act if notes and len(rows) <= 1 else None
 
@@ -371,10 +380,10 @@ class Model:
             return ()
         shared = self.shared[shared_id]
         key = (who, node_id, shared_id if node.pending else -1, left_id)
-        found = self._kept.get(key)
+        found = self._memo.kept.get(key)
         if found is None:
             here = _Here(self, who, node, shared, self.budgets[left_id])
-            found = self._kept[key] = tuple(here.acts())
+            found = self._memo.kept[key] = tuple(here.acts())
         if node.pending or node.stuck:
             return found
         at = self.at(node)
@@ -408,31 +417,31 @@ class Model:
 
     def _armed(self, node_id: int, gone: bool) -> tuple[str, ...]:
         """Return the timers of a node that time alone can let fire."""
-        found = self._timers.get((node_id, gone))
+        found = self._memo.timers.get((node_id, gone))
         if found is None:
             node, found = self.nodes[node_id], ()
             if node.local >= 0:
                 local = thaw(self.locals[node.local])
                 lost = gone or local.deaf
                 found = tuple(name for name in local.timers if lost or name != GIVES_UP)
-            self._timers[node_id, gone] = found
+            self._memo.timers[node_id, gone] = found
         return found
 
     def _aged(self, node_id: int, timer: str) -> int:
-        found = self._older.get((node_id, timer))
+        found = self._memo.older.get((node_id, timer))
         if found is None:
             node = self.nodes[node_id]
             found = self.nodes.id(node._replace(aged=node.aged | {timer}))
-            self._older[node_id, timer] = found
+            self._memo.older[node_id, timer] = found
         return found
 
     def _fired(self, who: int, node_id: int, timer: str) -> Act:
-        found = self._rung.get((who, node_id, timer))
+        found = self._memo.rung.get((who, node_id, timer))
         if found is None:
             node = self.nodes[node_id]
             due = Timer(timer, thaw(self.locals[node.local]).timers[timer])
             here = _Here(self, who, node, Shared(), (0,))
-            found = self._rung[who, node_id, timer] = here.event(f"timer {timer}", node, due)
+            found = self._memo.rung[who, node_id, timer] = here.event(f"timer {timer}", node, due)
         return found
 
     def _faults_of_bus(self, state: State, shared: Shared, left: tuple[int, ...]) -> Iterator[Step]:
@@ -541,12 +550,12 @@ class Model:
         return Step(who, act.what, act.cost is None, tuple(after), broken, act.claims)
 
     def _deliver(self, node_id: int, sent: tuple[int, ...]) -> int:
-        found = self._delivered.get((node_id, sent))
+        found = self._memo.delivered.get((node_id, sent))
         if found is None:
             node = self.nodes[node_id]
             hears = node.local >= 0 and not thaw(self.locals[node.local]).deaf
             found = self.nodes.id(node._replace(inbox=node.inbox + sent)) if hears else node_id
-            self._delivered[node_id, sent] = found
+            self._memo.delivered[node_id, sent] = found
         return found
 
     def _post(self, after: list[int], to: Peer, message: int) -> None:
@@ -570,9 +579,9 @@ class Model:
         """Handle an event and carry out the effects that others cannot see, including answers."""
         node = turn.node
         key = (who, node.inc, node.local, event)
-        found = self._handled.get(key)
+        found = self._memo.handled.get(key)
         if found is None:
-            found = self._handled[key] = self._compute(*key)
+            found = self._memo.handled[key] = self._compute(*key)
         turn.claims.append(found.claims)
         if found.refused and turn.broken is None and (not self.only or "protocol" in self.only):
             turn.broken = ("protocol", found.refused)
@@ -625,13 +634,13 @@ class Model:
     def move(self, turn: _Turn, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
         """Apply an event to the main thread, if its table has a row. Returns the effects."""
         key = (turn.node.thread, event, frozenset(facts))
-        found = self._reactions.get(key)
+        found = self._memo.reactions.get(key)
         if found is None:
             try:
                 found = self.thread.react(*key)
             except ProtocolError as error:
                 found = str(error)
-            self._reactions[key] = found
+            self._memo.reactions[key] = found
         if isinstance(found, str):
             turn.unexpected = turn.unexpected or found
             return ()
@@ -722,9 +731,9 @@ class Model:
 
     def weigh(self, facts: int, claims: tuple[int, ...]) -> tuple[int, tuple[str, str] | None]:
         """Return the facts after the claims, and the first claim that does not hold."""
-        found = self._weighed.get((facts, claims))
+        found = self._memo.weighed.get((facts, claims))
         if found is None:
-            found = self._weighed[facts, claims] = self._weigh(facts, claims)
+            found = self._memo.weighed[facts, claims] = self._weigh(facts, claims)
         return found
 
     def _weigh(self, facts: int, claims: tuple[int, ...]) -> tuple[int, tuple[str, str] | None]:
@@ -755,10 +764,10 @@ class Model:
 
         For a participant outside, which may still join any epoch newer than e, the epoch is -e - 1.
         """
-        found = self._seen.get(local)
+        found = self._memo.seen.get(local)
         if found is None:
             s = thaw(self.locals[local])
-            found = self._seen[local] = (
+            found = self._memo.seen[local] = (
                 s.token.epoch if s.epoch is not None else -s.token.epoch - 1,
                 s.head.n if s.head else None,
                 s.cursor,
@@ -786,22 +795,22 @@ class Model:
         if head is not None:
             lineages.add(head.lineage)
         floor = (epoch, record - 1, cursor, frozenset(lineages))
-        kept = self._pruned.get((facts, floor))
+        kept = self._memo.pruned.get((facts, floor))
         if kept is None:
             left = frozenset(f for f in self.facts[facts] if can_matter(f[0], *floor))
-            kept = self._pruned[facts, floor] = self.facts.id(left)
+            kept = self._memo.pruned[facts, floor] = self.facts.id(left)
         state[-1] = kept
-        tidy = self._tidied.get((shared_id, epoch))
+        tidy = self._memo.tidied.get((shared_id, epoch))
         if tidy is None:
             shared = tidied(self.shared[shared_id], epoch)
-            tidy = self._tidied[shared_id, epoch] = self.shared.id(shared)
+            tidy = self._memo.tidied[shared_id, epoch] = self.shared.id(shared)
         state[size] = tidy
 
     def _node_view(self, number: int) -> View | None:
-        if number not in self._node_views:
+        if number not in self._memo.node_views:
             local = self.nodes[number].local
-            self._node_views[number] = None if local < 0 else self._view(local)
-        return self._node_views[number]
+            self._memo.node_views[number] = None if local < 0 else self._view(local)
+        return self._memo.node_views[number]
 
     # --- symmetry ---
 

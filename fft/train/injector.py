@@ -79,7 +79,6 @@ class Injector:
         claim: Returns True to exactly the first caller ever with that key in the job, including
             restarts.
         on_inject: Called before the fault happens, so that it can be traced.
-        drain: Performs a drain; by default the process sends itself a SIGTERM.
         hands: May be left out if no fault needs it.
     """
 
@@ -91,7 +90,6 @@ class Injector:
         ranks: int,
         claim: Claim,
         on_inject: Callable[[InjectedFault], None],
-        drain: Callable[[], None] | None = None,
         hands: ConnectionFaults | None = None,
     ) -> None:
         self._mine: list[Fault] = [
@@ -104,7 +102,6 @@ class Injector:
         self._ranks = ranks
         self._claim = claim
         self._on_inject = on_inject
-        self._drain = drain or _terminate_this_process
         self._hands = hands
         self._commanded: set[str] = set()
         self._incoming: queue.SimpleQueue[Fault] = queue.SimpleQueue()
@@ -122,7 +119,6 @@ class Injector:
         cls,
         claim: Claim,
         on_inject: Callable[[InjectedFault], None],
-        drain: Callable[[], None] | None = None,
         env: Mapping[str, str] = os.environ,
         hands: ConnectionFaults | None = None,
     ) -> Injector | None:
@@ -138,7 +134,7 @@ class Injector:
         groups = int(env["NUM_REPLICA_GROUPS"]) if "NUM_REPLICA_GROUPS" in env else None
         plan = load_plan(path, groups, ranks) if path else FaultPlan(faults=[])
         group, rank = env.get("REPLICA_GROUP_ID", "0"), int(env.get("RANK", "0"))
-        made = cls(plan, group, rank, ranks, claim, on_inject, drain, hands)
+        made = cls(plan, group, rank, ranks, claim, on_inject, hands)
         made.open = True
         return made
 
@@ -287,7 +283,7 @@ class Injector:
             case KillFault():
                 os.kill(os.getpid(), signal.SIGKILL)
             case DrainFault():
-                self._drain()
+                os.kill(os.getpid(), signal.SIGTERM)
             case HangFault():
                 hang(fault.seconds, fault.holding_gil)
             case StopFault():
@@ -346,10 +342,6 @@ def _fires_at(fault: Fault, phase: str) -> bool:
             return phase == "before_allreduce"
     place = getattr(fault, "phase", None)
     return place == phase or (place == "next" and phase != "apply")
-
-
-def _terminate_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _middle_module(model: Any) -> Any:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,17 @@ def injector(
     rank: int = 0,
     ranks: int = 2,
     on_inject: Callable[[InjectedFault], None] = lambda fault: None,
-    drain: Callable[[], None] | None = None,
 ) -> Injector:
-    return Injector(plan, group, rank, ranks, claims, on_inject, drain)
+    return Injector(plan, group, rank, ranks, claims, on_inject)
+
+
+@pytest.fixture
+def drained() -> Iterator[list[int]]:
+    """Signals that asked this process to drain."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)
 
 
 # --- reading ---------------------------------------------------------------------------
@@ -223,34 +231,31 @@ def test_a_one_sided_fault_hits_one_rank_once() -> None:
     assert [fault.kind for fault in told] == ["one_sided"]
 
 
-def test_a_drain_reaches_every_rank_of_the_group_at_the_vote() -> None:
-    claims, drained = Claims(), []
+def test_drain_reaches_every_rank_of_the_group_at_the_vote_once(drained: list[int]) -> None:
+    claims = Claims()
     plan = plan_of({"name": "x", "kind": "drain", "step": 3, "group": 0})
-    both = [
-        injector(plan, claims, rank=rank, drain=lambda rank=rank: drained.append(rank))
-        for rank in (0, 1)
-    ]
+    both = [injector(plan, claims, rank=rank) for rank in (0, 1)]
     for one in both:
         one.begin(3, 1, 0)
-    for one in both:
+    for number, one in enumerate(both, 1):
         one.at("vote")
-    assert drained == [0, 1]
-    back = injector(plan, claims, rank=1, drain=lambda: drained.append("again"))
+        assert drained == [signal.SIGTERM] * number
+    back = injector(plan, claims, rank=1)
     back.begin(9, 1, 0)
     back.at("vote")
-    assert drained == [0, 1]
+    assert len(drained) == 2
 
 
-def test_a_group_fault_does_not_fire_late_on_a_rank_that_had_not_begun() -> None:
-    claims, drained = Claims(), []
+def test_group_fault_does_not_fire_late_on_a_rank_that_had_not_begun(drained: list[int]) -> None:
+    claims = Claims()
     plan = plan_of({"name": "x", "kind": "drain", "step": 3, "group": 0})
-    first = injector(plan, claims, rank=0, drain=lambda: drained.append(0))
+    first = injector(plan, claims, rank=0)
     first.begin(3, 1, 0)
     first.at("vote")
-    restarted = injector(plan, claims, rank=1, drain=lambda: drained.append(1))
+    restarted = injector(plan, claims, rank=1)
     restarted.begin(4, 1, 0)
     restarted.at("vote")
-    assert drained == [0]
+    assert len(drained) == 1
 
 
 KILLED = """

@@ -197,7 +197,7 @@ def choices(model: Watched, state: State) -> Iterator[Choice]:
         return
     for who in range(model.size):
         for name in model._armed(state[who], False):
-            model._rung.clear()
+            model._memo.rung.clear()
             model.handled = []
             yield Choice(who, model._fired(who, state[who], name), state, model.handled)
 

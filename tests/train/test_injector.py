@@ -51,7 +51,7 @@ def no_claim(key: str) -> bool:
 
 def injector(*planned: Fault, hands: ConnectionFaults | None = None) -> Injector:
     plan = FaultPlan(faults=list(planned))  # type: ignore[arg-type]
-    return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, None, hands)
+    return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, hands)
 
 
 # --- commanded -----------------------------------------------------------------------------
