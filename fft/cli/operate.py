@@ -20,16 +20,44 @@ _GRACE_S = 10.0
 
 
 def drain(
-    groups: Annotated[list[str], typer.Argument(help="Replica groups, by name.")],
+    groups: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="GROUP… [DIR]", help="Replica groups, by name; then the job's trace directory."
+        ),
+    ],
     bus: BusUrl = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait until they have left.")] = 60.0,
 ) -> None:
     """Let groups leave a running job after a commit; no group rolls back for it."""
     from fft.operate.drain import drain as ask
+    from fft.operate.job_file import split_folder
 
-    with job_client(bus) as client:
-        record = ask(client, groups, wait)
-    sys.stdout.write(f"group {', '.join(groups)} has left at step {record.step}\n")
+    names, folder = split_folder(groups)
+    with job_client(bus, folder) as client:
+        record = ask(client, names, wait)
+    listed = ", ".join(names)
+    sys.stdout.write(
+        f"group {listed} has left at step {record.step}; `fft return {names[0]}` starts it again\n"
+    )
+
+
+def return_group(
+    groups: Annotated[
+        list[str],
+        typer.Argument(metavar="GROUP… [DIR]", help="Groups; then the job's trace directory."),
+    ],
+    bus: BusUrl = None,
+) -> None:
+    """Start groups again that were drained or evicted; they join after a commit."""
+    from fft.operate.drain import bring_back
+    from fft.operate.job_file import split_folder
+
+    names, folder = split_folder(groups)
+    with job_client(bus, folder) as client:
+        for name in names:
+            bring_back(client, name)
+            sys.stdout.write(f"group {name} is started again, and joins after a commit\n")
 
 
 def evict(
@@ -116,12 +144,15 @@ def inject(
 
 
 def watch(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The job's trace directory.")
+    ] = None,
     bus: BusUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
 ) -> None:
-    """Show a running job from its bus alone, until Ctrl-C."""
-    from fft.operate.client import bus_url
+    """Show a running job from its bus alone, until it ends or Ctrl-C."""
+    from fft.operate.job_file import reach
     from fft.operate.watch import Watch, watch_job
 
     def stop_at_signals(watch: Watch) -> None:
@@ -129,8 +160,20 @@ def watch(
             signal.signal(number, lambda *_: watch.stop())
 
     with plain_errors():
-        url, out = bus_url(bus), console()
-        watch_job(url, out, sys.stdout, once=once, as_json=as_json, begin=stop_at_signals)
+        url, job = reach(bus, folder)
+        how = None if job is None else job.how_it_ended()
+        if how is None:
+            how = watch_job(
+                url,
+                console(),
+                sys.stdout,
+                once=once,
+                as_json=as_json,
+                begin=stop_at_signals,
+                ended=(lambda: None) if job is None else job.again,
+            )
+    if how is not None and not as_json:
+        sys.stdout.write(f"{how}\n")
 
 
 def say(

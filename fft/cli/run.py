@@ -121,6 +121,14 @@ _AUTO_RESUME = Annotated[
     bool, typer.Option(help="Restart from the newest checkpoint if the bus or all groups are lost.")
 ]
 _PROGRESS = Annotated[bool, typer.Option(help="Show the state of the groups while they run.")]
+_TEE = Annotated[
+    str,
+    typer.Option(
+        metavar="RANKS",
+        help="Ranks whose standard output is shown: first, all, none, or GROUP.RANK,… All of it is "
+        "in the logs.",
+    ),
+]
 _INJECTABLE = Annotated[
     bool, typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job.")
 ]
@@ -289,6 +297,7 @@ def run(
     drain_timeout: _DRAIN_TIMEOUT = 60.0,
     evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
+    tee: _TEE = "first",
     diagnose_after: _DIAGNOSE_AFTER = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
@@ -353,14 +362,22 @@ def _plan(config: RunConfig) -> FaultPlan:
 
 
 def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
+    from fft.launch.exit_status import IN_A_WORD
     from fft.launch.resuming import about_newest
+    from fft.operate.job_file import JobFile, look_further
+    from fft.trace.starts import root_of
 
     for line in verdict.lines:
         _say(line)
     if config.checkpoint is not None:
         _say(about_newest(config.checkpoint, verdict))
-    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
-    raise typer.Exit(int(verdict.exit_status))
+    folder, status = root_of(config.trace_dir), verdict.exit_status
+    text = f"{IN_A_WORD[status]}, at step {verdict.step}"
+    if (job := JobFile.read(folder)) is not None and job.pid == os.getpid():
+        job.note_end(f"{text} (exit status {status:d})")
+    sys.stdout.write(f"the job has ended: {text}. Logs: {config.trace_dir / 'logs'}\n")
+    sys.stdout.write(f"{look_further(folder)}\n")
+    raise typer.Exit(int(status))
 
 
 def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
@@ -399,7 +416,9 @@ def _supervise(
     from fft.bus.token import JobToken
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
-    from fft.trace.display import open_display
+    from fft.operate.job_file import JobFile
+    from fft.trace.display import SilentDisplay, open_display
+    from fft.trace.starts import root_of
     from fft.util.files import claimed
     from fft.util.remove_after_death import vanishing
 
@@ -418,7 +437,7 @@ def _supervise(
             with_lighthouse=lighthouse,
         )
     try:
-        display = open_display(Console()) if progress else None
+        display = open_display(Console()) if progress else SilentDisplay(Console())
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.output = str(config.trace_dir / "fft-run.log")
         interrupts.go_to(supervisor.interrupt)
@@ -431,7 +450,12 @@ def _supervise(
                 token.save(path)
                 undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)
-            sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
+            if serve is not None or JobFile.read(root_of(config.trace_dir)) is None:
+                JobFile.of(config.trace_dir, reach).write()
+            sys.stderr.write(
+                f"fft: to watch this job: fft watch {root_of(config.trace_dir)}; from another "
+                f"machine: {in_words(reach)}\n"
+            )
             return supervisor.run()
     finally:
         services.close()

@@ -19,7 +19,14 @@ from fft.trace.starts import newest_run
 if TYPE_CHECKING:
     from fft.operate.client import JobClient
 
-BusUrl = Annotated[str | None, typer.Option(help="URL of the job's bus; FFT_BUS if absent.")]
+BusUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL|DIR",
+        help="URL of the job's bus, or its trace directory. Default: FFT_BUS, or the newest run "
+        "here.",
+    ),
+]
 SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML file.")
 
 
@@ -74,9 +81,18 @@ def console() -> Console:
 
 
 @contextmanager
-def job_client(bus: str | None) -> Iterator[JobClient]:
-    """Yield an operator's client on the job's bus, inside `plain_errors`."""
-    from fft.operate.client import JobClient, bus_url
+def job_client(bus: str | None, folder: Path | None = None) -> Iterator[JobClient]:
+    """Yield an operator's client on the job's bus, inside `plain_errors`.
 
-    with plain_errors(), JobClient(bus_url(bus)) as client:
-        yield client
+    Args:
+        bus: The option ``--bus``.
+        folder: The job's trace directory, if it is given by that.
+    """
+    from fft.operate.client import JobClient
+    from fft.operate.job_file import reach, refuse_ended
+
+    with plain_errors():
+        url, job = reach(bus, folder)
+        refuse_ended(job)
+        with JobClient(url) as client:
+            yield client

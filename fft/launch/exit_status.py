@@ -23,6 +23,14 @@ class ExitStatus(IntEnum):
     ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 
+IN_A_WORD = {
+    ExitStatus.COMPLETE: "complete",
+    ExitStatus.FAILED: "failed",
+    ExitStatus.REFUSED: "not started",
+    ExitStatus.FEWER_GROUPS: "complete, but with fewer groups",
+    ExitStatus.DRAINED: "drained before its end",
+}
+
 IN_WORDS = (
     "Exit status: 0 complete; 1 failed; 2 not started (wrong arguments, or a directory in use); "
     "3 complete, but with fewer groups; 75 drained or preempted, so start it again to resume."

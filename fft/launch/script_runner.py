@@ -51,6 +51,7 @@ def main() -> None:
         _serve_forks(int(number), path)
     if role := os.environ.pop("FFT_ROLE_FD", ""):
         _await_role(int(role), path)
+    _copy_to_supervisor(os.environ.pop("FFT_TEE", ""))
     paper, owner = _paper(), os.getpid()
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
@@ -315,12 +316,45 @@ def _survive_a_full_disk() -> None:
         setattr(sys, f"__{name}__", new)
 
 
+def _copy_to_supervisor(path: str) -> None:
+    """Send a copy of what is printed to the supervisor, if it has named its pipe."""
+    log = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+    if path and isinstance(log, _Log):
+        with suppress(OSError):  # the supervisor has ended
+            log.copy = _Copy(path, f"{os.environ['FFT_GROUP']}.{os.environ['RANK']}")
+
+
+class _Copy:
+    """Writes whole lines to a pipe with the name of the rank; drops them if the pipe is full."""
+
+    _LONGEST = 3500  # a longer write to a pipe is not atomic
+
+    def __init__(self, path: str, name: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._name = name.encode() + b"\t"
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        """Send the lines that are complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            with suppress(OSError):  # full, or the supervisor has ended
+                os.write(self._fd, self._name + line[: self._LONGEST] + b"\n")
+
+
 class _Log(io.FileIO):
     """A file that drops output while its disk is full and later writes how many bytes it lost."""
 
     _lost = 0
+    copy: _Copy | None = None
+    """Receives all that is written, too."""
 
     def write(self, data: Any) -> int:
+        if self.copy is not None:
+            self.copy.write(bytes(data))
+        return self._write(data)
+
+    def _write(self, data: Any) -> int:
         size = len(memoryview(data).cast("B"))
         try:
             if self._lost:

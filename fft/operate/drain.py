@@ -17,6 +17,8 @@ from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, JobState, Operato
 
 _AGAIN_S = 2.0
 """Interval between repeated drain requests, because a slow subscriber may have missed one."""
+STARTED_AGAIN = "it is started again"
+"""End of the supervisor's answer if it starts the group again."""
 _REAPED_S = 20.0
 """Time beyond the grace period for the supervisor to see the processes end."""
 
@@ -100,6 +102,33 @@ def evict(
     group, rank = _place(job, place)
     told = _tell_dead(desk, job, group, rank)
     command = Evict(fresh_id(), group, desk.me, rank, grace, restart)
+    return _carried_out(desk, command, told, job, on_accepted)
+
+
+def bring_back(desk: JobClient, group: str) -> None:
+    """Have the supervisor start a group again that was drained or evicted.
+
+    Raises:
+        OperatorError: The group is in the job, no supervisor answers, or it refused.
+    """
+    job = desk.job()
+    if group in job.groups:
+        raise OperatorError(f"group {group} is in the job; its groups: {listed(job.groups)}")
+    command = Evict(fresh_id(), group, desk.me, None, 0.0, restart=True)
+    done = _carried_out(desk, command, (), job, lambda _: None).done
+    if not done.endswith(STARTED_AGAIN):
+        raise OperatorError(done)
+
+
+def _carried_out(
+    desk: JobClient,
+    command: Evict,
+    told: tuple[str, ...],
+    job: JobState,
+    on_accepted: Callable[[str], None],
+) -> Eviction:
+    """Send the command and wait until the supervisor of the group has carried it out."""
+    group, grace = command.group, command.grace
     with desk.asking(command) as answers:
         for answer in answers(time.monotonic() + FIRST_ANSWER_S):
             if answer.verdict == "refused":

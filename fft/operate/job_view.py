@@ -23,11 +23,10 @@ from fft.messages.progress import (
 )
 from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
+from fft.trace.course import Course
 from fft.trace.format import progress_in_words
 
-_RATE_COMMITS = 20  # number of commits over which the step rate is averaged
-_STALE_S = 10.0  # time without a commit after which there is no rate
-_DECISIONS = 8
+_COMMANDS = 8
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
 LEFT_OUT, SUSPECTED, APART = "left out", "suspected", "apart"
@@ -72,8 +71,11 @@ class JobModel:
     head: Record | None = None
     lost: str = ""
     """Why the bus connection is lost; empty while it works."""
-    decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
-    commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
+    course: Course = field(default_factory=Course)
+    """Steps, memberships and faults since watching began."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Group → the newest loss that one of its ranks has reported."""
+    commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_COMMANDS))
     stragglers: Stragglers = field(default_factory=Stragglers)
     scopes: dict[str, int] = field(default_factory=dict)
     """Scope → committed steps, if stages have scopes of their own."""
@@ -84,16 +86,20 @@ class JobModel:
     _fetches: dict[tuple[str, int], FetchReport] = field(default_factory=dict)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
-    _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
 
     def begin(
-        self, head: Record | None, epoch: Record | None, reports: Iterable[Report] = ()
+        self,
+        head: Record | None,
+        epoch: Record | None,
+        reports: Iterable[Report] = (),
+        now: float = 0.0,
     ) -> None:
         """Take the registers where watching begins, or begins again after the bus was lost."""
         for report in reports:
             self._take_report(report)
         self.lost = ""
-        self._commits.clear()
+        for record in filter(None, (epoch, head)):
+            self.course.take(asdict(record), now)
         if epoch is not None:
             self._enter(epoch)
         if head is not None and (self.head is None or head.n >= self.head.n):
@@ -114,6 +120,9 @@ class JobModel:
             case SpeedReport():
                 self._held.pop((word.group, word.rank), None)
                 self._fetches.pop((word.group, word.rank), None)
+                if word.loss is not None:
+                    self.losses[word.group] = word.loss
+                self.course.goal = word.goal or self.course.goal
                 if word.scope is not None:
                     self.scopes[word.scope] = max(word.step, self.scopes.get(word.scope, 0))
                 rank = f"{word.group}/{word.rank}"
@@ -178,12 +187,13 @@ class JobModel:
         gaps = sorted(self._gaps.items())
         return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
 
-    def rate(self, now: float) -> float | None:
-        """Return the committed steps per second; None if there are too few recent commits."""
-        if len(self._commits) < 2 or now - self._commits[-1][0] > _STALE_S:
-            return None
-        (first, from_step), (last, to_step) = self._commits[0], self._commits[-1]
-        return (to_step - from_step) / (last - first) if last > first else None
+    def has_ended(self) -> bool:
+        """Whether the newest record ended the job: all groups left with it."""
+        head = self.head
+        if head is None or head.kind == "abort":
+            return False
+        members = self.course.members
+        return head.last or (bool(members) and members <= set(head.leavers))
 
     def rows(self) -> list[GroupRow]:
         """Return the groups by name; shorter names first, so that numbers are in numeric order."""
@@ -194,13 +204,12 @@ class JobModel:
         if self.head is not None and record.n <= self.head.n:
             return
         self.head = record
-        self.decisions.append(record)
+        self.course.take(asdict(record), now)
         if record.kind == "epoch":
             self._enter(record)
             self._let_apart(record)
         elif record.kind == "commit":
             self._let_apart(record)
-            self._commits.append((now, record.step))
             for group in record.leavers:
                 self._leaving.discard(group)
                 for rank in self._groups.get(group, {}).values():

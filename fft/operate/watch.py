@@ -14,8 +14,6 @@ from contextlib import suppress
 from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from fft.bus.base import TOPICS
@@ -25,7 +23,10 @@ from fft.messages.progress import Report
 from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage
 from fft.messages.wire import Packed
 from fft.operate.client import Ear, JobClient, Word
-from fft.operate.job_view import JobModel, event_of
+from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel, event_of
+from fft.trace.course import plainly
+from fft.trace.display import LiveTable, Row, Snapshot
+from fft.trace.display import render as show
 
 _REDRAW_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0  # between tries to reach a bus that is gone
@@ -44,8 +45,14 @@ class View(Protocol):
 class Watch:
     """A loop that follows one job until `stop`, and reconnects if its bus is lost."""
 
-    def __init__(self, url: str, view: View) -> None:
+    def __init__(
+        self, url: str, view: View, ended: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Prepare to watch the job at ``url``; ``ended`` is that of `watch_job`."""
+        self.how: str | None = None
+        """How the job ended, if it did while it was watched."""
         self.model = JobModel()
+        self._ended = ended
         self._url = url
         self._view = view
         self._stopped = False
@@ -61,22 +68,31 @@ class Watch:
         """Show the job as in its registers now. Raises ``BusUnreachable``."""
         with JobClient(self._url) as desk:
             job = desk.job()
-            self.model.begin(job.head, job.epoch, desk.reports())
+            self.model.begin(job.head, job.epoch, desk.reports(), time.monotonic())
         self._view.state(self.model, time.monotonic())
 
     def run(self) -> None:
         """Follow the job until `stop`; retry an unreachable bus with growing pauses."""
         pause = _FIRST_PAUSE_S
-        while not self._stopped:
+        while not self._stopped and self.how is None:
             try:
                 with JobClient(self._url) as desk:
                     pause = _FIRST_PAUSE_S
                     self._follow(desk)
             except (BusError, UnreadableMessage) as error:
+                if (how := self._ended()) is not None:
+                    self._end(how)
+                    return
                 self._lost(str(error))
                 with suppress(queue.Empty):
                     self._wake.get(timeout=pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _end(self, how: str) -> None:
+        """Show the last state, and stop."""
+        self.how = how
+        self._view.word({"event": "ended", "how": how})
+        self._view.state(self.model, time.monotonic())
 
     def _lost(self, why: str) -> None:
         self.model.lost = why
@@ -89,9 +105,12 @@ class Watch:
             # a bus that came back empty has another job
             if desk.bus.generation != self._generation:
                 self.model, self._generation = JobModel(), desk.bus.generation
-            self.model.begin(job.head, job.epoch, desk.reports())
+            self.model.begin(job.head, job.epoch, desk.reports(), time.monotonic())
             self._view.word({"event": "watching", "bus": self._url})
             while not self._stopped:
+                if self.model.has_ended() and self.model.head is not None:
+                    self._end(f"the job has ended with step {self.model.head.step}")
+                    return
                 self._view.state(self.model, time.monotonic())
                 self._hear(desk, ear)
 
@@ -162,86 +181,72 @@ class ScreenView:
         self._url = url
         self._console = console
         self._last: RenderableType = Text(f"{url}: nothing heard yet")
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        if self._live is not None:
-            self._live.start()
+        self._table = LiveTable(console) if console.is_terminal else None
 
     def word(self, line: dict[str, object]) -> None:
         """Ignore the event; the table shows its effect."""
 
     def state(self, watch: JobModel, now: float) -> None:
         """Draw the table."""
-        self._last = render(watch, self._url, now)
-        if self._live is not None:
-            self._live.update(self._last, refresh=True)
+        self._last = render(watch, self._url, now, *self._console.size)
+        if self._table is not None:
+            self._table.draw(self._last)
 
     def close(self) -> None:
         """Leave the last table on the screen."""
-        if self._live is not None:
-            self._live.stop()
+        if self._table is not None:
+            self._table.close()
         else:
             self._console.print(self._last)
 
 
-def render(watch: JobModel, url: str, now: float) -> RenderableType:
+def render(watch: JobModel, url: str, now: float, width: int = 80, height: int = 40) -> Group:
     """Return the job as one renderable."""
-    head, rate = watch.head, watch.rate(now)
-    if head is None:
-        title = f"{url}: no job has begun here"
+    parts: list[RenderableType] = []
+    if watch.lost:
+        text = f"the bus is lost, trying again: {watch.lost}"
+        parts.append(Text(text, style="bold red", overflow="fold"))
+    if watch.head is None:
+        parts.append(Text(f"{url}: no job has begun here", overflow="fold"))
     else:
-        steps = "" if rate is None else f", {rate:.1f} steps/s"
-        title = f"{url}: epoch {head.epoch}, step {head.step}{steps}"
-    parts: list[RenderableType] = [Text(title), _groups(watch)]
+        elapsed = now - (watch.course.phases[0].formed if watch.course.phases else now)
+        rows = [_row(watch, row) for row in watch.rows()]
+        shot = Snapshot(elapsed, rows, 0, 0, watch.course, now, "fft watch")
+        parts.append(show(shot, width, height))
     if watch.scopes:
         steps_of = (f"scope {name}: step {step}" for name, step in sorted(watch.scopes.items()))
-        parts.insert(1, Text(", ".join(steps_of)))
+        parts.append(Text(", ".join(steps_of), overflow="fold"))
     if (newest := watch.newest_checkpoint()) is not None:
         parts.append(Text(f"newest checkpoint: step {newest}"))
-    parts += [
-        Text(text, style="yellow") for text in (*watch.held(), *watch.fetches(), *watch.troubles())
-    ]
-    if watch.lost:
-        parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
-    if watch.decisions:
-        parts.append(_decisions(watch))
-    parts += [Text(_in_words(command)) for command in watch.commands]
+    texts = (*watch.held(), *watch.fetches(), *watch.troubles())
+    parts += [Text(text, style="yellow", overflow="fold") for text in texts]
+    parts += [Text(_in_words(command), overflow="fold") for command in watch.commands]
     return Group(*parts)
+
+
+def _row(watch: JobModel, row: GroupRow) -> Row:
+    """Return the group as a row of the screen."""
+    head = watch.head
+    is_in = all(rank.state == IN_EPOCH for rank in row.ranks.values())
+    pids = ", ".join(f"{rank.pid}@{rank.host}" for _, rank in sorted(row.ranks.items()))
+    slow = watch.pace(row.group)
+    troubles = (plainly(row.why()), slow and f"slow, in multiples of the median time: {slow}")
+    state = "training" if is_in and row.state() == IN_EPOCH else row.state()
+    step = head.step if head is not None and is_in else 0
+    trouble = "; ".join(filter(None, troubles))
+    loss = watch.losses.get(row.group) if is_in else None
+    return Row(row.group, pids, state, 0, step, loss, "", trouble)
 
 
 def _in_words(command: Command) -> str:
     if isinstance(command, Evict):
         rank = "" if command.rank is None else f" rank {command.rank}"
-        return f"evict by {command.by}: group {command.group}{rank}"
+        again = ", which is started again" if command.restart else ""
+        return f"evict by {command.by}: group {command.group}{rank}{again}"
     if isinstance(command, Check):
         return f"check by {command.by}: round {command.round}, {len(command.tasks)} ranks"
     fault = command.fault.model_dump(exclude_none=True)
     return f"inject by {command.by}: " + ", ".join(f"{k} {v}" for k, v in fault.items())
-
-
-def _groups(watch: JobModel) -> Table:
-    table = Table()
-    for name in ("group", "state", "pace", "processes"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("last word", overflow="fold", ratio=1)
-    for row in watch.rows():
-        pids = ", ".join(f"{r.pid}@{r.host}" for _, r in sorted(row.ranks.items()))
-        pace = Text(watch.pace(row.group), style="yellow")
-        table.add_row(Text(row.group), row.state(), pace, Text(pids), Text(row.why()))
-    return table
-
-
-def _decisions(watch: JobModel) -> Table:
-    table = Table(title="last decisions", title_justify="left")
-    for name in ("record", "kind", "epoch.txn", "step", "by"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("cause", overflow="fold", ratio=1)
-    for record in reversed(watch.decisions):
-        cause = f"group {', '.join(record.leavers)} leaves" if record.leavers else record.cause
-        place = f"{record.epoch}.{record.txn}"
-        table.add_row(
-            str(record.n), record.kind, place, str(record.step), str(record.by), Text(cause)
-        )
-    return table
 
 
 def watch_job(
@@ -252,18 +257,30 @@ def watch_job(
     once: bool,
     as_json: bool,
     begin: Callable[[Watch], None],
-) -> None:
-    """Show the job at ``url`` until it is stopped, or one time with ``once``.
+    ended: Callable[[], str | None] = lambda: None,
+) -> str | None:
+    """Show the job at ``url`` until it ends or is stopped, or one time with ``once``.
 
-    ``begin`` is called with the `Watch` before it runs, so that the caller can stop it.
+    Args:
+        url: URL of its bus.
+        console: Where the table is shown.
+        stream: Where JSON is written.
+        once: Show the present state only.
+        as_json: Write one line of JSON per event.
+        begin: Called with the `Watch` before it runs, so that the caller can stop it.
+        ended: Returns how the job ended, or None; asked when the bus is lost.
+
+    Returns:
+        How the job ended, or None if it was stopped.
     """
     view: View = JsonView(stream, time.time, once) if as_json else ScreenView(console, url)
     try:
-        watch = Watch(url, view)
+        watch = Watch(url, view, ended)
         if once:
             watch.once()
         else:
             begin(watch)
             watch.run()
+        return watch.how
     finally:
         view.close()

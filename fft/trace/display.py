@@ -127,7 +127,7 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 40) -> RenderableT
         parts.append(Text(f"… and {hidden} more groups that train at the same step", style="dim"))
     waits = [f"group {row.group}: {row.trouble}" for row in snapshot.rows if row.trouble]
     parts += [Text(text, style="yellow", overflow="fold") for text in waits[:_FAULTS]]
-    parts += _faults(course, snapshot)
+    parts += _faults(course)
     return Group(*parts)
 
 
@@ -183,24 +183,24 @@ def _most_telling(rows: Sequence[Row], room: int) -> tuple[list[Row], int]:
     return [row for row in rows if row in order], len(rows) - room
 
 
-def _faults(course: Course, snapshot: Snapshot) -> list[RenderableType]:
-    """Return the newest faults, and the groups that are away, with their costs."""
-    if not course.faults and not any(True for _ in course.away()):
+def _faults(course: Course) -> list[RenderableType]:
+    """Return the newest faults with their costs, and the newest changes of the membership."""
+    told = [(fault.n, fault.step, _fault_text(fault, course)) for fault in course.faults[-_FAULTS:]]
+    told += [(each.n, each.step, each.text) for each in course.changes[-_FAULTS:]]
+    if not told:
         return []
     count = len(course.faults)
-    parts: list[RenderableType] = ["", Text(f"faults: {count}, newest first", style="bold")]
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
-    for fault in reversed(course.faults[-_FAULTS:]):
-        what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
-        text = f"{what}; {cost(fault, course.absences)}"
-        table.add_row(f"step {fault.step}", Text(text))
-    gone = [absence for absence in course.away() if absence.planned and not course.ended]
-    for absence in gone[:_FAULTS]:
-        text = f"group {absence.group} left as asked; {absence.steps} steps without it"
-        table.add_row(f"step {absence.step}", Text(text))
-    return [*parts, table]
+    for _, step, text in sorted(told, reverse=True)[:_FAULTS]:
+        table.add_row(f"step {step}", Text(text))
+    return ["", Text(f"faults: {count}; newest events first:", style="bold"), table]
+
+
+def _fault_text(fault: Fault, course: Course) -> str:
+    what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
+    return f"{what}; {cost(fault, course.absences)}"
 
 
 def cost(fault: Fault, absences: Iterable[Absence]) -> str:
@@ -345,6 +345,13 @@ class PlainDisplay:
             fault = f" [{row.fault}]" if row.fault else ""
             parts.append(f"group {row.group} {row.doing}: {row.state} at step {row.step}{fault}")
         self.write("  |  ".join(parts))
+
+
+class SilentDisplay(PlainDisplay):
+    """Only the output of ranks."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print nothing."""
 
 
 def _news(snapshot: Snapshot) -> object:

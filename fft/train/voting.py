@@ -69,10 +69,8 @@ class Voter:
             self.announce(replace(self._goal, samples=_rows_of(drawn.batch)))
 
     def announce(self, goal: Goal) -> None:
-        """Report the planned end of the loop; it is traced with the first vote."""
+        """Take the planned end of the loop; it is traced and reported with the first vote."""
         self._goal = goal
-        if self._job.reporter is not None:
-            self._job.reporter.goal = goal
 
     def compare_now(self) -> None:
         """Compare the replicas in this txn, even if that is not due: it is the last of the job."""
@@ -162,6 +160,8 @@ class Voter:
             goal = {name: value for name, value in asdict(self._goal).items() if value is not None}
             told = {"goal": goal} if loop == TRANSACTIONS else {}
             self._job.note(LOOP, {"runs": loop, "from": list(plan.token), **told})
+            if told and self._job.reporter is not None:
+                self._job.reporter.goal = self._goal
 
     def committed(self) -> None:
         """Trace, before the engine continues, what the commit of the last vote consumes."""

@@ -280,7 +280,7 @@ def test_sigterm_drains_the_children_and_ends_well(children: Children, tmp_path:
         process.send_signal(signal.SIGTERM)
         out, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 75, errors
-        assert out.endswith(f"traces and logs: {tmp_path / 'run'}\n")
+        assert out.endswith(f"fft audit {tmp_path / 'run'}\n")
         assert children.all_gone()
 
 

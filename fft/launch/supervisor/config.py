@@ -83,6 +83,8 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
     """Resume from the newest checkpoint when the job has lost its state."""
     resume_step: int | None = None
     """Step of the checkpoint that the job begins with, or None to begin without one."""
+    tee: str = "first"
+    """The ranks whose output is shown: ``first``, ``all``, ``none``, or ``GROUP.RANK,…``."""
     compiled: Path | None = None
     """Folder for code that inductor compiles; None leaves it to the environment."""
 

@@ -32,7 +32,7 @@ _ADDRESS_OF_RANK_0 = "manager_addr"
 _SUPERVISORS = frozenset(
     {
         *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_LAST_WORDS_FD"),
-        *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD"),
+        *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD", "FFT_TEE"),
     }
 )
 """Environment variables that only the supervisor sets; children never inherit them."""
@@ -57,8 +57,22 @@ class Pauses:
 class Group:
     """A replica group, which is either running, due for a restart, or ended."""
 
-    def __init__(self, name: str, ranks: int, is_adopted: bool = False) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        is_adopted: bool = False,
+        env_of: Callable[[str, int], dict[str, str]] = lambda _group, _rank: {},
+    ) -> None:
+        """Describe a group that has not been started.
+
+        Args:
+            name: Name of the group.
+            ranks: Number of its processes.
+            is_adopted: Another supervisor, which was lost, has started it before.
+            env_of: Returns more environment variables of one rank.
+        """
+        self.name, self._env_of = name, env_of
         self.is_adopted = is_adopted
         """Taken over from a supervisor that was lost."""
         self.ranks = ranks
@@ -219,7 +233,8 @@ class Group:
 
     def place(self, rank: int) -> dict[str, str]:
         """Return the environment variables of a rank of the present start."""
-        return {**self._place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return {**self._place, **own, **self._env_of(self.name, rank)}
 
     def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
         """Start a process in the place of a lost rank.

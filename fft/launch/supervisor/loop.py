@@ -44,6 +44,7 @@ from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
 from fft.launch.supervisor.reforming import Reforming
+from fft.launch.supervisor.tee import Tee
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -62,6 +63,7 @@ from fft.messages.fault_plans import (
     ServiceFault,
 )
 from fft.messages.protocol import Death, Drain, UnreadableMessage
+from fft.operate.drain import STARTED_AGAIN
 from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
 from fft.trace.last_lines import forget_ends, note_ends
@@ -335,7 +337,7 @@ class Waits:
         self._in.setblocking(False)
         self.register(self._out)
 
-    def register(self, file: socket.socket) -> None:
+    def register(self, file: socket.socket | Tee) -> None:
         """Wait for ``file``, too."""
         self._selector.register(file, selectors.EVENT_READ)
 
@@ -409,7 +411,8 @@ class Supervisor:
         self._config, self._services, self._display = config, services, display
         first = config.first_group
         names = [str(number) for number in range(first, first + config.groups)]
-        self._groups = {name: Group(name, config.ranks) for name in names}
+        self._tee = Tee(config.tee, first)
+        self._groups = {n: Group(n, config.ranks, env_of=self._tee.env) for n in names}
         self._faults = PlannedFaults(config, plan, names)
         self._ending = Ending()
         self._told: set[str] = set()
@@ -428,6 +431,7 @@ class Supervisor:
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
+        self._waits.register(self._tee)
         self._launcher = Launcher(config, services, token, self._hangs.fd)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
@@ -496,6 +500,8 @@ class Supervisor:
         for key in found:
             if isinstance(key.data, Child):
                 self._on_death(key.data)
+            elif key.fileobj is self._tee:
+                self._show_output()
             elif key.fileobj is self._hangs.socket:
                 for message in self._hangs.take(self._living()):
                     self._deaths.suspected[message.pid] = message.cause
@@ -549,6 +555,12 @@ class Supervisor:
             began, plan = self._ending.began, self._faults.plan
             self._display.show(snapshot(self._groups.values(), view, began, plan))
 
+    def _show_output(self) -> None:
+        """Show what chosen ranks have printed."""
+        for line in self._tee.lines():
+            if self._display is not None:
+                self._display.write(line)
+
     def _check_deadlines(self) -> None:
         now, limit, until = time.monotonic(), self._config.timeout, self._ending.drain_until
         if limit is not None and now > self._ending.began + limit:
@@ -597,7 +609,7 @@ class Supervisor:
         for name in self._adopter.claimed():
             if self._ending.has_begun or (name in self._groups and self._groups[name].living):
                 continue  # the claim is released at the end
-            group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
+            group = self._groups[name] = Group(name, self._config.ranks, True, self._tee.env)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
             self._start(group)
 
@@ -934,7 +946,7 @@ class Supervisor:
         ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
         after = "it is not started again"
         if command.restart and not (self._ending.drain_until or self._ending.forgot or group.loss):
-            group.restart_at, after = time.monotonic(), "it is started again"
+            group.restart_at, after = time.monotonic(), STARTED_AGAIN
         self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 
     def _answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
@@ -1006,7 +1018,9 @@ class Supervisor:
         for group in self._groups.values():
             group.close()
         self._tail.close()
+        self._show_output()
         self._waits.close()
+        self._tee.close()
         self._hangs.close()
         self._links.close()
         if self._display is not None:
