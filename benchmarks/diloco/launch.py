@@ -19,6 +19,7 @@ from benchmarks.diloco.plan import GROUPS, Schedule, System
 from benchmarks.side_by_side.events import Event, Reader
 from fft.bus.tcpserver import host_store
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.script import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
@@ -103,4 +104,4 @@ def _started(group: int, env: dict[str, str], directory: Path, stores: list[Any]
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
     place |= {"REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": str(GROUPS)}
     log = directory / f"log-{group}.txt"
-    return Child(str(group), 0, 1, [str(WORKER)], {**env, **place}, log)
+    return Child(str(group), 0, 1, Script([str(WORKER)]), {**env, **place}, log)

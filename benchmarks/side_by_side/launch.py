@@ -26,6 +26,7 @@ from benchmarks.side_by_side.measure import commits_after, fault_at, survivors, 
 from benchmarks.side_by_side.rows import LIGHTHOUSE_AWAY_S, SETTLED, STOPPED_S, Row, System
 from benchmarks.side_by_side.services import Services
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.script import Script
 from fft.util import pidfd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +162,7 @@ class Launch:
             **place,
         }
         log = self.directory / f"log-{group}-{rank}.txt"
-        child = Child(str(group), rank, 1, command, env, log)
+        child = Child(str(group), rank, 1, Script(command), env, log)
         self._children.append(child)
         return child
 
