@@ -26,7 +26,7 @@ LIMIT_S = 200
 
 @dataclass(frozen=True)
 class Example:
-    """A script, its layout and its faults."""
+    """A script, its layout and its faults; ``spec`` names a paradigm, or another trainer."""
 
     spec: str
     ranks: int
@@ -44,6 +44,7 @@ EXAMPLES = (
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
     Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
     Example("async", 1, "async_char_lm.py", "async_faults.yaml", groups=3),
+    Example("lightning", 1, "lightning_trainer.py", "lightning_faults.yaml"),
 )
 COLUMNS = (
     "committed steps",

@@ -424,8 +424,9 @@ class TransactionLoop:
         for reducer in self._reductions.reducers:
             if (why := reducer.unfinished) is not None:
                 return FftError(f"{why}: these gradients differ from those of the other groups")
-        is_idle = self._reductions.reducers and not self._state.updates.have_gradients
-        if is_idle and self._min_reductions:
+        updates = self._state.updates
+        is_idle = updates.has_optimizers and not updates.have_gradients
+        if is_idle and self._reductions.reducers and self._min_reductions:
             return FftError(
                 "gradients were reduced, but no parameter of a registered optimizer has one "
                 "at the end of the step function (zero_grad() after backward()?), so the "
@@ -631,8 +632,8 @@ class UnregisteredStepGuard:
                     "outer optimizer: FFT steps it at each synchronization; remove the call"
                 )
             return
-        if step is not None and step.has_extra(optimizer) and not updates.in_body:
-            return
+        if step is not None and step.has_extra(optimizer):
+            return  # a rollback restores its state, and the parameters that it has changed
         name = type(optimizer).__name__
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if not stepped.isdisjoint(self._of_the_job()) and updates.in_body:

@@ -155,6 +155,34 @@ def test_on_commit_runs_once_per_step(tmp_path: Path) -> None:
     assert averages[0] == averages[1]
 
 
+def test_step_function_that_steps_an_extra_optimizer_is_rolled_back_with_its_state(
+    tmp_path: Path,
+) -> None:
+    def run(folder: Path, fails: bool) -> list[Any]:
+        def work(member: Member) -> None:
+            own = torch.optim.Adam(member.model.parameters(), 0.1)
+            noise = [member.model.generator]
+            member.manager.register(member.model, [], extra={"own": own}, generators=noise)
+            pending = {0, 3} if fails else set()
+            for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+                with txn:
+                    for _ in range(2):  # as a GAN steps twice
+                        own.zero_grad()
+                        _loss(member, txn.batch).backward()
+                        own.step()
+                    if member.group == "1" and txn.step in pending:
+                        pending.remove(txn.step)
+                        raise RuntimeError("after the steps")
+
+        with job(folder, 2) as made:
+            members = made.run(work)
+            made.audit()
+        assert parameters(members[0].model) == parameters(members[1].model)
+        return parameters(members[0].model)
+
+    assert run(tmp_path / "faults", fails=True) == run(tmp_path / "none", fails=False)
+
+
 def test_a_body_that_changes_parameters_is_rolled_back_with_them(tmp_path: Path) -> None:
     """The change is weight clamping as in WGAN, and through ``.data`` as in older code."""
 

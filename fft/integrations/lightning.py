@@ -1,0 +1,394 @@
+"""Lightning's Trainer on FFT's transactions; needs the extra ``lightning``.
+
+``Trainer(strategy=FFTStrategy())`` under ``fft run``. Drawing the first micro-batch of an optimizer
+step begins a transaction. `FFTStrategy.optimizer_step` (with manual optimization,
+`FFTStrategy.training_step`) runs its step function, votes, and repeats it after a rollback. All
+other code of Lightning runs between two transactions, once for each committed step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchft
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    Timer,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import fft
+from fft.errors import Drained, FftError
+from fft.integrations.lightning_parts import Batches, Logs, TrainerState
+
+_UNFIT = {
+    GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
+    Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
+    BatchSizeFinder: "find the batch size in a run without FFT",
+    LearningRateFinder: "find the learning rate in a run without FFT",
+}
+"""Callbacks that cannot work, with the fix."""
+
+
+class FFTStrategy(SingleDeviceStrategy):
+    """A Lightning strategy that makes each optimizer step a transaction of all replica groups.
+
+    The training data come from the ``DataLoader`` of the script. With all groups present, each rank
+    gets the batches that it would get with Lightning's ``DDPStrategy`` and as many processes. Each
+    group evaluates the whole validation data, so the results are equal on all groups.
+
+    Args:
+        manager: The manager to use; ``options`` are then not allowed.
+        device: Device of this rank. None: its GPU if there is one, else the CPU.
+        options: Arguments of ``fft.ManagerFFT``.
+    """
+
+    strategy_name = "fft"
+    is_distributed = True  # otherwise Lightning ignores `self.log(…, sync_dist=True)`
+
+    def __init__(
+        self,
+        manager: fft.ManagerFFT | None = None,
+        device: str | torch.device | None = None,
+        **options: Any,
+    ) -> None:
+        if device is None:
+            local = os.environ.get("LOCAL_RANK", "0")
+            device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+        super().__init__(device=device)
+        self.manager = manager or _make_manager(self.root_device, options)
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._data: Any = None
+        """The `Batches` of the fit, once Lightning has asked for them."""
+        self._txns: Iterator[fft.Transaction] | None = None
+        self._txn: Any = None
+        """The last `fft.Transaction`; None before the first and after the last one."""
+        self._state: TrainerState
+        self._logs: Logs
+        self._closures: list[Callable[[], Any]] = []
+        """The closures of the open transaction, one for each micro-batch so far."""
+        self._attempt: Generator[None, None, None] | None = None
+        """The running step function. It is suspended between two micro-batches."""
+        self._replayed: int | None = None
+        """Number of the micro-batch that is repeated after a rollback, or None."""
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._on_sigterm: Any = None
+
+    # --- set up ---
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()  # as DDPStrategy does: dropout masks then match
+        trainer = self._trainer
+        self._name_files(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # see `process_dataloader`
+        if self._ranks > 1:
+            self.lightning_module._device_mesh = self.manager.shard_mesh()
+        rank_zero_only.rank = 0 if self.is_global_zero else 1
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.lightning_module.trainer
+
+    def _name_files(self, trainer: Trainer) -> None:
+        """Give loggers a folder for each process, and checkpoints one that all groups share."""
+        job = os.environ.get("FFT_BUS", "").rpartition("/")[2] or "local"
+        group, start = os.environ.get("REPLICA_GROUP_ID", "0"), os.environ.get("FFT_START", "1")
+        for each in trainer.loggers:
+            if vars(each).get("_version", "") is None:
+                each._version = f"{job}-g{group}-{start}"
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._refuse_unfit(trainer)
+        module, optimizers = self.lightning_module, self.optimizers
+        self._state, self._logs = TrainerState(trainer), Logs(trainer)
+        extra: dict[str, Any] = {"lightning": self._state}
+        if not module.automatic_optimization:
+            # `training_step` steps them itself, several times in one transaction if it wants to
+            extra |= {f"optimizer_{i}": each for i, each in enumerate(optimizers)}
+            optimizers = []
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self.manager.register(module, optimizers, scaler=scaler, extra=extra)
+        self.manager.sync_gradients(module)
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def _refuse_unfit(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:
+            for kind, fix in _UNFIT.items():
+                if isinstance(callback, kind):
+                    raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise FftError(
+                "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "
+                "the data in the dataset or the sampler, by the number of the epoch"
+            )
+        sharded = any(isinstance(p, DTensor) for p in self.lightning_module.parameters())
+        if self._ranks > 1 and not sharded:
+            raise FftError(
+                f"FFTStrategy: expected a model that is sharded over the {self._ranks} ranks of a "
+                "group, found none: call fully_shard(self, mesh=self.device_mesh) in "
+                "configure_model(), or start each group with --ranks 1"
+            )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return dataloader  # each group evaluates all data
+        if self._data is not None:
+            raise FftError(
+                "FFTStrategy: expected one train dataloader, got several; join their datasets"
+            )
+        groups = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
+        self._data = Batches(dataloader, trainer, groups * self._ranks, self._next_batch)
+        return self._data
+
+    def on_train_start(self) -> None:
+        # Lightning would end the loop after a SIGTERM, in which this group is still to vote
+        if callable(self._on_sigterm):
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    # --- transactions ---
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return True  # so that `optimizer_step` is called for each micro-batch
+
+    def _next_batch(self) -> Any:
+        """Return the next micro-batch. Begin a transaction if it is the first of a step."""
+        if self._txn is None or len(self._closures) == self._data.micro_batches or self._is_manual:
+            self._begin()
+        return self._txn.batch[len(self._closures)]
+
+    @property
+    def _is_manual(self) -> bool:
+        return not self.lightning_module.automatic_optimization
+
+    def _begin(self) -> None:
+        """Begin the next transaction. Raises StopIteration after the last one, and Drained."""
+        if self._txns is None:
+            last = self._data.last_step
+            self._txns = self.manager.transactions(self._data.source, max_steps=last)
+        self._txn = next(self._txns, None)
+        self._closures, self._attempt, self._replayed = [], None, None
+        if self._txn is None:
+            if self._data.is_last(self.manager.current_step()):
+                raise StopIteration
+            raise Drained("this replica group has left the job before the end of trainer.fit()")
+        rank_zero_only.rank = 0 if self.is_global_zero else 1
+        self._state.begin()
+        self._logs.save()
+
+    def _begin_again(self) -> None:
+        """Begin the next attempt after a rollback, or another step if this rank was left behind."""
+        closures = self._closures
+        try:
+            self._begin()
+        except StopIteration:
+            raise Drained("this replica group was left behind; the job has ended") from None
+        self._closures = closures
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._txn is None or not self._is_manual:
+            return super().training_step(*self._own(args), **kwargs)
+        is_replay = False
+        while True:
+            with self._txn:
+                self._replayed = 0 if is_replay else None
+                output = super().training_step(*self._own(args), **kwargs)
+                self._sync_logs()
+            if self._txn.committed:
+                self._state.end()
+                return output
+            self._logs.restore()
+            self._begin_again()
+            is_replay = True
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self._is_manual:
+            return super().optimizer_step(optimizer, closure, **kwargs)
+        results: list[Any] = []
+
+        def run() -> None:
+            results[:] = [closure()]
+
+        self._closures.append(run)
+        while True:
+            if self._attempt is None:
+                self._attempt = self._run(optimizer)
+            try:
+                next(self._attempt)
+            except StopIteration:
+                self._attempt = None
+            else:
+                return results[0]  # Lightning draws the next micro-batch of this step
+            if self._txn.committed:
+                self._state.end()
+                return results[0]
+            self._logs.restore()
+            self._begin_again()
+            self._replayed = 0
+
+    def _run(self, optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
+        """One attempt of the step function, as a coroutine that ends with the transaction."""
+        size, done = self._data.micro_batches, 0
+        with self._txn:
+            while True:
+                while done < len(self._closures):
+                    is_last = done + 1 == size
+                    if self._replayed is not None:
+                        self._replayed = done
+                    with contextlib.nullcontext() if is_last else self.manager.no_sync():
+                        self._closures[done]()
+                    done += 1
+                self._replayed = None
+                if done == size:
+                    break
+                with self.manager.atomic():
+                    yield
+            plugin, scaler = self.precision_plugin, getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            plugin._after_closure(self.lightning_module, optimizer)  # hooks, and clipping
+            self._sync_logs()
+
+    def _own(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of ``training_step`` with the batch of the open transaction."""
+        if self._replayed is None:
+            return args  # as Lightning has drawn it
+        module, batch = self.lightning_module, self._txn.batch[self._replayed]
+        batch = self.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.batch_to_device(batch, dataloader_idx=0)
+        results = self._trainer.fit_loop.epoch_loop._results
+        results.batch, results.batch_size = batch, None
+        return (batch, *args[1:])
+
+    def _sync_logs(self) -> None:
+        """Average the epoch's metrics with ``sync_dist=True`` in the last step of the epoch."""
+        loop = self._trainer.fit_loop.epoch_loop
+        if not (loop.batch_progress.is_last_batch or self._data.is_last(self._txn.step + 1)):
+            return
+        for metric in loop._results.values():
+            if metric.is_tensor and metric.meta.on_epoch and metric.meta.sync.should:
+                metric.compute()  # the result is kept until the end of the epoch
+
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **_: Any
+    ) -> Any:
+        if not isinstance(tensor, torch.Tensor) or not self.manager.is_in_txn:
+            return tensor  # an evaluation, which has the same result on all groups
+        op = str(reduce_op).lower().removeprefix("reduceop.").removeprefix("redoptype.")
+        if op not in ("none", "mean", "avg", "sum"):
+            raise FftError(
+                f"FFTStrategy: expected a mean or a sum over the groups, got {reduce_op}; use "
+                "reduce_fx='mean', or sync_dist=False"
+            )
+        mean = self._txn.mean(tensor.float())
+        return mean * self.manager.num_participants() * self._ranks if op == "sum" else mean
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        if self.manager.is_in_txn:
+            raise FftError(
+                "FFTStrategy: self.all_gather() in training_step is not supported; reduce by "
+                'strategy.manager.allreduce() (see "Embeddings of all groups" in FFT\'s '
+                "documentation)"
+            )
+        return tensor
+
+    # --- files ---
+
+    @property
+    def is_global_zero(self) -> bool:
+        if self._txn is not None:
+            return self.manager.is_writer
+        # no group has begun: the first one writes hyperparameters
+        is_first = os.environ.get("REPLICA_GROUP_ID", "0") == "0"
+        return is_first and os.environ.get("RANK", "0") == "0"
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # only files are asked for: one that another group has just written is not there yet
+        return False if isinstance(obj, bool) and not self.is_global_zero else obj
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._ranks == 1:
+            return super().lightning_module_state_dict()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.lightning_module, options=options)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self._ranks == 1:
+            return super().optimizer_state(optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self._txn is not None:
+            checkpoint["fft"] = self.manager.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer.state.fn == TrainerFn.FITTING and "fft" in checkpoint:
+            self.manager.load_state_dict(checkpoint["fft"])
+        return checkpoint
+
+    # --- the end ---
+
+    def on_train_end(self) -> None:
+        if self._txns is None or self._txn is None:
+            return
+        if not self._data.is_last(self.manager.current_step()):
+            self.manager.stop()  # by early stopping, which all groups decide alike
+        for _ in self._txns:
+            raise FftError("FFTStrategy: a transaction has begun after the end of trainer.fit()")
+
+    def teardown(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self.manager.shutdown()
+        super().teardown()
+
+
+def _make_manager(device: torch.device, options: Mapping[str, Any]) -> fft.ManagerFFT:
+    is_cuda, limit = device.type == "cuda", timedelta(seconds=60)
+    pg = torchft.ProcessGroupNCCL(limit) if is_cuda else torchft.ProcessGroupGloo(limit)
+    given: dict[str, Any] = {"min_replica_size": 1, "init_sync": False, **options}
+    # the first step waits for all groups, whose imports of Lightning take different times
+    given["timeouts"] = {"join_window": 30.0, **given.get("timeouts", {})}
+    # a group that joins waits for the state, which Lightning's counters belong to
+    config = given.pop("config", fft.ManagerConfig()).model_copy(update={"learners": "never"})
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        shard = fft.ShardProcessGroupNCCL if is_cuda else fft.ShardProcessGroupGloo
+        given.setdefault("shard_pg", shard())
+    return fft.ManagerFFT(pg=pg, load_state_dict=None, state_dict=None, config=config, **given)

@@ -1,0 +1,278 @@
+"""Data, counters and logs of a Lightning Trainer, for `fft.integrations.lightning`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer import call
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torchmetrics import Metric
+
+import fft
+from fft.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """Lightning's train dataloader: the micro-batches of this rank, in DDP's order.
+
+    An item of FFT has all micro-batches of a rank in one step. The steps of an epoch are fixed, so
+    that its length and the schedules do not depend on which groups are present.
+    """
+
+    def __init__(
+        self, dataloader: Any, trainer: Trainer, world: int, draw: Callable[[], Any]
+    ) -> None:
+        """Take the data, order and options of ``dataloader``.
+
+        Args:
+            dataloader: That of the script. FFT loads its samples by number instead.
+            trainer: The trainer.
+            world: Number of ranks of all groups.
+            draw: Returns the next micro-batch.
+
+        Raises:
+            FftError: The data cannot be divided, or there is no batch for each rank.
+        """
+        self._trainer, self._draw = trainer, draw
+        _refuse_unfit_loader(dataloader)
+        self.dataset, self.micro_batches = dataloader.dataset, trainer.accumulate_grad_batches
+        self._is_manual = not trainer.lightning_module.automatic_optimization
+        size, samples = dataloader.batch_size, -(-len(dataloader.sampler) // world)
+        batches = samples // size if dataloader.drop_last else -(-samples // size)
+        limit = trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        self._steps = batches // self.micro_batches
+        if self._steps == 0:
+            raise FftError(
+                f"FFTStrategy: expected at least {self.micro_batches} batches of {size} samples "
+                f"for each of {world} ranks, found {batches}; reduce batch_size or "
+                "accumulate_grad_batches"
+            )
+        if left := batches % self.micro_batches:
+            logger.warning(
+                "the last %d batches of each epoch are left out: accumulate_grad_batches=%d does "
+                "not divide the %d batches of a rank",
+                left,
+                self.micro_batches,
+                batches,
+            )
+        order = partial(_ddp_order, dataloader, world, self._steps, size * self.micro_batches)
+        options = {
+            name: getattr(dataloader, name)
+            for name in ("num_workers", "pin_memory", "worker_init_fn", "timeout")
+            if getattr(dataloader, name)
+        }
+        if dataloader.num_workers:
+            options["prefetch_factor"] = dataloader.prefetch_factor
+            options["multiprocessing_context"] = dataloader.multiprocessing_context
+        self.source = fft.CursorLoader(
+            dataloader.dataset,
+            batch_size=None,
+            order=order,
+            seed=_seed(),
+            collate_fn=partial(_collated, dataloader.collate_fn, size),
+            **options,
+        )
+
+    def __len__(self) -> int:
+        return self._steps * self.micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.empty((), dtype=torch.int64).random_()  # as DataLoader does: dropout masks then match
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of steps of the whole job, or None if it is not known."""
+        trainer = self._trainer
+        epochs, steps = trainer.fit_loop.max_epochs, trainer.max_steps
+        ends = [] if epochs in (None, -1) else [epochs * self._steps]
+        # with manual optimization Lightning counts each call of step()
+        ends += [steps] if steps != -1 and not self._is_manual else []
+        return min(ends, default=None)
+
+    def is_last(self, step: int) -> bool:
+        """Return whether the job is over after ``step`` steps."""
+        return self.last_step is not None and step >= self.last_step
+
+
+def _refuse_unfit_loader(dataloader: Any) -> None:
+    """Raise FftError for data that cannot be divided among the ranks."""
+    found, fix = f"a {type(dataloader).__name__}", "return a torch DataLoader"
+    if isinstance(dataloader, DataLoader):
+        if isinstance(dataloader.dataset, IterableDataset):
+            found, fix = "an IterableDataset", "use a dataset with len() and samples by index"
+        elif type(dataloader.batch_sampler) is not BatchSampler:
+            found, fix = "a batch_sampler", "pass batch_size= and sampler="
+        else:
+            return
+    raise FftError(f"FFTStrategy: cannot divide {found} among the groups; {fix}")
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _ddp_order(
+    dataloader: Any, world: int, steps: int, size: int, data_epoch: int
+) -> list[list[int]]:
+    """Return the samples of each item of a data epoch, as Lightning's DDP divides them.
+
+    Args:
+        world: Number of ranks of all groups.
+        steps: Number of steps of an epoch.
+        size: Number of samples of an item.
+    """
+    sampler = dataloader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+        generator = torch.Generator().manual_seed(_seed() + data_epoch)
+        own = torch.randperm(len(dataloader.dataset), generator=generator).tolist()
+    elif isinstance(sampler, SequentialSampler):
+        own = list(range(len(dataloader.dataset)))
+    else:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(data_epoch)
+        own = list(sampler)
+    total = -(-len(own) // world) * world
+    own = (own * -(-total // len(own)))[:total]  # as DistributedSampler pads it
+    ranks = [own[rank::world] for rank in range(world)]
+    return [r[step * size : (step + 1) * size] for step in range(steps) for r in ranks]
+
+
+def _collated(collate: Callable[[list[Any]], Any], size: int, samples: list[Any]) -> list[Any]:
+    """Return the micro-batches, of ``size`` samples each, of one item."""
+    return [collate(samples[i : i + size]) for i in range(0, len(samples), size)]
+
+
+class TrainerState:
+    """Counters of Lightning's loops, schedulers and callbacks, as registered state.
+
+    Lightning changes them outside of step functions. While a transaction is open, its counters are
+    ahead of the committed state by the micro-batches of this step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._begun: dict[str, Any] | None = None
+        """Counters at the begin of the open transaction; None between two transactions."""
+
+    def begin(self) -> None:
+        """Note that a transaction, or a further attempt at it, has begun."""
+        if self._begun is None:
+            self._begun = self._trainer.fit_loop.state_dict()
+
+    def end(self) -> None:
+        """Note that the transaction is committed."""
+        self._begun = None
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        callbacks = call._call_callbacks_state_dict(trainer)
+        for state in callbacks.values():
+            state.pop("current_score", None)  # `ModelCheckpoint` does not load it
+        return {
+            "fit_loop": self._begun or trainer.fit_loop.state_dict(),
+            "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+            "callbacks": callbacks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        for config, own in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(own)
+        loop, loaded = trainer.fit_loop, state["fit_loop"]
+        now = loop.state_dict()
+        if loaded == (self._begun or now):
+            return  # a rollback: only the step function has run since
+        call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+        loop.load_state_dict(loaded if self._begun is None else _moved(loaded, self._begun, now))
+        self._begun = self._begun and loaded
+        _keep_running(loop)
+        loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
+
+
+def _moved(loaded: Any, before: Any, now: Any) -> Any:
+    """Return ``loaded`` with the counters advanced as from ``before`` to ``now``."""
+    if isinstance(loaded, dict):
+        both = before.keys() & now.keys()
+        return {k: _moved(v, before[k], now[k]) if k in both else v for k, v in loaded.items()}
+    return loaded + now - before if type(loaded) is int else loaded
+
+
+def _keep_running(loop: _Loop) -> None:
+    """Reset the marks of a loop that was loaded before it runs: this one runs already."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for each in vars(loop).values():
+        if isinstance(each, _Loop):
+            _keep_running(each)
+
+
+class Logs:
+    """What a step function changes in Lightning: logged values, torchmetrics, counts of its calls.
+
+    A replay changes them again.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._results = trainer.fit_loop.epoch_loop._results
+        self._metrics = [m for m in trainer.lightning_module.modules() if isinstance(m, Metric)]
+        loop = trainer.fit_loop.epoch_loop
+        self._counts = [
+            loop.manual_optimization.optim_step_progress,
+            loop.automatic_optimization.optim_progress.optimizer.zero_grad,
+        ]
+        self._counted: list[dict[str, Any]] = []
+        self._logged: dict[str, dict[str, Any]] = {}
+        self._states: list[dict[str, Any]] = []
+
+    def save(self) -> None:
+        """Save the values; Lightning replaces them, and torchmetrics may edit tensors in place."""
+        self._counted = [each.state_dict() for each in self._counts]
+        self._logged = {key: dict(vars(each)) for key, each in self._results.items()}
+        self._states = [
+            {name: _copied(value) for name, value in vars(m).items() if name in _names_in(m)}
+            for m in self._metrics
+        ]
+
+    def restore(self) -> None:
+        """Restore the values after a rollback, except those of hooks outside step functions."""
+        for count, state in zip(self._counts, self._counted, strict=True):
+            count.load_state_dict(state)
+        for key, each in list(self._results.items()):
+            if each.meta.fx.startswith("on_train_"):
+                continue
+            if key not in self._logged:
+                del self._results[key]
+            else:
+                vars(each).clear()
+                vars(each).update(self._logged[key])
+        for metric, state in zip(self._metrics, self._states, strict=True):
+            vars(metric).update({name: _copied(value) for name, value in state.items()})
+
+
+def _names_in(metric: Metric) -> set[str]:
+    return {*metric._defaults, "_update_count", "_computed", "_forward_cache"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,134 @@
+"""Tests of Lightning's Trainer on FFT's transactions, with real processes.
+
+Weights and logs are compared bit by bit with Lightning's own DDP.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from forked_run import fft, running
+from waiting import wait_until
+
+from fft.launch.exit_status import ExitStatus
+from fft.trace.audit import audit_dir, read_lines
+
+pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+pytestmark = pytest.mark.multiprocess
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
+GAN = Path(__file__).with_name("lightning_gan_script.py")
+LIMIT_S = 200
+TRANSIENT = """
+faults:
+  - {name: exception, kind: exception, step: 3, group: 1, rank: 0, phase: backward}
+  - {name: one-sided, kind: one_sided, step: 6, group: 0}
+  - {name: cut, kind: network_cut, step: 9, group: 1, rank: 0, phase: during_allreduce}
+"""
+KILL_AND_DRAIN = """
+faults:
+  - {name: kill, kind: kill, step: 6, group: 1, phase: backward}
+  - {name: drain, kind: drain, step: 10, group: 1, with_groups: 2, settled_steps: 4}
+"""
+
+
+@contextmanager
+def lightnings_ddp(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the script on two processes of Lightning's own DDP in the block; await it at the end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "ddp.log").open("wb") as log:
+        process = subprocess.Popen([*torchrun, *command], stdout=log, stderr=log, env=env)
+        try:
+            yield process
+            assert process.wait(LIMIT_S) == 0, (folder / "ddp.log").read_text()
+        finally:
+            process.kill()
+
+
+def job(folder: Path, *command: str, plan: str = "", name: str = "run") -> Path:
+    """Train on two groups to the end; return the folder of the traces, which the audit accepts."""
+    traces = folder / name
+    options = ["--groups", "2", "--no-progress", "--no-lighthouse", "--timeout", f"{LIMIT_S - 20}"]
+    if plan:
+        (folder / "plan.yaml").write_text(plan)
+        options += ["--faults", str(folder / "plan.yaml")]
+    done = fft("run", "--trace-dir", str(traces), *options, *command, folder=folder, within=LIMIT_S)
+    assert done.returncode in (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS), (
+        done.stdout + done.stderr
+    )
+    assert "did not fire" not in done.stderr, done.stderr
+    found = audit_dir(traces)
+    assert found.ok, found.render()
+    return traces
+
+
+def results(*logs: Path) -> list[str]:
+    """Return the lines in which the processes describe their final state."""
+    return [line for log in logs for line in re.findall(r"done at step .*", log.read_text())]
+
+
+def written(folder: Path) -> list[dict[str, str]]:
+    """Return the rows that the loggers of all processes have written."""
+    return [
+        row for file in sorted(folder.rglob("metrics.csv")) for row in csv.DictReader(file.open())
+    ]
+
+
+def test_trainer_under_faults_has_the_bits_of_lightnings_ddp(tmp_path: Path) -> None:
+    script = [str(EXAMPLE), "--steps", "12"]
+    ddp, own = tmp_path / "ddp", tmp_path / "own"
+    with lightnings_ddp(tmp_path, *script, "--strategy", "ddp", "--dir", str(ddp)):
+        traces = job(tmp_path, *script, "--dir", str(own), plan=TRANSIENT)
+    theirs, ours = results(tmp_path / "ddp.log"), results(*(traces / "logs").iterdir())
+    assert len(theirs) == len(ours) == 2 and {*theirs, *ours} == {theirs[0]}
+    assert written(own) == written(ddp), "each committed step is logged once, with equal values"
+
+
+@pytest.mark.long
+def test_gan_under_faults_has_the_bits_of_lightnings_ddp(tmp_path: Path) -> None:
+    ddp, own = tmp_path / "ddp", tmp_path / "own"
+    with lightnings_ddp(tmp_path, str(GAN), "ddp", str(ddp)):
+        traces = job(tmp_path, str(GAN), "fft", str(own), plan=TRANSIENT)
+    theirs, ours = results(tmp_path / "ddp.log"), results(*(traces / "logs").iterdir())
+    assert len(theirs) == len(ours) == 2 and {*theirs, *ours} == {theirs[0]}
+    assert written(own) == written(ddp)
+
+
+@pytest.mark.long
+def test_trainer_survives_a_kill_and_a_drain(tmp_path: Path) -> None:
+    script = [str(EXAMPLE), "--steps", "60", "--dir", str(tmp_path / "own")]
+    traces = job(tmp_path, *script, plan=KILL_AND_DRAIN)
+    assert len(results(*(traces / "logs").iterdir())) == 1, "the drained group leaves fit() early"
+    steps = [int(row["step"]) for row in written(tmp_path / "own") if row["train_loss_step"]]
+    assert steps == list(range(60)), "the first group logs each committed step once, in order"
+
+
+@pytest.mark.long
+def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    script = [str(EXAMPLE), "--steps", "48", "--dir", str(tmp_path / "own")]
+    undisturbed = job(tmp_path, *script, name="undisturbed")
+    durable = ["--checkpoint", str(tmp_path / "checkpoints"), "--every", "10"]
+    first = tmp_path / "first"
+    command = ["run", "--groups", "2", "--trace-dir", str(first), "--no-progress", *durable]
+    with running(*command, *script, folder=tmp_path) as process:
+
+        def has_passed_the_checkpoint() -> bool:
+            lines = read_lines(first) if first.exists() else []
+            return any((line.get("step") or 0) > 36 for line in lines)
+
+        wait_until(has_passed_the_checkpoint, "a checkpoint and some steps", LIMIT_S)
+        os.kill(process.pid, signal.SIGKILL)  # its ranks die with it
+    resumed = job(tmp_path, *durable, "--resume", *script, name="resumed")
+    expected = results(*(undisturbed / "logs").iterdir())
+    assert results(*(resumed / "logs").iterdir()) == expected
