@@ -226,7 +226,7 @@ def _keep_running(loop: _Loop) -> None:
 
 
 class Logs:
-    """What a step function changes in Lightning: logged values, torchmetrics, counts of its calls.
+    """Logged values, torchmetrics and counts of calls that a step function changes.
 
     A replay changes them again.
     """
