@@ -7,6 +7,7 @@ every other rank it does nothing.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +30,22 @@ class Victim:
 
     def __init__(self, plan: dict[str, Any], pen: Pen, group: int, rank: int) -> None:
         self._kind, self._phase, self._warm = plan["kind"], plan["phase"], plan["warm"]
+        self.pace = plan["pace"]
         self._pen = pen
         self._fired = Path(os.environ["BENCH_DIR"], "fired")
-        self._is_me = self._kind != "" and [group, rank] == list(plan["victim"])
+        self._is_me = self._kind not in ("", "stream") and [group, rank] == list(plan["victim"])
         if self._is_me and self._fired.exists():  # this process replaces the victim
             self._is_me = False
         self._whole = 0
         self._settle_s, self._first = plan["settle"], 0.0
         self._armed = False
         self._calls = self._last_calls = 0
+        self._is_asked = False
+        if self._kind == "stream":
+            signal.signal(signal.SIGUSR2, self._ask)
+
+    def _ask(self, _number: int, _frame: Any) -> None:
+        self._is_asked = True
 
     def count(self, whole: bool) -> None:
         """Count a commit."""
@@ -55,6 +63,9 @@ class Victim:
 
     def at(self, phase: str) -> None:
         """Raise or hang here if that is the plan for ``phase``."""
+        if self._is_asked and phase == "backward":
+            self._is_asked = False
+            raise Planted("asked by the launcher")
         if not self._armed or phase != self._phase:
             return
         self._disarm()

@@ -1,0 +1,190 @@
+"""Goodput under a seeded stream of faults, of FFT and of others.
+
+The work is that of `benchmarks.side_by_side`: three groups of one rank, whose step computes 40 ms.
+Faults come at exponentially distributed intervals. Half are SIGKILL, and the process is restarted
+at once; the others are exceptions in backward, and SIGSTOP for two seconds. Goodput is the number
+of committed samples that count once, divided by that of the same system without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import fill, markdown
+from benchmarks.side_by_side import nvrx
+from benchmarks.side_by_side.events import LAUNCHER, Event
+from benchmarks.side_by_side.launch import BECOME, WORKER, Launch
+from benchmarks.side_by_side.model import BATCH
+from benchmarks.side_by_side.rows import FFT_TXN_RUN, NVRX, TORCHFT, TUNED, Fault, Row, System
+from fft.util import pidfd
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+RATES_S = (10.0, 30.0, 120.0)
+"""Mean times between faults, in seconds."""
+STOPPED_S = 2.0
+SIGNALS = {"kill": signal.SIGKILL, "exception": signal.SIGUSR2, "stop": signal.SIGSTOP}
+STREAM = Row("goodput", "a stream of faults", (), Fault("stream"), groups=3)
+FFT_SPARES = replace(FFT_TXN_RUN, name="fft-spares", title="FFT under fft run, one spare")
+TORCHRUN = System("torchrun", "torchrun, checkpoint every 25 steps", "torchft")
+SYSTEMS = (FFT_TXN_RUN, FFT_SPARES, TORCHFT, TUNED, NVRX, TORCHRUN)
+CHECKPOINT_WORKER = Path(__file__).with_name("goodput_worker.py")
+WARM_STEPS = 10
+"""Steps of all groups together before the time is measured."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one run.
+
+    Attributes:
+        samples: committed samples that count once, per second.
+        faults: injected faults.
+        repeated: samples of steps that one group committed more than once.
+    """
+
+    samples: float
+    faults: int
+    repeated: int
+
+
+Results = dict[tuple[System, float], Result]
+"""By system and mean time between faults in seconds; 0: without faults."""
+
+
+def stream(mtbf_s: float, seconds: float, seed: int) -> Iterator[tuple[float, str, int]]:
+    """Yield the faults: seconds from the start, kind and group; equal for every system."""
+    source, at = random.Random(seed), 0.0
+    while mtbf_s and (at := at + source.expovariate(1 / mtbf_s)) < seconds:
+        kind = source.choice(("kill", "kill", "exception", "stop"))
+        yield at, kind, source.randrange(STREAM.groups)
+
+
+class Stream(Launch):
+    """A run under faults; the launcher restarts killed processes, unless the system does."""
+
+    def __init__(self, system: System, directory: Path, faults: Sequence[Any], seconds: float):
+        super().__init__(STREAM, system, directory, seconds)
+        self._faults, self._seconds = faults, seconds
+        self._until: float | None = None
+        self._restarts_itself = system.supervised or system in (NVRX, TORCHRUN)
+
+    def _start(self) -> None:
+        shape = [] if self.system is not FFT_SPARES else ["--spares", "1"]
+        if self.system is TORCHRUN:
+            program = ["torch.distributed.run", "--nproc-per-node", str(STREAM.groups)]
+            program += ["--max-restarts", "1000", "--monitor-interval", "0.1"]
+            program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+            program += [str(CHECKPOINT_WORKER)]
+        elif self.system.supervised:
+            program = ["fft.cli", "run", "--no-progress", "--groups", str(STREAM.groups), *shape]
+            program += ["--max-restarts", "1000", "--trace-dir", str(self.directory / "traces")]
+            program += [str(WORKER)]
+        else:
+            super()._start()
+            return
+        self._child(LAUNCHER, LAUNCHER, [str(BECOME), sys.executable, "-m", *program], {})
+
+    def _over(self) -> bool:
+        if self._until is None:
+            whole = {e["step"] for e in self.events if e["e"] == "commit" and e["n"] == 3}
+            if len(whole) < WARM_STEPS:
+                self._check_start()
+                return False
+            self._pen.say("measured")
+            now = time.monotonic()
+            self._until = now + self._seconds
+            for at, kind, group in self._faults:
+                self._later.append((now + at, partial(self._inject, kind, group)))
+        has_ended = all(child.dies_within(0) for child in self._children)
+        return has_ended or time.monotonic() > self._until
+
+    def _on_death(self, pid: int) -> None:
+        place = self._places[pid]
+        self._pen.say("died", of=list(place), pid_of=pid)
+        if not self._restarts_itself:
+            self._start_group(place[0])
+
+    def _inject(self, kind: str, group: int) -> None:
+        """Inject a fault into the group's newest process, unless the group is away."""
+        pids = [e["pid"] for e in self.events if e["e"] == "commit" and e["g"] == group]
+        fd = self._watched.get(pids[-1]) if pids else None
+        if fd is None or pidfd.ends_within(fd, 0):
+            self._pen.say("missed", kind=kind, of=group)
+            return
+        self._pen.say("fault", kind=kind, pid_of=pids[-1])
+        pidfd.send(fd, SIGNALS[kind])
+        if kind == "stop":
+            back = partial(pidfd.send, fd, signal.SIGCONT)
+            self._later.append((time.monotonic() + STOPPED_S, back))
+
+
+def result(events: Sequence[Event], seconds: float) -> Result:
+    """Compute the figures from the events of a run."""
+    began = next(e["m"] for e in events if e["e"] == "measured")
+    commits = [e for e in events if e["e"] == "commit" and e["m"] > began]
+    contributors = {e["step"]: e["n"] for e in sorted(commits, key=lambda e: int(e["m"]))}
+    times = Counter((e["g"], e["step"]) for e in commits)
+    return Result(
+        samples=sum(contributors.values()) * BATCH / seconds,
+        faults=sum(e["e"] == "fault" for e in events),
+        repeated=sum(count - 1 for count in times.values()) * BATCH,
+    )
+
+
+def measure(systems: Iterable[System], seconds: float, seed: int, folder: Path) -> Results:
+    """Run every system without faults and at each rate, rate by rate."""
+    found: Results = {}
+    for mtbf in (0.0, *RATES_S):
+        faults = list(stream(mtbf, seconds, seed))
+        for system in systems:
+            run = Stream(system, folder / f"{system.name}-{mtbf:g}", faults, seconds)
+            found[system, mtbf] = one = result(run.run(), seconds)
+            print(f"{system.title}, MTBF {mtbf:g} s: {one}", flush=True)
+    return found
+
+
+def lines_of(found: Results) -> list[str]:
+    """Return the table of the page."""
+    headings = ["system", *(f"MTBF {rate:g} s" for rate in RATES_S), "repeated samples"]
+    rows = []
+    for system in dict.fromkeys(system for system, _ in found):
+        quiet = found[system, 0.0].samples
+        shares = [f"{found[system, rate].samples / quiet:.1%}" for rate in RATES_S]
+        repeated = sum(found[system, rate].repeated for rate in RATES_S)
+        rows.append([system.title, *shares, str(repeated)])
+    return markdown(headings, rows)
+
+
+def main() -> None:
+    """Measure, print, and with ``--write`` put the table into docs/benchmarks.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of each run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--system", action="append", choices=[s.name for s in SYSTEMS])
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    systems = [s for s in SYSTEMS if not args.system or s.name in args.system]
+    if NVRX in systems and (why := nvrx.why_not()):
+        print(why)
+        systems.remove(NVRX)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(systems, args.seconds, args.seed, Path(folder))
+    table = lines_of(found)
+    print("\n".join(table))
+    if args.write:
+        fill(PAGE, "goodput", table)
+
+
+if __name__ == "__main__":
+    main()
