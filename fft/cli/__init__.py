@@ -11,6 +11,7 @@ from __future__ import annotations
 import typer
 
 from fft.cli import checkpoints, operate, prove, run, specs, traces
+from fft.cli.shared import GroupedHelp
 from fft.launch.exit_status import IN_WORDS
 
 app = typer.Typer(
@@ -21,7 +22,9 @@ app = typer.Typer(
 )
 # `fft --help` lists the commands in this order.
 app.command()(run.serve)
-app.command(context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(run.run)
+app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(
+    run.run
+)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(traces.audit)
 app.command()(traces.report)

@@ -40,121 +40,95 @@ class BusKind(StrEnum):
     nats = "nats"
 
 
-_SCRIPT = Annotated[Path, typer.Argument(help="The training script.")]
-_ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
-_GROUPS = Annotated[
-    int,
-    typer.Option(
-        "--groups", "--nnodes", min=0, help="Number of replica groups; 0 for a host of spares only."
-    ),
-]
-_RANKS = Annotated[
-    int, typer.Option("--ranks", "--nproc-per-node", min=1, help="Ranks in each group.")
-]
-_FAULTS = Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")]
+_MACHINES, _RECOVERY, _CHECKPOINTS = "Several machines", "Recovery", "Checkpoints"
+_OUTPUT, _TESTS = "Output", "Injected faults"
+
+
+def _option(panel: str | None, text: str, *names: str, metavar: str | None = None) -> Any:
+    """Return an option that ``fft run --help`` lists in ``panel``."""
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
+
+
+_SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
+_ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
+_GROUPS = Annotated[int, typer.Option("--groups", "--nnodes", min=0, help="Replica groups.")]
+_RANKS = Annotated[int, typer.Option("--ranks", "--nproc-per-node", min=1, help="Ranks per group.")]
+_MIN_GROUPS = Annotated[int, _option(None, "Drain below this number of usable groups.")]
+_TIMEOUT = Annotated[float | None, _option(None, "Kill the job after these seconds.", metavar="S")]
+_DRAIN_TIMEOUT = Annotated[float, _option(None, "Longest drain, in seconds.", metavar="S")]
+_BUS_KIND = Annotated[BusKind, _option(None, "Message bus that is served.", metavar="tcp|nats")]
+_CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", metavar="N")]
+_LIGHTHOUSE = Annotated[bool, _option(None, "Serve torchft's lighthouse.")]
+
 _TRACE_DIR = Annotated[
-    Path | None, typer.Option(help="Directory of traces and logs. Default: runs/<time>.")
+    Path | None, _option(_OUTPUT, "Traces and logs. Default: runs/<time>.", metavar="DIR")
 ]
-_MIN_GROUPS = Annotated[int, typer.Option(help="Drain the job if fewer groups can be used.")]
-_MAX_RESTARTS = Annotated[
-    int, typer.Option(help="Give a group up after this number of restarts without a commit.")
+_PROGRESS = Annotated[bool, _option(_OUTPUT, "Show the running job.")]
+_TEE = Annotated[
+    str, _option(_OUTPUT, "Show the output of first, all, none, or GROUP.RANK,…", metavar="RANKS")
 ]
-_STOP_AFTER_PLAN = Annotated[
-    int | None,
-    typer.Option(help="Drain the job this number of steps after the fault plan is finished."),
-]
-_MIN_STEPS = Annotated[
-    int, typer.Option(help="With --stop-after-plan: the earliest step to drain at.")
-]
-_TIMEOUT = Annotated[float | None, typer.Option(help="Seconds after which the job is killed.")]
-_DRAIN_TIMEOUT = Annotated[
-    float, typer.Option(help="Seconds that a drain may take before the job is killed.")
-]
-_FIRST_GROUP = Annotated[int, typer.Option(min=0, help="Number of the first group here.")]
-_BUS_KIND = Annotated[
-    BusKind,
-    typer.Option(help="Kind of bus: served by this process, or by NATS servers that it starts."),
-]
-_CLUSTER = Annotated[int, typer.Option(help="With --bus nats: number of servers, 1, 3 or 5.")]
-_LIGHTHOUSE = Annotated[
-    bool,
-    typer.Option(help="Serve torchft's lighthouse and its dashboard."),
-]
-_ALL_GROUPS = Annotated[
-    int | None,
-    typer.Option(help="Number of groups on all hosts. Default: --first-group plus --groups."),
-]
-_HOST_LIMIT = Annotated[
-    float,
-    typer.Option(
-        help="Seconds without a heartbeat of this host until the others continue without it."
-    ),
-]
-_JOIN = Annotated[
-    bool,
-    typer.Option("--join", help="Join the job that FFT_BUS names; serve no bus and no lighthouse."),
-]
-_EVICT_STRAGGLERS = Annotated[
-    float | None,
-    typer.Option(
-        metavar="FACTOR",
-        help="Restart a group once if one of its ranks takes FACTOR times the median time.",
-    ),
-]
+
 _CHECKPOINT = Annotated[
-    str | None, typer.Option(metavar="DIR|URL", help="Directory or URL of durable checkpoints.")
+    str | None, _option(_CHECKPOINTS, "Place of durable checkpoints.", metavar="DIR|URL")
 ]
 _EVERY = Annotated[
-    str,
-    typer.Option(
-        metavar="STEPS|SECONDS",
-        help="Interval of checkpoints: 100 means steps; 90s, 10m and 2h mean time.",
-    ),
+    str, _option(_CHECKPOINTS, "Interval: 100 (steps), 90s, 10m or 2h.", metavar="INTERVAL")
 ]
 _KEEP = Annotated[
-    int, typer.Option(min=0, help="Number of newest checkpoints to keep; 0 keeps all.")
-]
-_RESUME = Annotated[
-    bool, typer.Option("--resume", help="Begin with the newest valid checkpoint, if there is one.")
-]
-_AUTO_RESUME = Annotated[
-    bool, typer.Option(help="Restart from the newest checkpoint if the bus or all groups are lost.")
-]
-_PROGRESS = Annotated[bool, typer.Option(help="Show the state of the groups while they run.")]
-_TEE = Annotated[
-    str,
+    int,
     typer.Option(
-        metavar="RANKS",
-        help="Ranks whose standard output is shown: first, all, none, or GROUP.RANK,… All of it is "
-        "in the logs.",
+        min=0, metavar="N", help="Newest ones to keep; 0: all.", rich_help_panel=_CHECKPOINTS
     ),
 ]
-_INJECTABLE = Annotated[
-    bool, typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job.")
+_RESUME = Annotated[bool, _option(_CHECKPOINTS, "Begin with the newest valid one.", "--resume")]
+_AUTO_RESUME = Annotated[bool, _option(_CHECKPOINTS, "Restart from it if the state is lost.")]
+
+_MAX_RESTARTS = Annotated[
+    int, _option(_RECOVERY, "Restarts of a group without a commit.", metavar="N")
 ]
-_DIAGNOSE_AFTER = Annotated[
-    int,
-    typer.Option(min=0, help="Diagnose after this number of rollbacks in a row; 0 disables it."),
-]
-_REFORM = Annotated[
-    bool, typer.Option(help="Replace a lost rank alone, instead of restarting its group.")
-]
+_REFORM = Annotated[bool, _option(_RECOVERY, "Replace one lost rank alone.")]
 _SPARES = Annotated[
     int,
     typer.Option(
-        min=0, help="Number of processes that wait, with imports loaded, to replace a lost rank."
+        min=0, metavar="N", help="Processes that wait to replace ranks.", rich_help_panel=_RECOVERY
     ),
 ]
 _REFORM_WINDOW = Annotated[
-    float | None,
+    float | None, _option(_RECOVERY, "Wait for a rank's successor.", metavar="S")
+]
+_DIAGNOSE_AFTER = Annotated[
+    int,
     typer.Option(
-        metavar="SECONDS",
-        help="Time to wait for the successor of a lost rank. Default: 2 if a spare is ready, or 0.",
+        min=0, metavar="N", help="Diagnose after N rollbacks; 0: never.", rich_help_panel=_RECOVERY
     ),
 ]
-_TAKE_OVER = Annotated[
-    bool,
-    typer.Option("--take-over", help="Take these groups over from the supervisor that runs them."),
+_EVICT_STRAGGLERS = Annotated[
+    float | None,
+    _option(_RECOVERY, "Restart groups that are so many times slower.", metavar="FACTOR"),
+]
+
+_JOIN = Annotated[bool, _option(_MACHINES, "Join the job that FFT_BUS names.", "--join")]
+_FIRST_GROUP = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="N", help="Number of the first group here.", rich_help_panel=_MACHINES
+    ),
+]
+_ALL_GROUPS = Annotated[
+    int | None, _option(_MACHINES, "Number of groups on all hosts.", metavar="N")
+]
+_HOST_LIMIT = Annotated[
+    float, _option(_MACHINES, "Seconds of silence until a host is lost.", metavar="S")
+]
+_TAKE_OVER = Annotated[bool, _option(_MACHINES, "Take over running groups.", "--take-over")]
+
+_FAULTS = Annotated[Path | None, _option(_TESTS, "Fault plan (YAML).", metavar="FILE")]
+_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft inject`.", "--injectable")]
+_STOP_AFTER_PLAN = Annotated[
+    int | None, _option(_TESTS, "Drain so many steps after the plan.", metavar="STEPS")
+]
+_MIN_STEPS = Annotated[
+    int, _option(_TESTS, "With --stop-after-plan: earliest step.", metavar="STEP")
 ]
 _WITH_PARENT = Annotated[
     bool, typer.Option("--with-parent", help="End when the process that started this one ends.")
@@ -414,11 +388,9 @@ def _supervise(
 
         check_interfaces()
     from fft.bus.token import JobToken
-    from fft.launch.services import Services, in_words, start_services
+    from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
-    from fft.operate.job_file import JobFile
     from fft.trace.display import SilentDisplay, open_display
-    from fft.trace.starts import root_of
     from fft.util.files import claimed
     from fft.util.remove_after_death import vanishing
 
@@ -450,15 +422,24 @@ def _supervise(
                 token.save(path)
                 undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)
-            if serve is not None or JobFile.read(root_of(config.trace_dir)) is None:
-                JobFile.of(config.trace_dir, reach).write()
-            sys.stderr.write(
-                f"fft: to watch this job: fft watch {root_of(config.trace_dir)}; from another "
-                f"machine: {in_words(reach)}\n"
-            )
+            _announce(config.trace_dir, reach, serves=serve is not None)
             return supervisor.run()
     finally:
         services.close()
+
+
+def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:
+    """Write down and print how the job is reached; hosts that join share the first one's file."""
+    from fft.launch.services import in_words
+    from fft.operate.job_file import JobFile
+    from fft.trace.starts import root_of
+
+    folder = root_of(traces)
+    if serves or JobFile.read(folder) is None:
+        JobFile.of(traces, reach).write()
+    sys.stderr.write(
+        f"fft: to watch this job: fft watch {folder}; from another machine: {in_words(reach)}\n"
+    )
 
 
 def own_folder(root: Path, name: str) -> Path:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 
 from fft.errors import FftError
@@ -70,6 +71,37 @@ def trace_folder(given: Path | None) -> Path:
             "(`fft run` prints it at its end)"
         )
     return found
+
+
+class GroupedHelp(typer.core.TyperCommand):
+    """A command whose ``--help`` lists its options by panel, one line each."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, options by panel, and epilog."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for each in (param for param in self.params if isinstance(param, typer.core.TyperOption)):
+            panel = panels.setdefault(each.rich_help_panel or "Options", [])
+            panel.append(_option_line(each))
+        for name, rows in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(rows, col_max=28)
+        self.format_epilog(ctx, formatter)
+
+
+def _option_line(option: typer.core.TyperOption) -> tuple[str, str]:
+    """Return names and value of an option, and its help with the default."""
+    names = ", ".join(option.opts)
+    if option.secondary_opts:
+        names = f"--[no-]{option.opts[0].removeprefix('--')}"
+    value = "" if option.is_flag else f" {option.metavar or 'N'}"
+    default = option.default
+    if option.secondary_opts:
+        text = f" [{'on' if default else 'off'}]"
+    else:
+        text = "" if default in (None, False) else f" [{getattr(default, 'value', default)}]"
+    return f"{names}{value}", f"{option.help}{text}"
 
 
 def console() -> Console:

@@ -318,8 +318,10 @@ def _survive_a_full_disk() -> None:
 
 def _copy_to_supervisor(path: str) -> None:
     """Send a copy of what is printed to the supervisor, if it has named its pipe."""
+    if not path:
+        return
     log = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
-    if path and isinstance(log, _Log):
+    if isinstance(log, _Log):
         with suppress(OSError):  # the supervisor has ended
             log.copy = _Copy(path, f"{os.environ['FFT_GROUP']}.{os.environ['RANK']}")
 

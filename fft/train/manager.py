@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -73,6 +73,12 @@ class ManagerFFT(TorchftInterface):
         CheckpointError: Checkpoints cannot be taken as configured.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Check the names of the arguments, before Python misses one that is only misspelt."""
+        refuse_unknown(ManagerFFT.__init__, args, kwargs)
+        made: Self = super().__new__(cls)
+        return made
+
     def __init__(
         self,
         pg: ProcessGroup,
@@ -90,7 +96,6 @@ class ManagerFFT(TorchftInterface):
         config: ManagerConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(ManagerFFT.__init__, kwargs)
         config = ManagerConfig.from_deprecated_kwargs(kwargs, config)
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import BoundArguments, signature
 from pathlib import Path
@@ -258,14 +258,28 @@ def read_settings(
     )
 
 
-def refuse_unknown(constructor: Callable[..., None], given: Iterable[str]) -> None:
-    """Raise TypeError for a name that is an argument of neither ``constructor`` nor torchft's
-    Manager. The message suggests the nearest one."""
-    known = {*signature(constructor).parameters, *signature(Manager).parameters} - _NO_NAMES
+def refuse_unknown(
+    constructor: Callable[..., None], args: Sequence[object], given: Mapping[str, object]
+) -> None:
+    """Check the arguments of ``constructor`` after ``self``.
+
+    Raises:
+        TypeError: A name is an argument of neither ``constructor`` nor torchft's Manager, or an
+            argument is missing. The message suggests the nearest name, or shows a call.
+    """
+    own = signature(constructor).parameters
+    known = {*own, *signature(Manager).parameters} - _NO_NAMES
     known |= ManagerConfig.model_fields.keys()
     for name in given:
         if name not in known:
             raise TypeError(f"ManagerFFT(): {unknown('argument', name, known)}")
+    needed = [name for name, each in own.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    if missing := [name for name in needed[len(args) :] if name not in given]:
+        raise TypeError(
+            f"ManagerFFT(): missing {', '.join(missing)}; with manager.register() a call is "
+            "ManagerFFT(pg=torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, "
+            "min_replica_size=1)"
+        )
 
 
 def _refuse_another_bus(bus: str | None) -> None:

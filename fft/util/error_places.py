@@ -125,13 +125,16 @@ def place_of(error: BaseException) -> Place:
     told = error
     if type(error).__name__ in _FOR_ITS_CAUSE and error.__cause__ is not None:
         told = error.__cause__
+    text = "".join(traceback.format_exception(told))
+    if told is not error:  # one traceback: that of the cause
+        text += f"{type(error).__module__}.{type(error).__name__}: {words_of(error)}\n"
     return Place(
         type=type(told).__name__,
         kinds=_kinds(told),
         message=_plain(first_line(told))[:_LONGEST_MESSAGE],
         where=_where(told),
         operation=_plain(str(getattr(told, "fft_place", "")))[:_LONGEST_MESSAGE],
-        text=_cut(_plain("".join(traceback.format_exception(error)))),
+        text=_cut(_plain(text)),
         item=_plain(str(getattr(told, "fft_item", "")))[:_LONGEST_MESSAGE],
     )
 

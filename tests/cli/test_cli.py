@@ -412,3 +412,14 @@ def test_run_takes_the_names_of_torchrun() -> None:
     command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     context = command.make_context("run", ["--nnodes", "3", "--nproc-per-node", "2", "train.py"])
     assert (context.params["groups"], context.params["ranks"]) == (3, 2)
+
+
+def test_help_of_run_is_grouped_and_fits_a_screen() -> None:
+    text = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "80"}).stdout
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 60
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
+        *("Options:", "Injected faults:", "Output:", "Recovery:", "Several machines:"),
+        "Checkpoints:",
+    ]
+    assert "--[no-]progress" in text and "--every INTERVAL" in text and "[300s]" in text

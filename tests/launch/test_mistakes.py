@@ -25,6 +25,7 @@ from fft.errors import (
     OtherSettings,
     ResultRefused,
     StateMismatch,
+    StepRetriesExceeded,
     UnequalData,
     UnfitCheckpoint,
 )
@@ -209,6 +210,18 @@ def test_a_place_is_the_innermost_line_of_the_users_code() -> None:
     assert place_of(error).operation == error.fft_place and may_pass(error)  # type: ignore[attr-defined]
     first, second, other = [fingerprint(raised(f)) for f in (mine, mine, lambda: mine())]
     assert first == second != other
+
+
+def test_error_that_stands_for_its_cause_has_one_traceback() -> None:
+    def fails() -> None:
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            raise StepRetriesExceeded("again and again") from error
+
+    found = place_of(raised(fails))
+    assert (found.type, found.text.count("Traceback")) == ("ValueError", 1)
+    assert found.text.endswith("StepRetriesExceeded: again and again\n")
 
 
 def test_a_long_traceback_loses_its_middle_and_half_characters_are_replaced() -> None:

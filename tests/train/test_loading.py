@@ -397,7 +397,8 @@ def test_a_worker_init_fn_finds_the_users_dataset(opened: Callable[..., Any]) ->
         ({"micro_batches": 0}, "expected micro_batches= of at least 1, got 0"),
         ({"micro_batches": 99}, "batch_size=4 samples in each of 99 micro-batches, found"),
         ({"generator": torch.Generator()}, "does not take generator=: the order comes from seed="),
-        ({"workers": 2}, "does not take workers=: it takes num_workers, "),
+        ({"workers": 2}, "does not take workers=: .*; did you mean 'num_workers'?"),
+        ({"pases": 2}, "does not take pases=: .*; did you mean 'data_epochs'?"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:

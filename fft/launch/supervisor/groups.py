@@ -57,22 +57,8 @@ class Pauses:
 class Group:
     """A replica group, which is either running, due for a restart, or ended."""
 
-    def __init__(
-        self,
-        name: str,
-        ranks: int,
-        is_adopted: bool = False,
-        env_of: Callable[[str, int], dict[str, str]] = lambda _group, _rank: {},
-    ) -> None:
-        """Describe a group that has not been started.
-
-        Args:
-            name: Name of the group.
-            ranks: Number of its processes.
-            is_adopted: Another supervisor, which was lost, has started it before.
-            env_of: Returns more environment variables of one rank.
-        """
-        self.name, self._env_of = name, env_of
+    def __init__(self, name: str, ranks: int, is_adopted: bool = False) -> None:
+        self.name = name
         self.is_adopted = is_adopted
         """Taken over from a supervisor that was lost."""
         self.ranks = ranks
@@ -142,13 +128,10 @@ class Group:
         return [c for c in self.living if c.pid not in inside and c.rank not in left]
 
     def start_later(self) -> None:
-        """Schedule a restart after a pause, and log the error that ended the group, if any."""
+        """Schedule a restart after a pause, and log it if an error has ended the group."""
         self.restart_at = time.monotonic() + self.pauses.next()
-        for child in self.children:
-            if (words := child.last_words) is not None:
-                text = "group %s is started again: rank %d ended with %s; its log: %s"
-                logger.warning(text, self.name, child.rank, words.short(), child.log)
-                return
+        if self.last_words is not None:
+            logger.warning("group %s is started again", self.name)
 
     @property
     def came_too_late(self) -> bool:
@@ -233,8 +216,7 @@ class Group:
 
     def place(self, rank: int) -> dict[str, str]:
         """Return the environment variables of a rank of the present start."""
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return {**self._place, **own, **self._env_of(self.name, rank)}
+        return {**self._place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
     def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
         """Start a process in the place of a lost rank.

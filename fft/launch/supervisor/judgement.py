@@ -548,7 +548,7 @@ class Deaths:
         """Causes of reported hangs by pid."""
         self._at: dict[int, list[UnexplainedDeath]] = {}
         """Unexplained deaths by the step of the job."""
-        self._told: set[tuple[str, int, str]] = set()
+        self._told: set[tuple[object, ...]] = set()
         self._look_at: float | None = time.monotonic()
         self._loaded_at: float | None = None
 
@@ -577,7 +577,9 @@ class Deaths:
         """Log how a rank was lost, once per rank and cause."""
         self._note(child, group, view)
         cause = self._cause(child, group, view)
-        key = (child.group, child.rank, cause.partition(";")[0])
+        words = child.last_words
+        same = (child.group, child.rank, cause.partition(";")[0])
+        key = same if words is None else words.signature  # one message for one mistake
         if child.was_killed or key in self._told:
             return
         self._told.add(key)

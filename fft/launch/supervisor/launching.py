@@ -12,6 +12,7 @@ from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, base_env
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.script import Script
+from fft.launch.supervisor.tee import Tee
 from fft.util.files import claimed
 
 TakeSpare = Callable[[Mapping[str, str], Path], Child | None]
@@ -29,6 +30,8 @@ class Launcher:
         self._token = token
         self._hangs_fd = hangs_fd
         self.logs = config.trace_dir / "logs"
+        self.tee = Tee(config.tee, config.first_group)
+        """The output of chosen ranks; its owner closes it."""
         self.script = Script(config.script)
 
     def open(self) -> None:
@@ -46,6 +49,10 @@ class Launcher:
             settings["FFT_TOKEN"] = self._token.text()
         return base_env(settings)
 
+    def place(self, group: Group, rank: int) -> dict[str, str]:
+        """Return the environment variables of a rank of the group's present start."""
+        return {**group.place(rank), **self.tee.env(group.name, rank)}
+
     def start_group(self, group: Group, address: str, spare: TakeSpare) -> list[Child]:
         """Start all ranks of a group; if one of them cannot be started, the others are ended.
 
@@ -59,7 +66,7 @@ class Launcher:
         """
 
         def make(rank: int, log: Path) -> Child:
-            env = group.place(rank)
+            env = self.place(group, rank)
             return spare(env, log) or self.start_one(group.name, rank, group.starts, env, log)
 
         return group.start(make, self.logs, self._config.groups_in_all, address)

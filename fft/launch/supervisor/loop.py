@@ -411,8 +411,7 @@ class Supervisor:
         self._config, self._services, self._display = config, services, display
         first = config.first_group
         names = [str(number) for number in range(first, first + config.groups)]
-        self._tee = Tee(config.tee, first)
-        self._groups = {n: Group(n, config.ranks, env_of=self._tee.env) for n in names}
+        self._groups = {name: Group(name, config.ranks) for name in names}
         self._faults = PlannedFaults(config, plan, names)
         self._ending = Ending()
         self._told: set[str] = set()
@@ -431,8 +430,8 @@ class Supervisor:
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
-        self._waits.register(self._tee)
         self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._waits.register(self._launcher.tee)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
 
@@ -500,7 +499,7 @@ class Supervisor:
         for key in found:
             if isinstance(key.data, Child):
                 self._on_death(key.data)
-            elif key.fileobj is self._tee:
+            elif key.fileobj is self._launcher.tee:
                 self._show_output()
             elif key.fileobj is self._hangs.socket:
                 for message in self._hangs.take(self._living()):
@@ -557,7 +556,7 @@ class Supervisor:
 
     def _show_output(self) -> None:
         """Show what chosen ranks have printed."""
-        for line in self._tee.lines():
+        for line in self._launcher.tee.lines():
             if self._display is not None:
                 self._display.write(line)
 
@@ -609,7 +608,7 @@ class Supervisor:
         for name in self._adopter.claimed():
             if self._ending.has_begun or (name in self._groups and self._groups[name].living):
                 continue  # the claim is released at the end
-            group = self._groups[name] = Group(name, self._config.ranks, True, self._tee.env)
+            group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
             self._start(group)
 
@@ -1020,7 +1019,7 @@ class Supervisor:
         self._tail.close()
         self._show_output()
         self._waits.close()
-        self._tee.close()
+        self._launcher.tee.close()
         self._hangs.close()
         self._links.close()
         if self._display is not None:

@@ -274,7 +274,7 @@ class Reforming:
         took_part = lost.rank in view.since(group.name, group.incs_before)
         self._in_a_row[place] = 1 if took_part else self._in_a_row.get(place, 0) + 1
         inc = view.incs(group.name).get(lost.rank, 0)
-        env = {**group.place(lost.rank), SUCCESSOR: "1"}
+        env = {**self._launcher.place(group, lost.rank), SUCCESSOR: "1"}
         start = partial(self._start, group, lost.rank, env)
         try:
             group.forget_address_of(lost.rank)

@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
+from inspect import signature
 from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ from fft.train.data.worker import (
     seeded,
 )
 from fft.util.files import refuse_long_temp_dir
+from fft.util.names import unknown
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,9 @@ class _Loader(Identified):
     ) -> None:
         for name in options:
             if name not in _OPTIONS:
-                why = _REFUSED.get(name, f"it takes {', '.join(_OPTIONS)}")
+                known = {*_OPTIONS, *signature(type(self)).parameters} - {"options"}
+                nearest = unknown("argument", name, known).replace("'passes'", "'data_epochs'")
+                why = _REFUSED.get(name, nearest)
                 raise DataError(f"{self._name} does not take {name}=: {why}")
         workers = options.get("num_workers", 0)
         if workers:
