@@ -259,11 +259,12 @@ class Cluster:
         skip: bool = False,
         digest: str | None = None,
         data: str | None = None,
+        block: str = "",
     ) -> None:
         """Let every main thread that is in a txn finish its step function successfully."""
         for node in list(nodes or self.live()):
             if node.txn is not None:
-                manifest = Manifest(reductions, 4 * reductions, "x", data=data)
+                manifest = Manifest(reductions, 4 * reductions, "x", data=data, block=block)
                 self.learn(node)
                 done = Prepared(node.txn.token, True, manifest, skip=skip, digest=digest)
                 self.post(node, done)

@@ -33,6 +33,10 @@ MAX_MESSAGE = 1024 * 1024
 """Maximum size in bytes; a longer message is refused unread."""
 
 
+ENTRY = "entry of "
+"""Beginning of the ``block`` of a vote that enters a live block and does not end it."""
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
     """The reductions one rank took part in during a txn.
@@ -43,6 +47,9 @@ class Manifest:
     ``data`` is a digest of the data that the rank has drawn, or None if it cannot be compared.
     ``shard`` names the part of the data that the rank draws from; it is empty if all ranks draw
     the same. Ranks of one shard must have equal ``data``.
+
+    ``block`` names the live block that the rank enters or ends with this txn, such as ``entry of
+    train.py:31``; it is empty in a step. All ranks must have equal ``block``.
     """
 
     count: Count = 0
@@ -51,6 +58,19 @@ class Manifest:
     fingerprint: str | None = None
     data: str | None = None
     shard: str = ""
+    block: str = ""
+
+    @property
+    def place(self) -> str:
+        """The live block that the rank is in, for messages."""
+        return self.block or "a step"
+
+    @property
+    def part(self) -> Literal["", "entry", "end"]:
+        """The part of a live block that the txn is; empty for a step."""
+        if not self.block:
+            return ""
+        return "entry" if self.block.startswith(ENTRY) else "end"
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -127,6 +147,9 @@ class Record:
     skip: bool = False
     """COMMIT: the txn consumes its data without an optimizer step. ABORT: the user skipped the
     step, and no rank is to blame."""
+    live: Literal["", "entry", "end"] = ""
+    """The part of a live block that the txn is: a skip that consumes no data; commit records
+    only."""
     odd: tuple[Peer, ...] = ()
     """Divergent ranks: by the votes' digests their state differs from the majority's, so it counts
     as lost; abort records only."""

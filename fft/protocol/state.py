@@ -301,8 +301,13 @@ def leases_outside(s: Local, at: Local | Record) -> list[Lease]:
 
 
 def committed(s: Local, c: Config, skip: bool = False) -> Base:
-    """Return the state that committing the current txn leads to, as a step or as a ``skip``."""
-    step, data = s.step + (not skip), data_after(s, c, s)
+    """Return the state that committing the current txn leads to, as a step or as a ``skip``.
+
+    The txn of a live block consumes no data.
+    """
+    is_live = skip and s.vote is not None and bool(s.vote.manifest.block)
+    data = Granted(s.cursor, s.leases, s.returned) if is_live else data_after(s, c, s)
+    step = s.step + (not skip)
     lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
     batches = s.batches + (0 if skip else participants(s, c))
     return Base(step, lineage, data.cursor, batches, data.leases, data.returned)

@@ -10,6 +10,7 @@ KINDS = (
     "no",  # the step function ends with a NO
     "misfit",  # votes YES without a reduction, or with others than its peers
     "skip",  # the user skips the step, before or after its reductions
+    "block",  # a rank enters or ends a live block, in the place of a step
     "corrupt",  # a state changes wrongly
     "bare",  # a vote without a digest, where others have one
     "torn",  # the optimizer step fails half way

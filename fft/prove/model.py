@@ -953,6 +953,9 @@ class _Here:
             yield self.says("body skips", idle, skips, "skip")
             early = dataclasses.replace(skips, manifest=Manifest())
             yield self.says("body skips early", idle, early, "skip")
+        if self.may("block") and has_state:
+            block = dataclasses.replace(yes, manifest=Manifest(block="block"), skip=True)
+            yield self.says("body is a live block", idle, block, "block")
         if self.may("no"):
             yield self.says("body ends with NO", idle, Prepared(token, False), "no")
         if self.may("misfit") and has_state:

@@ -160,6 +160,13 @@ def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
     return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
 
 
+# --- live blocks ----------------------------------------------------------------------------------
+
+
+def _live_as_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    return EFFECTS["propose_commit"](s, c, event)
+
+
 # --- states that differ ---------------------------------------------------------------------------
 
 
@@ -463,6 +470,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "skip",
         small(skip=1),
         participant=planted({"counts_as_failure": _always}),
+    ),
+    # live blocks
+    Mutant(
+        "block_as_skip",
+        "The end of a live block is recorded as a skipped step, which consumes data.",
+        "samples_once",
+        small(block=2),
+        participant=planted(actions={"propose_live": _live_as_skip}),
+    ),
+    Mutant(
+        "block_beside_a_step",
+        "The proposer of a COMMIT ignores that one rank is in a live block and another in a step.",
+        "validity",
+        small(block=1),
+        participant=planted({"blocks_differ": _never, "manifests_fit": _always}),
+    ),
+    Mutant(
+        "block_not_recognised",
+        "A participant that missed the COMMIT of a live block takes the block for aborted.",
+        "protocol",
+        small(block=2, lose=1),
+        participant=planted({"settled_commit": _settled_by_a_step}),
     ),
     # divergent states
     Mutant(

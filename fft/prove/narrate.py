@@ -59,7 +59,9 @@ def say_record(record: Record | None) -> str:
         )
         return f"epoch {record.epoch} of {groups}" + _leases(record)
     text = f"{record.kind} {txn(record.token)}"
-    if record.skip:
+    if record.live:
+        text += ", a live block"
+    elif record.skip:
         text += ", skipped"
     if record.odd or record.diverged:
         odd = " ".join(map(name, record.odd))

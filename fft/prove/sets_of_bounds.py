@@ -82,6 +82,8 @@ DEFAULT = (
     Bounds("too few, at start", groups=1, commits=0, faults=0, formed=False, least=2),
     Bounds("skips", commits=1, faults=3, budget=budget("lose", "crash", "lapse", skip=2)),
     Bounds("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),
+    Bounds("live blocks", commits=1, faults=3, budget=budget("lose", "crash", "skip", block=2)),
+    Bounds("live blocks, joining", commits=0, faults=3, budget=budget("block", "crash", "restart")),
     Bounds("skips, unlike", commits=1, faults=2, budget=budget("skip", "misfit")),
     Bounds(
         "compared, missed",

@@ -9,7 +9,19 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import dataclass
 
 from fft.messages.effects import Broadcast, CastVote, Decide, Tell
-from fft.messages.protocol import Ack, Ballot, Begin, Decision, Join, Leave, Peer, Ready, Record
+from fft.messages.protocol import (
+    Ack,
+    Ballot,
+    Begin,
+    Decision,
+    Join,
+    Leave,
+    Peer,
+    Prepared,
+    Ready,
+    Record,
+    Token,
+)
 from fft.protocol.invariants import Finding, History, Move
 from fft.protocol.state import member_peers
 from fft.trace.live_sets import (
@@ -58,6 +70,9 @@ def execution_of(history: History) -> Execution:
     leave with it in their set, which is valid, and detect its failure later. It must not be a
     member without having entered.
 
+    The entry of a live block is a barrier of its own within the epoch: a participant enters it with
+    its vote, and leaves it with the members of the epoch when it obeys the COMMIT.
+
     The order between participants is that of communication: a message is received after it was
     first sent, a register record is seen after its author proposed it, and votes are seen after
     they are cast. Clocks are not compared. For members without any moves here (their trace is
@@ -95,7 +110,8 @@ class Barriers:
     down to a part, is a chain for that part: members of its barriers are in the part, and all other
     processes are dead at its ends.
 
-    Of the votes and commits within an epoch, only the first of each participant is kept. It proves
+    Of the votes and commits within an epoch, besides those of live blocks, only the first of each
+    participant is kept. It proves
     that the participant has left the barrier, and nothing else that concerns barriers happens to it
     until the epoch ends.
     """
@@ -314,7 +330,18 @@ def _events(move: Move) -> list[Event]:
     if ("healing", "training") in move.roles:
         members = frozenset(map(str, member_peers(move.after)))
         events.append(Event("leave", members=members, place=move.place))
+    vote, token = move.before.vote, move.before.token
+    if move.entered("voting") and isinstance(move.event, Prepared):
+        if move.event.manifest.part == "entry":
+            events.append(Event("enter", _block(token), place=move.place))
+    elif move.obeyed == "commit" and vote is not None and vote.manifest.part == "entry":
+        members = frozenset(map(str, member_peers(move.before)))
+        events.append(Event("leave", members=members, place=move.place))
     return events
+
+
+def _block(token: Token) -> str:
+    return f"block {token.epoch}.{token.txn}"
 
 
 _ABOUT_BARRIERS = (Join, Ack, Ready, Begin, Leave)
@@ -336,8 +363,12 @@ def _says(move: Move) -> Iterator[_Key]:
                 yield ("record", proposal)
             case Decide(proposal=proposal):
                 yield ("within", proposal.epoch, "commit", move.peer)
-            case CastVote(token=token):
+                if proposal.live:
+                    yield ("block", proposal.token, "commit", move.peer)
+            case CastVote(token=token, vote=vote):
                 yield ("within", token.epoch, "vote", move.peer)
+                if vote.manifest.block:
+                    yield ("block", token, "vote", move.peer)
 
 
 def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
@@ -348,9 +379,13 @@ def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
                 yield ("record", record), record.by
             elif record is not None:
                 yield ("within", record.epoch, "commit", record.by), record.by
+                if record.live:
+                    yield ("block", record.token, "commit", record.by), record.by
         case Ballot(token=token, votes=votes):
             for vote in votes:
                 yield ("within", token.epoch, "vote", vote.peer), vote.peer
+                if vote.manifest.block:
+                    yield ("block", token, "vote", vote.peer), vote.peer
         case Join() | Ack() as message:
             yield ("message", message), message.hello.peer
         case Ready() | Begin() | Leave() as message:

@@ -205,7 +205,8 @@ class Inputs:
     def move(self, move: Move, weigh: Weigh) -> None:
         """Take one move. ``weigh`` gets the facts that must be equal in all ranks' traces."""
         event, self._local = move.event, move.after
-        if isinstance(event, Applied | ApplyFailed) and move.out.verdict == "row":
+        is_live = move.before.vote is not None and move.before.vote.manifest.block
+        if isinstance(event, Applied | ApplyFailed) and move.out.verdict == "row" and not is_live:
             self._judge(event.token, move.place, weigh)
         for effect in move.out.effects:
             if isinstance(effect, StartTxn):

@@ -680,6 +680,32 @@ def a_skip_that_does_not_fit() -> Job:
     return job
 
 
+def a_live_block() -> Job:
+    """Two groups enter and end a live block, and then run a step."""
+    job = Job(2).until_running()
+    for block in ("entry of a.py:1", "end of a.py:1"):
+        job.compute(reductions=0, skip=True, block=block)
+        job.settle()
+    job.compute()
+    job.settle()
+    commits = [r for r in job.history if r.kind == "commit"]
+    assert [r.live for r in commits] == ["entry", "end", ""]
+    assert [(r.step, r.cursor) for r in commits] == [(0, 0), (0, 0), (1, 2)]
+    return job
+
+
+def different_live_blocks(other: str, named: str) -> Job:
+    """One group enters a live block, and the other group enters another one or runs a step."""
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=0, skip=True, block="entry of a.py:1")
+    job.compute([job.node("1")], skip=True, block=other)
+    job.settle()
+    abort = next(r for r in job.history if r.kind == "abort")
+    assert f"in the same live block (0/0#1: entry of a.py:1, 1/0#1: {named})" in abort.cause
+    assert abort.code == CauseCode.BLOCKS_DIFFER and not abort.skip
+    return job
+
+
 def states_that_differ(*digests: str, **config: Any) -> Job:
     """Each group brings its digest; later a group joins that has received none of them."""
     job = Job(len(digests), **config).until_running()
@@ -1097,6 +1123,9 @@ LIVES: dict[str, Callable[[], Job]] = {
     "no reductions": lambda: no_reductions(skip=False),
     "skipped before its reductions": lambda: no_reductions(skip=True),
     "a skip that does not fit": a_skip_that_does_not_fit,
+    "a live block": a_live_block,
+    "two live blocks": lambda: different_live_blocks("entry of a.py:9", "entry of a.py:9"),
+    "a live block and a step": lambda: different_live_blocks("", "a step"),
     "states that differ": lambda: states_that_differ("a", "b"),
     "one state that differs": lambda: states_that_differ("a", "b", "a", on_divergence="heal"),
     "joins when all have left": joins_when_all_have_left,

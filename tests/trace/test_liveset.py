@@ -633,3 +633,54 @@ def test_traces_of_real_managers(tmp_path: Path) -> None:
     execution = execution_of(history)
     check_witness(execution, verdict := decide(execution))
     assert len(verdict.instants) >= 2
+
+
+# --- live blocks ----------------------------------------------------------------------------------
+
+
+def job_with_blocks(blocks: int) -> Job:
+    """Three groups enter and end some live blocks; then one dies in a block, and two go on."""
+    job = Job(3).until_running()
+    for _ in range(blocks):
+        for part in ("entry of a.py:1", "end of a.py:1"):
+            job.compute(reductions=0, skip=True, block=part)
+            job.settle()
+    job.compute(reductions=0, skip=True, block="entry of a.py:1")
+    job.settle()
+    job.kill_group("2")
+    job.settle()
+    for part in ("entry of a.py:1", "end of a.py:1"):
+        job.compute(reductions=0, skip=True, block=part)
+        job.settle()
+    return job
+
+
+def test_entries_of_live_blocks_are_barriers_of_the_execution() -> None:
+    job = job_with_blocks(blocks=2)
+    found = judge_live_sets(history_of(job))
+    assert found.violation is None
+    # two epochs, and the entries of three blocks of three members and of one of two
+    assert found.checks == (3 + 2) + (3 * 3 + 2)
+
+
+def test_live_block_answer_without_a_vote_is_found() -> None:
+    history = history_of(job_with_blocks(blocks=1))
+    peer = min(history.moves)
+    moves = history.moves[peer]
+    at = next(i for i, m in enumerate(moves) if m.entered("voting"))
+    blind = replace(moves[at].event, manifest=replace(moves[at].event.manifest, block=""))
+    moves[at] = replace(moves[at], event=blind)
+    found = judge_live_sets(history)
+    assert found.violation is not None and "leave" in found.violation
+
+
+def test_live_block_answer_that_leaves_a_member_out_is_found() -> None:
+    history = history_of(job_with_blocks(blocks=1))
+    peer = min(history.moves)
+    for i, move in enumerate(history.moves[peer]):
+        if move.obeyed == "commit":
+            epoch = replace(move.before.epoch, members=move.before.epoch.members[:2])
+            history.moves[peer][i] = replace(move, before=replace(move.before, epoch=epoch))
+            break
+    found = judge_live_sets(history)
+    assert found.violation is not None

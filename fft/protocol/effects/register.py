@@ -225,3 +225,12 @@ def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Ballot)
     s.proposed = True
     yield Decide(s.head, commit_record(s, c, event.votes))
+
+
+@action
+def propose_live(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose COMMIT for the entry or the end of a live block, which consumes no data."""
+    assert isinstance(event, Ballot)
+    s.proposed = True
+    part = event.votes[0].manifest.part
+    yield Decide(s.head, replace(commit_record(s, c, event.votes), live=part))

@@ -145,6 +145,16 @@ def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def note_blocks(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Name the live block, or the step, that each rank is in as the cause."""
+    assert isinstance(event, Ballot)
+    places = ", ".join(f"{v.peer}: {v.manifest.place}" for v in event.votes)
+    text = f"the ranks are not in the same live block ({places})"[:1900]
+    s.cause = Cause(CauseCode.BLOCKS_DIFFER, text)
+    return ()
+
+
+@action
 def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the ranks that have drawn different data as the cause."""
     assert isinstance(event, Ballot)

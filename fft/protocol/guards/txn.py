@@ -12,8 +12,10 @@ from fft.protocol.state import Config, Local, committed, learners, member_peers
 
 @guard
 def votes_yes(s: Local, c: Config, event: Event) -> bool:
-    """The step function succeeded and took part in the minimum number of reductions."""
-    return isinstance(event, Prepared) and event.yes and event.manifest.count >= c.min_reductions
+    """The step function succeeded with the minimum number of reductions; live blocks need none."""
+    if not isinstance(event, Prepared) or not event.yes:
+        return False
+    return event.manifest.count >= c.min_reductions or bool(event.manifest.block)
 
 
 @guard
@@ -64,6 +66,18 @@ def manifests_fit(s: Local, c: Config, event: Event) -> bool:
         by_rank.setdefault(vote.peer.rank, set()).add(reduced)
     is_alike = bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
     return is_alike and not unequal_data(event.votes)
+
+
+@guard
+def blocks_differ(s: Local, c: Config, event: Event) -> bool:
+    """Some ranks are in a live block, and others in another one or in a step."""
+    return isinstance(event, Ballot) and len({v.manifest.block for v in event.votes}) > 1
+
+
+@guard
+def in_live_block(s: Local, c: Config, event: Event) -> bool:
+    """The votes are those of a live block."""
+    return isinstance(event, Ballot) and any(v.manifest.block for v in event.votes)
 
 
 @guard

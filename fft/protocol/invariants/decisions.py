@@ -47,7 +47,13 @@ def validity(move: Move) -> Iterator[Claim]:
     yield Given(
         votes,
         f"txn {token} was committed though somebody reduced nothing",
-        lambda *yes: all(y.manifest.count > 0 for y in yes),
+        lambda *yes: all(y.manifest.count > 0 or y.manifest.block for y in yes),
+        needed=False,
+    )
+    yield Given(
+        votes,
+        f"txn {token} was committed though its ranks were in different live blocks",
+        lambda *yes: len({y.manifest.block for y in yes}) == 1,
         needed=False,
     )
     yield Given(

@@ -41,7 +41,7 @@ def _goes_on(record: Record) -> Iterator[Claim]:
         _data_go_on,
         needed=False,
     )
-    if record.kind == "commit" and not record.leases:
+    if record.kind == "commit" and not record.leases and not record.live:
         yield Given(
             (("start", record.token, record.step - (not record.skip)),),
             f"record {record.n} commits other data than txn {record.token} began with",
@@ -74,7 +74,8 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
         end = record.cursor if decided and record else after.cursor
         data = tuple(range(before.cursor, end))
         text = f"the data from {before.cursor} on went into txn {token} and into {{was}}"
-        yield Same(("data from", before.cursor), token, text)
+        if data:  # a live block has none
+            yield Same(("data from", before.cursor), token, text)
     text = f"txn {token} has slices {data} for {move.peer}, and {{was}} for another"
     yield Same(("data of", token), data, text)
 
@@ -108,7 +109,7 @@ def _data_go_on(before: Record, after: Record) -> bool:
     moved, batches = after.cursor - before.cursor, after.batches - before.batches
     if before.leases or after.leases:
         return _leases_go_on(before, after)
-    if after.kind != "commit":
+    if after.kind != "commit" or after.live:
         return moved == batches == 0
     return moved > 0 and batches == (0 if after.skip else moved)
 
@@ -118,7 +119,7 @@ def _leases_go_on(before: Record, after: Record) -> bool:
     inside = {(g.group, g.store) for g in before.members}
     stay = [lease for lease in before.leases if after.bound and lease[1:] not in inside]
     batches, consumed = after.batches - before.batches, len(before.leases) - len(stay)
-    if after.kind == "abort":
+    if after.kind == "abort" or after.live:
         same = (before.leases, before.returned, before.cursor, before.batches)
         return (after.leases, after.returned, after.cursor, after.batches) == same
     if after.kind == "commit" and batches != (0 if after.skip else consumed):
