@@ -72,7 +72,10 @@ demo: setup
 	exit $$failed
 
 examples: setup
-	$(BIN)/python -m benchmarks.examples --dir runs/examples-$(shell date +%Y%m%d-%H%M%S)
+	@failed=0; \
+	$(BIN)/python -m benchmarks.examples --dir runs/examples-$(shell date +%Y%m%d-%H%M%S) || failed=1; \
+	$(BIN)/python -m benchmarks.live_kills collectives.py training.py --kills 6 --each 3 || failed=1; \
+	exit $$failed
 
 # docs/demo.svg, from the output of a demo
 demo-picture: setup

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EXAMPLES = (
     *sorted(path.name for path in (ROOT / "examples").glob("*.py")),
+    "live_set/collectives.py",
+    "live_set/training.py",
     "hsdp_demo_faults.yaml",
 )
 

@@ -12,9 +12,11 @@ from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fft.messages.identities import Peer
     from fft.train.checkpoint.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
+    from fft.train.live_set import LiveSet, live_set
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.paradigms.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.paradigms.stages.input import StageInput
@@ -33,10 +35,12 @@ _HOME = {
     "Due": "fft.train.data.source",
     "FileNotice": "fft.train.preemption",
     "HttpNotice": "fft.train.preemption",
+    "LiveSet": "fft.train.live_set",
     "LocalSGD": "fft.train.paradigms.periodic.algorithms",
     "ManagerConfig": "fft.train.settings",
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
+    "Peer": "fft.messages.identities",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
     "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
     "StageInput": "fft.train.paradigms.stages.input",
@@ -44,6 +48,7 @@ _HOME = {
     "StepResult": "fft.train.step_results",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
+    "live_set": "fft.train.live_set",
 }
 
 __all__ = [
@@ -55,10 +60,12 @@ __all__ = [
     "Due",
     "FileNotice",
     "HttpNotice",
+    "LiveSet",
     "LocalSGD",
     "ManagerConfig",
     "ManagerFFT",
     "Notice",
+    "Peer",
     "ShardProcessGroupGloo",
     "ShardProcessGroupNCCL",
     "StageInput",
@@ -67,6 +74,7 @@ __all__ = [
     "StreamLoader",
     "Transaction",
     "errors",
+    "live_set",
 ]
 
 

@@ -15,6 +15,7 @@ The public exceptions; `import fft` offers them as ``fft.errors`` and by name::
         │   ├── InDoubt              the decision about this rank's YES cannot be learned
         │   └── NoEpoch              no epoch was formed in time
         │       └── NoState          no process holds the state of the last committed step
+        ├── LiveBlockFailed          a member of a live block failed, and so the block on all
         ├── StepRetriesExceeded      the step function of one step failed too many times
         └── DeviceLost               an accelerator failed for good
     SystemExit
@@ -38,6 +39,7 @@ __all__ = [
     "FftError",
     "InDoubt",
     "JobError",
+    "LiveBlockFailed",
     "NoEpoch",
     "NoState",
     "StateError",
@@ -94,6 +96,21 @@ class NoEpoch(JobError):
 
 class NoState(NoEpoch):
     """No live replica group holds the state of the last committed step."""
+
+
+class LiveBlockFailed(FftError):
+    """A live block was rolled back; all processes that were in it raise this error.
+
+    Attributes:
+        failed: The members that are gone, or whose own error ended the block.
+        members: All members of the block.
+    """
+
+    def __init__(
+        self, text: str, failed: tuple[object, ...] = (), members: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(text)
+        self.failed, self.members = failed, members
 
 
 class StepRetriesExceeded(FftError):
@@ -171,6 +188,11 @@ class UpstreamTimeout(JobError):
 
 class NoLighthouseQuorum(JobError):
     """With ``membership="lighthouse"``: torchft's lighthouse had no quorum for the txn in time."""
+
+
+class LiveBlockMisuse(FftError):
+    """Live blocks are nested, in different orders, or not entered by all; the message has the
+    fix."""
 
 
 class TxnAborted(FftError):

@@ -109,6 +109,8 @@ class JobView:
     """There are gaps, and the registers, which have the job's progress, could not be read."""
     cursor: int = 0
     """The position in the data of the newest record, in items."""
+    block: int = 0
+    """Number of the newest record that ends a live block."""
     min_groups: int = 1
     """Minimum number of groups for a commit: ``min_replica_size`` of the script."""
     has_stages: bool = False
@@ -164,6 +166,11 @@ class JobView:
     def step(self) -> int:
         """The number of steps that the job has committed."""
         return max([self.gone, *(view.step for view in self.ranks.values())])
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The step, and a number that rises with each live block that the job has finished."""
+        return self.step, self.block
 
     def reached(self, number: int) -> int:
         """Return the step of the ranks with that number, which may have a scope of their own."""
@@ -236,6 +243,8 @@ class TraceTail:
             newest = _mapping(_mapping(record.get("event")).get("record"))
             self.view.history.take(newest)
             self.view.cursor = max(self.view.cursor, _number(newest.get("cursor")))
+            if newest.get("live") == "end":
+                self.view.block = max(self.view.block, _number(newest.get("n")))
             if (n := _number(newest.get("n"))) > self.view.course.n:
                 at = float(record["wall"]) if isinstance(record.get("wall"), int | float) else 0.0
                 self._records[n] = min(self._records.get(n, (at, newest)), (at, newest), key=_time)

@@ -36,15 +36,22 @@ class CommitExecutor:
         self._hung_at: tuple[Token, str] | None = None
         """The committed txn whose update hangs on this rank, and the monitor's reason, or None."""
 
-    def decided(self, record: Record, plan: StartTxn) -> None:
-        """Set the position to ``record``, which commits the txn of ``plan``."""
+    def decided(self, record: Record, plan: StartTxn, consumes: bool = True) -> None:
+        """Set the position to ``record``, which commits the txn of ``plan``.
+
+        Args:
+            record: The COMMIT.
+            plan: The txn.
+            consumes: Whether the commit consumes the data of the txn.
+        """
         # An error that was reported after the decision does not belong to the next step.
         self._torchft.errored = None
         self._torchft.commit_failures = 0
         self.by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.set_position(record)
-        self._state.consumed(plan)
+        if consumes:
+            self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None and not (record.skip and self._reductions.raises):
             self._state.step.forget()
@@ -140,6 +147,13 @@ class CommitExecutor:
         has_same_shard = record.by.group != me.group and record.by.rank == me.rank
         if is_left_out or (record.kind == "abort" and has_same_shard):
             self._watchers.interrupt(reason)
+
+    def apply_block(self, command: Apply) -> None:
+        """Complete the commit of a live block, which changes no state of FFT."""
+        self._job.thread.accept(command)
+        self._watchers.txn_ended(committed=False)  # its duration is not that of a step
+        self._committed = None  # no checkpoint is due
+        self.finish()
 
     def leave_to_loop(self, command: Apply) -> None:
         """Let the user's loop make the update of a commit; `finish` completes it."""

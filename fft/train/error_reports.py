@@ -13,8 +13,8 @@ from typing import Any
 from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.errors
-from fft.errors import FftError, NoLighthouseQuorum, ResultRefused
-from fft.messages.causes import CauseCode
+from fft.errors import FftError, LiveBlockMisuse, NoLighthouseQuorum, ResultRefused
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Finish
 from fft.util.error_places import comes_from_peers, first_line, words_of
 
@@ -76,6 +76,15 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
     if isinstance(error, ResultRefused):
         return CauseCode.RESULT_ENDS_JOB if error.ends_job else CauseCode.RESULT_REFUSED
     return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own
+
+
+def different_blocks(cause: Cause) -> LiveBlockMisuse:
+    """Return the error for ranks that are in different live blocks, or in a block and in a step."""
+    return LiveBlockMisuse(
+        f"{cause.finding}: all processes must enter the same live blocks in the same order. Use "
+        "one `with` statement for the whole program, and no block under a condition that differs "
+        "between processes"
+    )
 
 
 def error_of(command: Finish) -> FftError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -23,7 +24,7 @@ from torchft.process_group import ProcessGroup
 
 from fft.bus.addresses import own_address
 from fft.errors import FftError
-from fft.messages.protocol import Token
+from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
@@ -32,6 +33,7 @@ from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.error_reports import QuietLogger
 from fft.train.lighthouse import init_torchft_manager
+from fft.train.live import LiveBlock
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
@@ -358,6 +360,28 @@ class ManagerFFT(TorchftInterface):
             self._take_over(wrapper)
         self._parts.paradigm.refuse_unregistered()
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
+
+    def live(self) -> LiveBlock:
+        """A block that all members of the job finish, or that fails on all of them.
+
+        ``with manager.live() as members:`` waits until every member has entered, and gives each of
+        them the same list: one ``fft.Peer`` for each process, ordered by group and rank. At its end
+        it waits for the work queued on devices, and until every member has finished. Enter it
+        between two transactions, on all processes, always in the same order. FFT restores nothing
+        after a failure except its own state.
+
+        Raises:
+            LiveBlockFailed: A member has died or failed in the block; ``failed`` names it.
+            LiveBlockMisuse: Blocks are nested, in different orders, or not entered by all.
+            StepRetriesExceeded: The block fails by the same error again and again on this rank.
+            Drained: This replica group has left the job as asked.
+        """
+        return self._parts.live.block(sys._getframe(1))
+
+    @property
+    def me(self) -> Peer:
+        """This process, as it is named in the lists of ``live``."""
+        return self._parts.job.peer
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section of the step function that no rollback interrupts, such as writing a checkpoint.

@@ -57,6 +57,7 @@ from fft.train.epoch_groups import EpochGroups
 from fft.train.error_reports import Reported
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
+from fft.train.live import LiveBlocks
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.participation import Participation
@@ -140,6 +141,7 @@ class Parts:
         begin = partial(join, manager, self)
         self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
+        self.live = LiveBlocks(rank, self.loop)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.

@@ -291,10 +291,16 @@ class ManifestBuilder:
         """Add the layout of the last tensor."""
         self._shapes.update(layout.encode())
 
-    def build(self, data: str | None = None, shard: str = "") -> Manifest:
-        """Return the manifest so far, with the digest ``data`` of the data drawn from ``shard``."""
+    def build(self, data: str | None = None, shard: str = "", block: str = "") -> Manifest:
+        """Return the manifest so far.
+
+        Args:
+            data: Digest of the data that the rank has drawn from ``shard``.
+            shard: Name of the part of the data that the rank draws from.
+            block: The live block that the rank enters or ends.
+        """
         shapes = self._shapes.hexdigest()
-        return Manifest(self._count, self._bytes, shapes, data=data, shard=shard)
+        return Manifest(self._count, self._bytes, shapes, data=data, shard=shard, block=block)
 
 
 def _poison(tensor: torch.Tensor) -> None:

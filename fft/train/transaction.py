@@ -28,6 +28,7 @@ from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
 from fft.train.data.step_input import StepInput
+from fft.train.error_reports import different_blocks
 from fft.train.interrupt import Interrupted
 from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
@@ -223,6 +224,8 @@ class TransactionLoop:
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
         cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
+        if cause.code == CauseCode.BLOCKS_DIFFER:
+            raise different_blocks(cause)
         if cause.code == CauseCode.DATA_DIFFERS:
             raise self._unequal(plan, cause.finding)
         if cause.code == CauseCode.RESULT_ENDS_JOB:

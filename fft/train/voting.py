@@ -102,15 +102,24 @@ class Voter:
             with self._watchers.waiting():
                 each.pause()
 
-    def vote(self, plan: StartTxn, skip: bool, last: bool, consumes: dict[str, Any] | None) -> None:
+    def vote(
+        self,
+        plan: StartTxn,
+        skip: bool,
+        last: bool,
+        consumes: dict[str, Any] | None,
+        block: str = "",
+    ) -> None:
         """Wait for the preconditions of the vote, and cast it.
 
         A rank whose fetch has failed casts no vote, because its engine has the failure already.
 
         Args:
             consumes: The data that its commit consumes, or None in torchft's loop.
+            block: The entry or the end of a live block; empty in a step.
         """
-        self._note_loop(plan, consumes)
+        if not block:
+            self._note_loop(plan, consumes)
         self._watchers.body_done()
         with self._watchers.waiting():
             self._reductions.wait()
@@ -120,7 +129,7 @@ class Voter:
             self._state.step.note_edits()
         if not self._has_state():
             return
-        edited = self._check_edits()
+        edited = not block and self._check_edits()
         # an inf in one shard is enough: the engine combines the skip flags of all ranks
         skip = skip or (self._manager._torchft.errored is None and self._must_skip(plan))
         error = self._manager._torchft.errored
@@ -128,7 +137,10 @@ class Voter:
         if error is not None:
             failed = error.original_exception
             cause, code = text_of(failed), code_of(failed)
-        manifest, digest = self._reductions.manifest.build(self._data, self._shard), self._equality
+        manifest, digest = (
+            self._reductions.manifest.build(self._data, self._shard, block),
+            self._equality,
+        )
         yes = error is None
         if yes:
             self._state.checkpoints.before_vote(plan, last, skip)

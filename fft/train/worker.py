@@ -18,7 +18,7 @@ from fft.engine.loop import Command, Engine
 from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
 from fft.messages.causes import NO_CAUSE
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import Fault
+from fft.messages.protocol import Fault, Record
 from fft.protocol.main_thread import NO_FACTS
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
@@ -123,6 +123,25 @@ class Worker:
             if isinstance(command, Finish):
                 return None
         self._stop(self._finish)
+        return None
+
+    def continue_epoch(self) -> StartTxn | Record | None:
+        """Execute engine commands until the next txn of the epoch, or until the epoch after it.
+
+        Returns:
+            The txn, which has begun; the record of the next epoch, which is not built yet; or None
+            if the job has ended for this rank.
+        """
+        engine, thread = self._job.engine, self._job.thread
+        assert engine is not None, "it has joined"
+        while self._finish is None:
+            command = self._wait(engine, None)
+            if isinstance(command, Heal):
+                return command.record
+            thread.execute(command, self._work, NO_FACTS)
+            if isinstance(command, StartTxn) and thread.role == "computing":
+                self._begun += 1
+                return command
         return None
 
     def _connect(self, command: Heal) -> None:
@@ -269,6 +288,7 @@ class Worker:
         last: bool = False,
         limit: Limit | None = None,
         consumes: dict[str, Any] | None = None,
+        block: str = "",
     ) -> Apply | None:
         """Vote and wait for the decision.
 
@@ -277,6 +297,7 @@ class Worker:
             last: Leave the job if this txn commits and is not skipped.
             limit: Deadline of the call, or None.
             consumes: See `Voter.vote`.
+            block: The entry or the end of a live block, which is the whole txn; empty for a step.
 
         Returns:
             The commit to apply, or None after a rollback.
@@ -289,7 +310,7 @@ class Worker:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
             self._job.report_not_replaceable(self._groups.can_reform)
-            self._voter.vote(plan, skip, last, consumes)
+            self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
             self.body_unwound()  # if no vote was cast: the fetched state is missing
         command = self._wait(engine, limit)
@@ -298,7 +319,7 @@ class Worker:
         if isinstance(command, Apply):
             engine.take(command)
             self._voter.committed()
-            self._commits.decided(command.record, plan)
+            self._commits.decided(command.record, plan, consumes=not block)
             return command
         if isinstance(command, Finish) and command.error is not None:
             self._job.thread.execute(command, self._work)

@@ -546,8 +546,8 @@ class Deaths:
     def __init__(self) -> None:
         self.suspected: dict[int, str] = {}
         """Causes of reported hangs by pid."""
-        self._at: dict[int, list[UnexplainedDeath]] = {}
-        """Unexplained deaths by the step of the job."""
+        self._at: dict[tuple[int, int], list[UnexplainedDeath]] = {}
+        """Unexplained deaths by the progress of the job."""
         self._told: set[tuple[object, ...]] = set()
         self._look_at: float | None = time.monotonic()
         self._loaded_at: float | None = None
@@ -603,15 +603,15 @@ class Deaths:
         line, now = child.decisive_line(), time.monotonic()
         who = child.group, child.rank, cause
         death = UnexplainedDeath(*who, view.cursor, line, child.log, child.began, now)
-        self._at.setdefault(view.step, []).append(death)
+        self._at.setdefault(view.progress, []).append(death)
 
     def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
         """Return step and cause of the deaths at the last step, to compare with the next start."""
-        return frozenset((f"step {view.step}", d.cause) for d in self._at.get(view.step, ()))
+        return frozenset((f"step {view.step}", d.cause) for d in self._at.get(view.progress, ()))
 
     def about(self, view: JobView) -> str | None:
         """Describe the deaths at the step that the job has reached, or return None."""
-        deaths = self._at.get(view.step)
+        deaths = self._at.get(view.progress)
         if not deaths:
             return None
         count = "1 process" if len(deaths) == 1 else f"{len(deaths)} processes"
@@ -629,7 +629,7 @@ class Deaths:
 
     def verdict(self, view: JobView) -> str | None:
         """Return why further restarts would not help, or None if they may."""
-        deaths = self._at.get(view.step, [])
+        deaths = self._at.get(view.progress, [])
         mismatched = {d.group for d in deaths if MISMATCH.search(d.line)}
         rounds, until = 0, 0.0
         for death in deaths:  # processes that die together, as with their host, are one round

@@ -58,6 +58,12 @@ class Periodic(Lockstep):
 
     # --- the job ---
 
+    def refuse_live(self) -> None:
+        raise FftError(
+            f"live() with spec={self._rank.settings.spec.name!r}: its groups do not run in "
+            "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
+        )
+
     def refuse_torchft_loop(self) -> None:
         raise FftError(
             "start_quorum(), of torchft's loop, with spec="

@@ -42,6 +42,12 @@ class AsyncPipeline(Pipelined):
 
     # --- the job ---
 
+    def refuse_live(self) -> None:
+        raise FftError(
+            f"live() with spec={self._rank.settings.spec.name!r}: its groups do not run in "
+            "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
+        )
+
     def refuse_torchft_loop(self) -> None:
         raise FftError(
             f"start_quorum() is not supported with spec={self._rank.settings.spec.name!r}: use "

@@ -1,0 +1,239 @@
+"""Live blocks: code that runs on all members of the live set, and that all finish or none.
+
+A block is two transactions of the job, which change no state of FFT. The first one commits when all
+members of the epoch have voted in it: they are in the entry of the block together, and the record
+of its epoch is their list. The second one commits when all have finished the block. If it does not
+commit, all that were in the block raise `LiveBlockFailed`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse
+from fft.messages.causes import NO_CAUSE, CauseCode
+from fft.messages.effects import Apply, StartTxn
+from fft.messages.protocol import ENTRY, Peer, Record
+from fft.train import accelerator
+from fft.train.error_reports import different_blocks
+from fft.train.interrupt import Interrupted
+from fft.train.rank_context import RankContext
+from fft.train.transaction import TransactionLoop
+from fft.train.unsafe_places import guarded
+
+LIVE = "live_block"
+"""Note in the trace: a live block is entered, is finished, or has failed."""
+
+
+class LiveBlocks:
+    """The live blocks of one manager, of which at most one is open. Main thread only."""
+
+    def __init__(self, rank: RankContext, loop: TransactionLoop) -> None:
+        self._manager, self._limits = rank.manager, rank.limits
+        self._job, self._watchers = rank.job, rank.watchers
+        self._reductions, self._paradigm = rank.reductions, rank.state.paradigm
+        self._loop, self._worker, self._commits = loop, loop.worker, loop.commits
+        self._open = ""
+        """Place of the open block, or empty."""
+        self._plan: StartTxn | None = None
+        self._members: tuple[Peer, ...] = ()
+        self._raised_before = False
+        """Whether failed reductions raised before the open block."""
+
+    def block(self, frame: FrameType | None) -> LiveBlock:
+        """Return a block that the code of ``frame`` enters."""
+        assert frame is not None, "a caller exists"
+        return LiveBlock(self, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+
+    # --- the entry ---
+
+    def enter(self, place: str) -> tuple[Peer, ...]:
+        """Wait until all members are in the entry of the block. Return them."""
+        self._refuse_misuse(place)
+        self._open = place
+        self._raised_before, self._reductions.raises = self._reductions.raises, True
+        try:
+            self._members = self._meet(place)
+            self._note("entered", place)
+            following = self._worker.continue_epoch()
+            if not isinstance(following, StartTxn):
+                raise self._failure(following, place)
+        except BaseException:
+            self._close()
+            raise
+        self._plan = following
+        return self._members
+
+    @guarded
+    def open_body(self) -> None:
+        """Allow interruptions of the block by a rollback."""
+        if self._watchers.monitor is not None:
+            self._watchers.monitor.pulse.atomic.__enter__()  # a block has no usual duration
+        interrupter, engine = self._watchers.interrupter, self._job.engine
+        if interrupter is None or engine is None:
+            return
+        interrupter.enter()
+        if engine.superseded():
+            interrupter.request("rolled back before it began")
+
+    @guarded
+    def close_body(self) -> None:
+        """Disable interruptions: the block has returned or raised."""
+        if self._watchers.interrupter is not None:
+            self._watchers.interrupter.leave()
+        if self._watchers.monitor is not None:
+            self._watchers.monitor.pulse.atomic.__exit__()
+
+    def _meet(self, place: str) -> tuple[Peer, ...]:
+        """Commit the txn of the entry, in an epoch that continues after it; return its members."""
+        while True:
+            if (plan := self._worker.begin()) is None:
+                raise Drained("this replica group has drained")
+            members = self._members_of(plan)
+            command = self._vote(f"{ENTRY}{place}")
+            if command is None:
+                self._refuse_disorder(place, members)
+            elif not command.record.change:
+                return members
+
+    def _members_of(self, plan: StartTxn) -> tuple[Peer, ...]:
+        """Return the members of the epoch of ``plan``; empty if the engine is in another one."""
+        local = self._job.local
+        epoch = None if local is None else local.epoch
+        return epoch.peers if epoch is not None and epoch.epoch == plan.token.epoch else ()
+
+    def _vote(self, block: str) -> Apply | None:
+        command = self._worker.vote_and_wait(skip=True, block=block)
+        if command is not None:
+            self._commits.apply_block(command)
+        return command
+
+    # --- the end ---
+
+    def leave(self, place: str, error: BaseException | None) -> None:
+        """End the block: it commits, or raises on all members.
+
+        Args:
+            place: Of the block.
+            error: The exception that left the block, or None.
+
+        Raises:
+            LiveBlockFailed: A member has failed; the message names it.
+            StepRetriesExceeded: The block fails by the same error again and again on this rank.
+        """
+        try:
+            if error is None:
+                error = self._synchronize()
+            if error is None:
+                if self._vote(f"end of {place}") is not None:
+                    self._loop.step_failures.committed()
+                    self._note("finished", place)
+                    return
+            else:
+                self._report(error)
+            if error is None or isinstance(error, (Exception, Interrupted)):
+                raise self._failure(self._worker.continue_epoch(), place) from error
+        finally:
+            self._close()
+
+    def _synchronize(self) -> Exception | None:
+        """Wait for the work that the block has queued on devices. Return its error, if any."""
+        try:
+            with self._watchers.waiting():
+                accelerator.wait(self._manager._torchft.timeout)
+        except (RuntimeError, TimeoutError, DeviceLost) as error:
+            return error
+        return None
+
+    def _report(self, error: BaseException) -> None:
+        """Report an exception that left the block, which rolls it back on all members."""
+        assert self._plan is not None, "the block is open"
+        self._worker.body_unwound()
+        if isinstance(error, Exception):
+            self._loop.body_failed(self._plan, None, error)
+        elif not isinstance(error, Interrupted):
+            self._manager.report_error(RuntimeError(f"{type(error).__name__} left a live block"))
+
+    def _failure(self, following: StartTxn | Record | None, place: str) -> LiveBlockFailed:
+        """Return the error for a block that was rolled back before ``following``."""
+        if not isinstance(following, Record):
+            raise Drained("this replica group has drained")
+        cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
+        gone = [peer for peer in self._members if peer not in following.peer_set]
+        failed = tuple(sorted({*gone, *cause.accused}))
+        self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
+        names = ", ".join(map(str, failed)) or "no member is to blame"
+        members = ", ".join(map(str, self._members))
+        return LiveBlockFailed(
+            f"the live block at {place} failed on all its members ({members}). Failed: {names}. "
+            f"Cause: {cause.text or 'unknown'}. Nothing of FFT's state has changed; undo what the "
+            "block has changed, and enter it again",
+            failed,
+            self._members,
+        )
+
+    def _close(self) -> None:
+        self._open, self._plan = "", None
+        self._reductions.raises = self._raised_before
+
+    def _note(self, what: str, place: str, **more: object) -> None:
+        members = list(map(str, self._members))
+        self._job.note(LIVE, {"what": what, "place": place, "members": members, **more})
+
+    # --- misuse ---
+
+    def _refuse_misuse(self, place: str) -> None:
+        """Raise LiveBlockMisuse for a block within another one, or within a transaction."""
+        self._paradigm.refuse_live()
+        if self._open:
+            raise LiveBlockMisuse(
+                f"live block at {place} inside the live block at {self._open}: blocks cannot be "
+                "nested. Move the inner code into the outer block, or the inner block behind it"
+            )
+        if self._worker.txn is not None and self._worker.voted is None:
+            raise LiveBlockMisuse(
+                f"live block at {place} inside an open transaction: enter it between two "
+                "transactions, after `with txn:` or after should_commit()"
+            )
+
+    def _refuse_disorder(self, place: str, members: tuple[Peer, ...]) -> None:
+        """Raise LiveBlockMisuse if other members did not enter this block, although they live."""
+        following = self._worker.continue_epoch()
+        if not isinstance(following, Record):
+            raise Drained("this replica group has drained")
+        cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
+        if cause.code == CauseCode.BLOCKS_DIFFER:
+            raise different_blocks(cause)
+        if cause.code == CauseCode.NO_DECISION:
+            window = self._limits["vote_window"].seconds
+            raise LiveBlockMisuse(
+                f"live block at {place}: within vote_window = {window:g} s not all members "
+                f"({', '.join(map(str, members))}) have entered it. Every process must enter "
+                "every block, in the same order: move the block out of `if rank == …:`. If the "
+                "code between two blocks takes longer, raise the window: "
+                "timeouts={'vote_window': seconds}"
+            )
+
+
+class LiveBlock:
+    """One use of ``with manager.live() as members:``."""
+
+    def __init__(self, blocks: LiveBlocks, place: str) -> None:
+        self._blocks, self._place = blocks, place
+
+    @guarded
+    def __enter__(self) -> tuple[Peer, ...]:
+        members = self._blocks.enter(self._place)
+        self._blocks.open_body()
+        return members
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._blocks.close_body()
+        self._blocks.leave(self._place, error)

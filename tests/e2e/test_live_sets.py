@@ -1,0 +1,82 @@
+"""Tests of live blocks in real processes: failures, misuse, kills, and blocks between steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchft
+from forked_run import fft as run_fft
+from forked_run import running
+
+import fft
+from benchmarks.live_kills import EXAMPLES, Job, judged, kill_at_random
+from fft.errors import LiveBlockMisuse
+
+SCRIPT = Path(__file__).with_name("live_script.py")
+
+
+def start(arguments: list[str], folder: Path) -> Job:
+    return running(*arguments, folder=folder)  # type: ignore[return-value]
+
+
+@pytest.mark.multiprocess
+def test_live_block_fails_on_all_members_and_misuse_is_refused(tmp_path: Path) -> None:
+    traces = tmp_path / "run"
+    options = ["--groups", "2", "--trace-dir", str(traces), "--max-restarts", "0"]
+    done = run_fft("run", *options, str(SCRIPT), folder=tmp_path, within=60)
+    logs = [log.read_text() for log in sorted((traces / "logs").iterdir())]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    for log in logs:
+        assert log.count("failed as expected") == 2 and "misuse refused" in log
+        assert "done 2" in log
+    judged(traces)
+
+
+@pytest.mark.multiprocess
+def test_training_with_live_blocks_survives_kills(tmp_path: Path) -> None:
+    killed, traces = kill_at_random(
+        EXAMPLES / "training.py", 2, seed=1, folder=tmp_path, start=start
+    )
+    assert killed
+    found = judged(traces)
+    assert found.bytes_healed == 0, "the program moves its weights itself"
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("program", ["collectives.py", "training.py"])
+def test_program_survives_many_kills(tmp_path: Path, program: str) -> None:
+    killed, traces = kill_at_random(EXAMPLES / program, 10, seed=2, folder=tmp_path, start=start)
+    assert killed >= 3
+    judged(traces)
+
+
+def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
+    manager = fft.ManagerFFT(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        trace_dir=tmp_path,
+    )
+    model = torch.nn.Linear(1, 1)
+    manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.sync_gradients(model)
+    dataset = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(-1, 1))
+    seen: list[float] = []
+    for txn in manager.transactions(fft.CursorLoader(dataset, batch_size=2), max_steps=4):
+        with txn:
+            (x,) = txn.batch
+            model(x).mean().backward()
+            with pytest.raises(LiveBlockMisuse, match="inside an open transaction"):
+                manager.live().__enter__()
+        seen += x.flatten().tolist()
+        if not txn.skipped and txn.step < 3:
+            with manager.live() as members:
+                assert members == (manager.me,)
+    manager.shutdown()
+    assert len(seen) == len(set(seen)) == 8
+    found = judged(tmp_path)
+    assert found.commits == 4 + 2 * 3
