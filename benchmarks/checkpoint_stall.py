@@ -24,7 +24,7 @@ import torchft
 from torch import nn
 
 import fft
-from fft.train.checkpoint.due import DueByRecord
+from fft.train.checkpoint.due import RecordSchedule
 
 STEP_S = 0.05
 STATE_MB = 100
@@ -80,7 +80,7 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
         checkpoint=fft.Checkpointing(place, every=EVERY, keep=2),
     )
     checkpointer = manager._parts.checkpointer
-    assert checkpointer is not None and isinstance(checkpointer._due, DueByRecord)
+    assert checkpointer is not None and isinstance(checkpointer._due, RecordSchedule)
     plans = [fft.Checkpointing(place, every=10**9), checkpointer.plan]
     model = Model(STATE_MB)
     trained = [p for p in model.parameters() if p.requires_grad]

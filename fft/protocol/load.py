@@ -86,7 +86,7 @@ def _parse(text: str, origin: str, kind: type[_Spec]) -> _Spec:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "top level"
         at = place_of(root, first["loc"])
-        raise ConfigError(f"{at}: {place}: {first['msg']}{_mend(first)}") from None
+        raise ConfigError(f"{at}: {place}: {first['msg']}{_suggest_replacement(first)}") from None
     problems = check_spec(spec, VOCABULARIES[spec.machine])
     if problems:
         where, message = problems[0]
@@ -117,7 +117,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _mend(error: Any) -> str:
+def _suggest_replacement(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"; unknown key {error['loc'][-1]!r}: remove it, or correct its spelling"
     if error["type"] == "missing":

@@ -244,12 +244,12 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, 
 def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
     """Adjust values that the user did not choose; return a line for each rule that still fails."""
     while broken := [rule for rule in rules if not rule.holds(table)]:
-        if not any(_mend(table, rule) for rule in broken):
+        if not any(_suggest_replacement(table, rule) for rule in broken):
             return list(_told(table, broken))
     return []
 
 
-def _mend(table: dict[str, Timeout], rule: Rule) -> bool:
+def _suggest_replacement(table: dict[str, Timeout], rule: Rule) -> bool:
     """Raise the larger value or lower the smaller one; return False if neither may be moved."""
     larger, smaller = table[rule.larger], table[rule.smaller]
     if not larger.fixed and larger.fitted >= 0:

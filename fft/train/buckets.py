@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torchft.manager import _ManagedFuture
 
-from fft.train.local_tensors import edit_count, local_of, same_bits
+from fft.train.local_tensors import local_of, same_bits, version_of
 
 BUCKET_MB = 25.0
 """Default maximum size of a bucket in MiB, equal to that of DDP (``bucket_cap_mb``)."""
@@ -145,7 +145,7 @@ class Bucket:
     def take(self, slot: Slot) -> None:
         """Copy one gradient into the buffer when it arrives, while it is in the CPU cache."""
         if (grad := slot.parameter.grad) is not None and slot.in_place:
-            self._bring(slot, grad)
+            self._copy_in(slot, grad)
 
     def gather(self) -> list[bool]:
         """Copy the remaining gradients into the buffer; return for each slot whether it has one."""
@@ -157,10 +157,10 @@ class Bucket:
                 if grad is None:
                     self.view(slot).zero_()
                 elif slot in self.missing or not self._is_view(slot, grad):
-                    self._bring(slot, grad)
+                    self._copy_in(slot, grad)
         return used
 
-    def _bring(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _copy_in(self, slot: Slot, grad: torch.Tensor) -> None:
         view = self.view(slot)
         torch.mul(local_of(grad), self.share, out=view)
         if slot.in_place:
@@ -299,7 +299,7 @@ def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
     """Return a value that changes when a gradient is edited in place or replaced."""
-    return None if grad is None else (id(grad), edit_count(grad))
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _tensor_of(value: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of ``tensor``, sharing memory, without autograd history."""
-    return part_of(tensor).detach()
+    return local_shard(tensor).detach()
 
 
 def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def is_composite(part: torch.Tensor) -> bool:
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that hold the local shard of ``tensor``, sharing memory."""
-    part: Any = part_of(tensor)
+    part: Any = local_shard(tensor)
     if is_composite(part):
         for name in part.__tensor_flatten__()[0]:
             yield from leaves_of(getattr(part, name))
@@ -44,19 +44,19 @@ def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Copy the data of the local shard of ``tensor``, for `put_bits`."""
+    """Copy the data of the local shard of ``tensor``, for `write_data`."""
     return [leaf.clone() for leaf in leaves_of(tensor)]
 
 
-def put_bits(tensor: torch.Tensor, bits: Sequence[torch.Tensor]) -> None:
+def write_data(tensor: torch.Tensor, bits: Sequence[torch.Tensor]) -> None:
     """Write what `bits_of` returned back into ``tensor``. Needs ``torch.no_grad()``."""
     for leaf, value in zip(leaves_of(tensor), bits, strict=True):
         leaf.copy_(value)
 
 
-def edit_count(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """Return torch's count of in-place edits of the local shard, through any view."""
-    part = part_of(tensor)
+    part = local_shard(tensor)
     if is_composite(part):
         return part._version + sum(leaf._version for leaf in leaves_of(part))
     return part._version
@@ -67,7 +67,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of ``tensor`` itself, in its own class."""
     # to_local() and detach() of a DTensor go through its dispatcher, 50 times slower
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

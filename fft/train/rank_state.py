@@ -22,7 +22,7 @@ from fft.train.checkpoint.files import Scope
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, ShardStateStore
 from fft.train.data.source import DataSource, Identify, Inputs, as_source
 from fft.train.injector import Injector
-from fft.train.local_tensors import bits_of, put_bits
+from fft.train.local_tensors import bits_of, write_data
 from fft.train.paradigms.paradigm import Paradigm, SharedState
 from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
@@ -195,7 +195,7 @@ class RankState:
         finally:
             with torch.no_grad():
                 for buffer, bits in buffers:
-                    put_bits(buffer, bits)
+                    write_data(buffer, bits)
             for restore in rng:
                 restore()
 

@@ -147,7 +147,7 @@ class TransactionLoop:
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
-                self.worker.body_unwound()
+                self.worker.step_aborted()
                 continue
             if drawn is None:
                 if isinstance(source, ShardedSource):
@@ -342,7 +342,7 @@ class TransactionLoop:
 
     def unwound(self, plan: StartTxn, drawn: StepInput | None, error: BaseException) -> bool:
         """Handle an exception that left the step function. Return whether to suppress it."""
-        self.worker.body_unwound()
+        self.worker.step_aborted()
         if isinstance(error, Exception):
             self.body_failed(plan, drawn, error)
         return isinstance(error, Exception | Interrupted)
@@ -585,7 +585,7 @@ class Transaction:
         if error is not None:
             return loop.unwound(self._plan, self._drawn, error)
         if not self.is_stop and (mistake := loop.find_incomplete()) is not None:
-            loop.worker.body_unwound()
+            loop.worker.step_aborted()
             loop.raise_incomplete(self._plan, self._drawn, mistake)
         command = loop.worker.vote_and_wait(
             skip=self.is_stop, last=self._is_last, consumes=self._consumption()

@@ -157,7 +157,7 @@ class Worker:
         self._voter.committed()
         self._commits.fail(RuntimeError("interrupted before the optimizer step"))
 
-    def body_unwound(self) -> None:
+    def step_aborted(self) -> None:
         """Record that the step function ended without a vote. The txn will be rolled back.
 
         Has no effect after a vote.
@@ -312,7 +312,7 @@ class Worker:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
-            self.body_unwound()  # if no vote was cast: the fetched state is missing
+            self.step_aborted()  # if no vote was cast: the fetched state is missing
         command = self._wait(engine, limit)
         self._close_txn()
         self._voter.end()

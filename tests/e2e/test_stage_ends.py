@@ -20,7 +20,7 @@ from fft.messages.protocol import Peer, Token
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.due import AT, Word, encode_words
+from fft.train.checkpoint.due import AT, Announcement, encode_announcements
 from fft.train.checkpoint.files import Checkpoints, attempt_name, name_of
 from fft.train.checkpoint.stores import open_store
 
@@ -215,9 +215,9 @@ def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Pat
 
     def name_it_late(member: Member, step: int) -> None:
         if member.name == "0.1" and step == 2:
-            word = Word(Token(99, 1), 2, frozenset({Peer("0", 0, 1)}), name, 2, False)
+            word = Announcement(Token(99, 1), 2, frozenset({Peer("0", 0, 1)}), name, 2, False)
             with open_bus(member.job.bus) as bus:
-                bus.write(AT, encode_words([word]))
+                bus.write(AT, encode_announcements([word]))
 
     plan = Plan(32, steps=(6, 6), meanwhile=name_it_late)
     run(tmp_path / "traces", plan, **kept(place, every=1000))

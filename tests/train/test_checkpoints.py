@@ -36,7 +36,7 @@ from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint import contents, writer
 from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import DueByRecord, Named
+from fft.train.checkpoint.due import Named, RecordSchedule
 from fft.train.checkpoint.files import (
     Checkpoints,
     DamagedCheckpoint,
@@ -47,7 +47,14 @@ from fft.train.checkpoint.files import (
     unsealed,
 )
 from fft.train.checkpoint.stores import LocalStore, open_store
-from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, Threads, WriterContext, decline
+from fft.train.checkpoint.writer import (
+    NAME,
+    Attempt,
+    RankWriter,
+    WorkerPool,
+    WriterContext,
+    decline,
+)
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -409,7 +416,7 @@ def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() -> None:
-    threads, seen, go_on = Threads(), list[int | None](), threading.Event()
+    threads, seen, go_on = WorkerPool(), list[int | None](), threading.Event()
 
     def works() -> None:
         seen.append(threading.get_native_id())
@@ -801,7 +808,7 @@ EPOCH = Record(
 def context_of(place: Path, closing: threading.Event | None = None) -> WriterContext:
     """Return what the writers of group 0's first rank need, without a job around them."""
     job: Any = SimpleNamespace(local=None)
-    due = DueByRecord(fft.Checkpointing(place), job)
+    due = RecordSchedule(fft.Checkpointing(place), job)
     found, closing = Checkpoints(open_store(str(place))), closing or threading.Event()
     return WriterContext(found, due, ("0", 0), 0, lambda *_: None, closing)
 

@@ -18,7 +18,7 @@ from fft.bus import ErrorBus, open_bus
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, DueByRecord, gone_since
+from fft.train.checkpoint.due import AT, RecordSchedule, departed_groups
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.asynchronous import DueToLocal
 
@@ -177,7 +177,7 @@ def test_the_last_commit_is_taken_though_it_is_a_skip(bus: ErrorBus) -> None:
 def test_data_that_end_with_a_skip_end_with_a_checkpoint() -> None:
     """No commit is the last then. A checkpoint of a second skip would contain nothing new."""
     job: Any = None
-    due = DueByRecord(Checkpointing("somewhere", 1000), job)
+    due = RecordSchedule(Checkpointing("somewhere", 1000), job)
     epoch = Record(1, "epoch", 1, 0, 7, "", 0, 0, Peer("0", 0, 1), (entry("0"),))
     found = []
     for txn, last, skip in ((1, False, True), (2, True, True), (3, True, True)):
@@ -231,4 +231,4 @@ def test_files_of_a_group_that_left_in_good_order_are_awaited(bus: ErrorBus, rol
     epoch, group = job._epoch("01"), job.groups["0"]
     left = frozenset({Peer("1", 0, 1)})
     group.local = Local("any", role, "", head=epoch, epoch=epoch, dead=left)  # type: ignore[arg-type]
-    assert gone_since(group, epoch) == frozenset()  # type: ignore[arg-type]
+    assert departed_groups(group, epoch) == frozenset()  # type: ignore[arg-type]

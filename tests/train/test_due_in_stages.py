@@ -26,7 +26,7 @@ from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, CheckpointSchedule, Named, words_on
+from fft.train.checkpoint.due import AT, CheckpointSchedule, Named, announcements_on
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.stages.due import FirstStageSchedule, LaterStageSchedule, refuse_forks
 
@@ -335,7 +335,7 @@ def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitSt
             named = first.txn() or named
         if place > 4:
             assert next(later) == named["0"]
-            (*_, word) = words_on(job.buses[1])
+            (*_, word) = announcements_on(job.buses[1])
             assert (word.name, word.cursor) == (named["0"].name, middle.cursor)
     assert last.txn() == {}
     assert last.txn(last=True)["0"].name == named["0"].name, "where the middle has ended"

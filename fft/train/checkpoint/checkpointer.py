@@ -27,7 +27,7 @@ from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.due import CheckpointSchedule, Named, tell_left_out
+from fft.train.checkpoint.due import CheckpointSchedule, Named, report_skipped
 from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.loading import Loader, refuse_at_once
 from fft.train.checkpoint.plan import Checkpointing
@@ -74,7 +74,7 @@ class Checkpointer(CheckpointHooks):
         """The checkpoint that is due at the last commit."""
         self._failing = threading.Event()
         """Set when the script fails, so this rank does not wait for others."""
-        self._outliving: threading.Thread | None = None
+        self._serving_thread: threading.Thread | None = None
         """The thread that serves later checkpoints after this stage has ended."""
         self._has_ended = False
         """Whether this rank has received the last commit."""
@@ -117,7 +117,7 @@ class Checkpointer(CheckpointHooks):
         is_missed = named is not None and named.is_missed
         if record.last and self._due.outlives:
             kept = None if is_missed else named
-            work = partial(self._outlive, kept, record, epoch)
+            work = partial(self._serve_after_end, kept, record, epoch)
             attempt = None if kept is None else self._attempt(kept, record, epoch)
             self._pending = _Pending(attempt, work)
             if not is_missed:
@@ -158,7 +158,7 @@ class Checkpointer(CheckpointHooks):
         record, epoch = replace(at, last=True), local.epoch
         named = self._due.ended(record, epoch)
         if self._due.outlives:
-            self._outlive(None, record, epoch)
+            self._serve_after_end(None, record, epoch)
         elif named is not None:
             self._begin(self._attempt(named, record, epoch))
 
@@ -182,8 +182,8 @@ class Checkpointer(CheckpointHooks):
         self._context.closing.set()
         if not serves:
             self._failing.set()
-        if self._outliving is not None:
-            self._outliving.join()  # this thread has its own timeouts
+        if self._serving_thread is not None:
+            self._serving_thread.join()  # this thread has its own timeouts
         self._writers.close()
         self._at_work.close()
 
@@ -225,7 +225,7 @@ class Checkpointer(CheckpointHooks):
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        tell_left_out(self._job.report_checkpoint, attempt.named.step, why, too_often)
+        report_skipped(self._job.report_checkpoint, attempt.named.step, why, too_often)
         self._writers.decline(attempt)
 
     def _decline_for_absent(self, attempt: Attempt) -> None:
@@ -264,7 +264,7 @@ class Checkpointer(CheckpointHooks):
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
         return snapshot
 
-    def _outlive(self, named: Named | None, record: Record, epoch: Record) -> None:
+    def _serve_after_end(self, named: Named | None, record: Record, epoch: Record) -> None:
         """Copy the last state of this stage and serve it to all further checkpoints.
 
         Args:
@@ -290,5 +290,5 @@ class Checkpointer(CheckpointHooks):
                 text = "checkpoints of the stages that go on will lack this one: %s"
                 logger.warning(text, error)
 
-        self._outliving = threading.Thread(target=work, name=NAME, daemon=True)
-        self._outliving.start()
+        self._serving_thread = threading.Thread(target=work, name=NAME, daemon=True)
+        self._serving_thread.start()

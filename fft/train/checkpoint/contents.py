@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fft.errors import CheckpointError, FftError
 from fft.train.checkpoint.files import File, file_stem
 from fft.train.checkpoint.stores import Store
-from fft.train.local_tensors import edit_count, local_of
+from fft.train.local_tensors import local_of, version_of
 from fft.train.rank_state import RankState
 from fft.train.state.plain_state import merged, plain
 from fft.train.state.random_states import export_random
@@ -250,7 +250,7 @@ class Snapshot:
         self._streams = _mark_streams((*self._late.values(), *self._watched.values()))
         self._by_bodies = bool(self._watched)
         """Whether forward and backward could change state that `copy` copies."""
-        self._versions = {name: edit_count(t) for name, t in self._watched.items()}
+        self._versions = {name: version_of(t) for name, t in self._watched.items()}
         self._late_names = self._watched.keys() - early
         """Names of the parameters that `copy` copies."""
         self._copied = threading.Event()
@@ -345,7 +345,7 @@ class Snapshot:
         if not self._copied.wait(limit_s):
             self._give_up(f"its copy was not done {limit_s:g} s after the vote")
         watched, self._watched = self._watched, {}
-        self.edited = tuple(n for n, t in watched.items() if edit_count(t) != self._versions[n])
+        self.edited = tuple(n for n, t in watched.items() if version_of(t) != self._versions[n])
         if self._late_names & set(self.edited):
             self._give_up(
                 f"{', '.join(self.edited[:3])} was changed while it was copied; from now on it is "
@@ -412,7 +412,7 @@ def _tree_of(
     found["aliases"] = step.aliases()
     found["state"], watched = state.paradigm.export_shared()
     if not watched:  # otherwise `copy` adds the layouts
-        found["layouts"] = _layouts(step.sharded_names())
+        found["layouts"] = _layouts(step.resharded_named_parameters())
     return found, watched
 
 

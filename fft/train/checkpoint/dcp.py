@@ -26,7 +26,7 @@ from fft.errors import CheckpointError
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.contents import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.files import Checkpoints, File, Manifest, Scope, name_of, partial_name
-from fft.train.checkpoint.loading import part_of, tree_of, unsharded
+from fft.train.checkpoint.loading import local_shard, tree_of, unsharded
 from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__
 
@@ -95,9 +95,9 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
 
 def _check_exportable(models: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a tensor that torch's format cannot hold."""
-    if strays := [name for name in models if not name.startswith("model")]:
+    if dtensors := [name for name in models if not name.startswith("model")]:
         raise CheckpointError(
-            f"{strays[0]} belongs to no registered model: register the model that contains it"
+            f"{dtensors[0]} belongs to no registered model: register the model that contains it"
         )
     if marked := [name for name, value in models.items() if is_marked(value)]:
         raise CheckpointError(
@@ -180,12 +180,12 @@ def _write_again(
                     bare, _, key = full.removeprefix(prefix).rpartition(".")
                     name = bare if bare in models else f"model0.{bare}"
                     entries = optimizer["state"].setdefault(name, {})
-                    entries[key] = part_of(value, layouts.get(name), models[name].shape)
+                    entries[key] = local_shard(value, layouts.get(name), models[name].shape)
             for name, entries in rest.get("marked", [{}] * len(optimizers))[i].items():
                 optimizer["state"].setdefault(name, {}).update(entries)
         state = {
             "parameters": {
-                name: part_of(models[name], layouts.get(name), models[name].shape)
+                name: local_shard(models[name], layouts.get(name), models[name].shape)
                 for name in rest["parameters"]
             },
             "optimizers": optimizers,

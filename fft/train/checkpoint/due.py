@@ -135,7 +135,7 @@ class CheckpointSchedule(ABC):
         return iter(())
 
 
-class DueByRecord(CheckpointSchedule):
+class RecordSchedule(CheckpointSchedule):
     """The schedule for groups that are in every txn of the job."""
 
     def __init__(self, plan: Checkpointing, job: Participation) -> None:
@@ -171,7 +171,7 @@ class DueByRecord(CheckpointSchedule):
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """See `CheckpointSchedule.left`; these groups are not in the newest epoch of the job."""
-        return gone_since(self._job, epoch)
+        return departed_groups(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
         """See `CheckpointSchedule.is_awaited`.
@@ -224,7 +224,7 @@ class DueByRecord(CheckpointSchedule):
         return named == record.step
 
 
-class Word(NamedTuple):
+class Announcement(NamedTuple):
     """An entry of the register, which announces a checkpoint at a txn."""
 
     token: Token
@@ -246,23 +246,23 @@ class Word(NamedTuple):
         return Named(self.name, self.step, min(self.writer).group)
 
 
-def encode_words(words: Sequence[Word]) -> bytes:
+def encode_announcements(words: Sequence[Announcement]) -> bytes:
     """Encode entries for the register."""
     return json.dumps([[*word[:2], sorted(word.writer), *word[3:]] for word in words]).encode()
 
 
-def decode_words(data: bytes) -> tuple[Word, ...]:
-    """Decode the result of `encode_words`. Raises ValueError."""
+def decode_words(data: bytes) -> tuple[Announcement, ...]:
+    """Decode the result of `encode_announcements`. Raises ValueError."""
     try:
         return tuple(
-            Word(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer), *rest)
+            Announcement(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer), *rest)
             for token, step, writer, *rest in json.loads(data)
         )
     except TypeError as error:
         raise ValueError(f"the register {AT} holds no words of checkpoints") from error
 
 
-class DueByWord(CheckpointSchedule):
+class AnnouncedSchedule(CheckpointSchedule):
     """The common part of schedules in which one rank announces a checkpoint before its vote.
 
     Args:
@@ -278,7 +278,7 @@ class DueByWord(CheckpointSchedule):
         is_busy: Callable[[], bool],
     ) -> None:
         self._plan, self._job, self._bus, self._is_busy = plan, job, bus, is_busy
-        self._words: tuple[Word, ...] = ()
+        self._words: tuple[Announcement, ...] = ()
         """The newest entries of the register; ``_since`` is the time of their first read."""
         self._since = 0.0
 
@@ -303,7 +303,9 @@ class DueByWord(CheckpointSchedule):
                 return
             writer = frozenset(epoch.members[0].peers())
             name = attempt_name(self._job.bus.generation, f"{plan.token}")
-            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end), plan.step)
+            self._say(
+                Announcement(plan.token, step, writer, name, plan.next_cursor, may_end), plan.step
+            )
         except (BusError, ValueError) as error:
             self._give_up(step, f"it could not be named: {error}")
 
@@ -337,15 +339,15 @@ class DueByWord(CheckpointSchedule):
 
     def _look(self) -> None:
         """Read the newest entries of the register. Raises BusError, ValueError."""
-        words = words_on(self._bus)
+        words = announcements_on(self._bus)
         if words != self._words:
             self._words, self._since = words, time.monotonic()
 
-    def _say(self, word: Word, done: int) -> None:
+    def _say(self, word: Announcement, done: int) -> None:
         # an entry for a later step belongs to a txn that did not commit
         others = [w for w in self._words if w.step <= done]
         words = (*others, word)[-NAMED:]
-        self._bus.write(AT, encode_words(words))
+        self._bus.write(AT, encode_announcements(words))
         self._words, self._since = words, time.monotonic()
 
     def _is_wanted(self, step: int, epoch: Record) -> bool:
@@ -362,10 +364,10 @@ class DueByWord(CheckpointSchedule):
         return not self._words or time.monotonic() - self._since >= seconds
 
     def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
-        tell_left_out(self._job.report_checkpoint, step, why, too_often)
+        report_skipped(self._job.report_checkpoint, step, why, too_often)
 
 
-def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:
+def report_skipped(note: Note, step: int, why: str, too_often: bool = False) -> None:
     """Log and trace that a checkpoint of ``step`` was skipped without a failure. Thread-safe.
 
     Args:
@@ -379,7 +381,7 @@ def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> N
     note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
 
 
-def words_on(bus: ErrorBus) -> tuple[Word, ...]:
+def announcements_on(bus: ErrorBus) -> tuple[Announcement, ...]:
     """Read the announcements on the bus of a scope. Raises BusError, ValueError."""
     held = bus.read(AT)
     return () if held is None else decode_words(held)
@@ -399,7 +401,7 @@ def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
     return epoch
 
 
-def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
+def departed_groups(job: Participation, epoch: Record) -> frozenset[str]:
     """Return the groups of ``epoch`` that are not in the newest epoch, or have replaced processes.
 
     Thread-safe.

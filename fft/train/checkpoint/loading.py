@@ -263,11 +263,11 @@ def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, scope: RankSco
 
 def refuse_other_kind(found: Mapping[str, Any], are_alone: bool) -> None:
     """Raise UnfitCheckpoint unless the checkpoint and this job agree on local steps."""
-    were_alone = "plan" in found
-    if were_alone != are_alone:
+    has_local_steps = "plan" in found
+    if has_local_steps != are_alone:
         kinds = {True: "by groups that step alone", False: "by groups that step together"}
         raise UnfitCheckpoint(
-            f"the checkpoint was taken {kinds[were_alone]}, and this job trains "
+            f"the checkpoint was taken {kinds[has_local_steps]}, and this job trains "
             f"{kinds[are_alone]}: resume with the script that wrote it"
         )
 
@@ -364,7 +364,7 @@ def _place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def part_of(
+def local_shard(
     whole: torch.Tensor, layout: Mapping[str, Any] | None, shape: torch.Size
 ) -> torch.Tensor:
     """Return a rank's shard of a tensor with the sharding of a parameter.

@@ -26,7 +26,7 @@ import torch
 from fft.errors import FftError
 from fft.messages.protocol import Record
 from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import CheckpointSchedule, Named, Note, tell_left_out
+from fft.train.checkpoint.due import CheckpointSchedule, Named, Note, report_skipped
 from fft.train.checkpoint.files import (
     Checkpoints,
     File,
@@ -206,7 +206,7 @@ class Gathering:
             if MANIFEST in files:
                 return  # the checkpoint is complete; only its final rename failed
             is_left = self._closing.is_set() and not (is_passed or self._superseded.is_set())
-            if files and is_left and not self._have_all_said(found, is_failed=True):
+            if files and is_left and not self._have_all_reported(found, is_failed=True):
                 logger.warning(
                     "%s is left to the next start: not all ranks have said that they write no more "
                     "in it",
@@ -232,7 +232,9 @@ class Gathering:
                     return found  # already removed, or never created
                 was_there = is_there
             found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
-            if self._have_all_said(found, is_failed) or (is_failed and self._superseded.is_set()):
+            if self._have_all_reported(found, is_failed) or (
+                is_failed and self._superseded.is_set()
+            ):
                 return found
             now = time.monotonic()
             if is_failed and self._closing.is_set():
@@ -257,7 +259,7 @@ class Gathering:
             self._superseded.wait(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
 
-    def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:
+    def _have_all_reported(self, found: Receipts, is_failed: bool) -> bool:
         """Return whether all ranks that are still in the job have delivered or declined."""
         attempt = self._attempt
         gone = self._context.due.left(attempt.record, attempt.epoch) - {self._writer}
@@ -374,7 +376,7 @@ class RankWriter:
         """Log and trace the reason for a missing checkpoint."""
         step = self._attempt.named.step
         if isinstance(error, Passed):
-            tell_left_out(self._context.note, step, str(error))
+            report_skipped(self._context.note, step, str(error))
             return
         text = f"{type(error).__name__}: {error}"
         logger.error(
@@ -557,7 +559,7 @@ class _Hand:
                 over.set()
 
 
-class Threads:
+class WorkerPool:
     """A thread pool that grows to the number of concurrent tasks, which one thread submits.
 
     The pool reuses idle threads, because starting a thread blocks the training. That takes about
@@ -590,7 +592,7 @@ class Writers:
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
-        self._threads = Threads()
+        self._threads = WorkerPool()
         self._at_work: dict[threading.Event, RankWriter] = {}
         """The writers by the event that the end of their task sets."""
 

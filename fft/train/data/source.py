@@ -607,7 +607,7 @@ class LeasedInputs:
             "more often"
         )
 
-    def suffice_after(self, plan: StartTxn) -> bool:
+    def has_slices_after(self, plan: StartTxn) -> bool:
         """Return whether the data contain the slices that ``plan``'s COMMIT grants."""
         return self._hold(plan.next_cursor)
 

@@ -17,7 +17,7 @@ from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
-from fft.train.checkpoint.due import CheckpointSchedule, DueByWord
+from fft.train.checkpoint.due import AnnouncedSchedule, CheckpointSchedule
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.source import LeasedInputs
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
@@ -128,7 +128,7 @@ class AsynchronousLoop(PeriodicLoop):
         self.job.post(Synchronise())
 
 
-class DueToLocal(DueByWord):
+class DueToLocal(AnnouncedSchedule):
     """Checkpoint schedule of groups that may take local steps while others synchronize."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:

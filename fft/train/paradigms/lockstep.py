@@ -11,7 +11,7 @@ from torch import nn
 
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
-from fft.train.checkpoint.due import CheckpointSchedule, DueByRecord
+from fft.train.checkpoint.due import CheckpointSchedule, RecordSchedule
 from fft.train.checkpoint.loading import completed, refuse_other_kind
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
@@ -89,9 +89,9 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     def refuse_unregistered(self) -> None:
         if "torch.distributed.pipelining.schedules" in sys.modules:
-            from fft.train.paradigms.pipeline.schedule import refuse_forgotten
+            from fft.train.paradigms.pipeline.schedule import check_registered
 
-            refuse_forgotten(self._rank.groups.stages)
+            check_registered(self._rank.groups.stages)
 
     def refuse_sharded(self, kind: Sharded) -> None:
         if kind == "rank" and self.takers == 1 < self._rank.world:
@@ -109,11 +109,11 @@ class Lockstep(Paradigm[TransactionLoop]):
     # --- checkpoints ---
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
-        return DueByRecord(plan, self._rank.job)
+        return RecordSchedule(plan, self._rank.job)
 
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
         step = self._rank.state.registered
-        return step.export_changing(), step.sharded_names()
+        return step.export_changing(), step.resharded_named_parameters()
 
     def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
         step = self._rank.state.registered

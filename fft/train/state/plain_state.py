@@ -41,7 +41,7 @@ def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def put_hyper(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set a parameter group's values; an existing tensor is overwritten in place."""
     for key in [k for k in group if k != "params" and k not in values]:
         del group[key]
@@ -98,7 +98,7 @@ def load_optimizer(
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
         # a state of an older torch may lack a setting that exists here
         newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
-        put_hyper(group, {**newer, **hyper})
+        set_hyperparameters(group, {**newer, **hyper})
     incoming = values["state"]
     by_id = {id(p): name for name, p in names.items()}
     for group in optimizer.param_groups:

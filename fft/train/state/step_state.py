@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from fft.errors import FftError, StateError
-from fft.train.local_tensors import bits_of, edit_count, leaves_of, put_bits, same_bits
+from fft.train.local_tensors import bits_of, leaves_of, same_bits, version_of, write_data
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.plain_state import (
     check_count,
@@ -39,7 +39,7 @@ from fft.train.state.plain_state import (
     load_optimizer,
     merged,
     plain,
-    put_hyper,
+    set_hyperparameters,
     tensors_of,
     with_layout_of,
     without_tensors,
@@ -128,7 +128,7 @@ def restore_buffers(modules: Iterable[nn.Module], saved: list[Buffer]) -> None:
         for entry in saved:
             entry.module._buffers[entry.name] = entry.tensor
             if entry.tensor is not None:
-                put_bits(entry.tensor, entry.bits)
+                write_data(entry.tensor, entry.bits)
 
 
 class StepState:
@@ -185,7 +185,7 @@ class StepState:
             pipeline.capture()
         self._captured = _Capture(
             parameters={name: bits_of(self._parameters[name]) for name in kept},
-            versions={name: edit_count(p) for name, p in self._parameters.items()},
+            versions={name: version_of(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
             settings=[*capture_settings(self._models), _capture_grad_mode()],
@@ -216,7 +216,7 @@ class StepState:
         return {
             name
             for name, parameter in self._parameters.items()
-            if edit_count(parameter) != saved.versions[name]
+            if version_of(parameter) != saved.versions[name]
         }
 
     def restore(self) -> None:
@@ -259,8 +259,8 @@ class StepState:
         lost = self._edits(saved) - set(saved.parameters)
         with torch.no_grad():
             for name, value in saved.parameters.items():
-                put_bits(self._parameters[name], value)
-        saved.versions = {name: edit_count(p) for name, p in self._parameters.items()}
+                write_data(self._parameters[name], value)
+        saved.versions = {name: version_of(p) for name, p in self._parameters.items()}
         for module, mode in saved.modes:
             module.training = mode
         for name, trained in saved.trained.items():
@@ -271,7 +271,7 @@ class StepState:
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # not strict: a group that the user has added since has no captured values
             for group, values in zip(optimizer.param_groups, groups, strict=False):
-                put_hyper(group, values)
+                set_hyperparameters(group, values)
         for scheduler, values in zip(self._schedulers, saved.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in saved.extra.items():
@@ -324,7 +324,7 @@ class StepState:
         Raises:
             TypeError: A value is neither plain nor a tensor; the message names the place.
         """
-        lasting = self.export_lasting(self.sharded_names())
+        lasting = self.export_lasting(self.resharded_named_parameters())
         changing = {"buffers": self.export_buffers(), **self.export_changing()}
         return merged(copy.deepcopy(changing) if copy_mutable else changing, lasting)
 
@@ -369,7 +369,7 @@ class StepState:
         Raises:
             StateMismatch: Names, shapes or dtypes differ; nothing has been changed.
         """
-        names = self.sharded_names()
+        names = self.resharded_named_parameters()
         self.refuse_unfit(state)
         extra = self._spread(state["extra"])
         with torch.no_grad():
@@ -409,7 +409,7 @@ class StepState:
         Args:
             buffers: Include the buffers, which may differ between replicas.
         """
-        names = self.sharded_names()
+        names = self.resharded_named_parameters()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
             "parameters": export_parameters(names),
@@ -465,7 +465,7 @@ class StepState:
         for optimizer, groups in zip(self._optimizers, progress["hyper"], strict=True):
             optimizer.state.clear()
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                put_hyper(group, values)
+                set_hyperparameters(group, values)
         for scheduler, values in zip(self._schedulers, progress["lr_schedulers"], strict=True):
             scheduler.load_state_dict(values)
         for name, values in progress["extra"].items():
@@ -580,7 +580,7 @@ class StepState:
                         found[f"model{i}.{name}"] = f"model{i}.{known}"
         return found
 
-    def sharded_names(self) -> dict[str, torch.Tensor]:
+    def resharded_named_parameters(self) -> dict[str, torch.Tensor]:
         """Reshard the modules, which an evaluation leaves gathered, and return `names`."""
         reshard(self._models)
         return self.names()

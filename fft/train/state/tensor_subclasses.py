@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fft.errors import FftError, StateMismatch
-from fft.train.local_tensors import is_composite, leaves_of, like, local_of, part_of
+from fft.train.local_tensors import is_composite, leaves_of, like, local_of, local_shard
 
 CLASS = "$class"
 """Key of the class name in an exported subclass."""
@@ -43,16 +43,16 @@ def exported(tensor: torch.Tensor, place: str) -> Any:
     Raises:
         TypeError: The tensors inside cannot be accessed, or the metadata cannot be compared.
     """
-    part: Any = part_of(tensor)
+    part: Any = local_shard(tensor)
     if not is_composite(part):
         _refuse_closed(part, place)
         return part.detach().as_subclass(torch.Tensor)
     names, metadata = part.__tensor_flatten__()
     inside = {name: getattr(part, name) for name in names}
-    if strays := [n for n, t in inside.items() if isinstance(t, DTensor)]:
+    if dtensors := [n for n, t in inside.items() if isinstance(t, DTensor)]:
         raise TypeError(
-            f"{place} is a {name_of(part)} around a DTensor ({strays[0]}): put the DTensor outside "
-            f"and the {type(part).__name__} inside"
+            f"{place} is a {name_of(part)} around a DTensor ({dtensors[0]}): put the DTensor "
+            f"outside and the {type(part).__name__} inside"
         )
     return {
         CLASS: name_of(part),
@@ -182,7 +182,7 @@ def refuse_misfit(place: str, got: Any, mine: torch.Tensor) -> None:
         own = exported(mine, place)
         if own["meta"] != got["meta"]:
             raise StateMismatch(f"{place}: expected metadata {own['meta']}, got {got['meta']}")
-        part: Any = part_of(mine)
+        part: Any = local_shard(mine)
         if got["tensors"].keys() != own["tensors"].keys():
             raise StateMismatch(
                 f"{place}: expected the inner tensors {sorted(own['tensors'])}, got "
@@ -204,7 +204,7 @@ def refuse_other_class(place: str, got: Any, mine: torch.Tensor) -> bool:
     Raises:
         StateMismatch: ``got`` is of another class.
     """
-    part = part_of(mine)
+    part = local_shard(mine)
     came = got[CLASS] if isinstance(got, Mapping) and CLASS in got else type(got).__name__
     if is_composite(part):
         if came != name_of(part):
@@ -247,7 +247,7 @@ def copy_into(mine: torch.Tensor, got: Any) -> None:
         (leaf,) = leaves_of(mine)
         leaf.copy_(got)
         return
-    part: Any = part_of(mine)
+    part: Any = local_shard(mine)
     for name, inner in got["tensors"].items():
         copy_into(getattr(part, name), inner)
 
@@ -362,7 +362,7 @@ def refuse_composite(parts: Sequence[tuple[str, torch.Tensor]], why: str) -> Non
         why: The feature that needs plain tensors, as the subject of the message.
     """
     for name, tensor in parts:
-        if is_composite(part_of(tensor)):
+        if is_composite(local_shard(tensor)):
             raise FftError(
-                f"{name} is a {name_of(part_of(tensor))}; {why} supports only plain tensors"
+                f"{name} is a {name_of(local_shard(tensor))}; {why} supports only plain tensors"
             )

@@ -67,7 +67,7 @@ class PeriodicLoop:
                 return
             synchronizer.begin(plan)
             is_last = max_steps is not None and plan.step + 1 >= max_steps
-            is_last = is_last or not inputs.suffice_after(plan)
+            is_last = is_last or not inputs.has_slices_after(plan)
             if is_last:
                 loop.compare_now()
             try:
@@ -118,7 +118,7 @@ class PeriodicLoop:
         engine = self.job.engine
         if engine is None or not engine.has_word():
             return False
-        self.loop.worker.body_unwound()
+        self.loop.worker.step_aborted()
         return True
 
     def _launched_in_time(self, plan: StartTxn) -> bool:

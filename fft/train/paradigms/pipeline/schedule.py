@@ -62,7 +62,7 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(held.get("_stages") or filter(None, [held.get("_stage")]))
 
 
-def refuse_forgotten(group: object | None) -> None:
+def check_registered(group: object | None) -> None:
     """Raise FftError if this process has a schedule over ``group`` that is not registered.
 
     A group has no reference to its schedules, so all live objects are searched.
@@ -158,7 +158,7 @@ class Pipeline:
             reducer.quiet(True)  # until all microbatches have been through
             stage.perform_reduce_grad = _then(stage.perform_reduce_grad, reducer.reduce)
         modules = [stage.submod for stage in self._stages]
-        schedule._initialize_pp_stages = _trying(schedule._initialize_pp_stages, modules)
+        schedule._initialize_pp_stages = _preserve_buffers(schedule._initialize_pp_stages, modules)
 
     def capture(self) -> None:
         """Save the flags at the beginning of a step."""
@@ -189,7 +189,9 @@ def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[...
     return both
 
 
-def _trying(initialise: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
+def _preserve_buffers(
+    initialise: Callable[..., Any], modules: Iterable[nn.Module]
+) -> Callable[..., Any]:
     """Restore the buffers after a schedule's initialization.
 
     Before its first step a schedule runs each stage once to learn the shapes. That is not a step,

@@ -29,15 +29,15 @@ from fft.protocol.spec import FsmSpec
 from fft.train.checkpoint.due import (
     AT,
     NAMED,
+    AnnouncedSchedule,
+    Announcement,
     CheckpointSchedule,
-    DueByWord,
     Named,
-    Word,
-    encode_words,
+    announcements_on,
+    departed_groups,
+    encode_announcements,
     epoch_to_name_in,
-    gone_since,
     is_first,
-    words_on,
 )
 from fft.train.checkpoint.files import attempt_name
 from fft.train.checkpoint.plan import Checkpointing
@@ -85,7 +85,7 @@ def refuse_forks(spec: FsmSpec) -> None:
             )
 
 
-class FirstStageSchedule(DueByWord):
+class FirstStageSchedule(AnnouncedSchedule):
     """The rule for the first stage, which decides."""
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
@@ -103,7 +103,7 @@ class FirstStageSchedule(DueByWord):
         """
         name = attempt_name(self._job.bus.generation, f"end|{record.lineage}|{record.cursor}")
         writer = frozenset(epoch.members[0].peers())
-        word = Word(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
+        word = Announcement(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
         try:
             self._look()
             said = next((w for w in self._words if w.name == name), None)
@@ -116,7 +116,7 @@ class FirstStageSchedule(DueByWord):
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """See `CheckpointSchedule.left`."""
-        return gone_since(self._job, epoch)
+        return departed_groups(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
         """Whether the next stage has not reached this position, as far as this rank knows. Any
@@ -166,7 +166,7 @@ class LaterStageSchedule(CheckpointSchedule):
             return
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
         try:
-            for word in words_on(self._before):
+            for word in announcements_on(self._before):
                 if end <= word.cursor < end + groups:
                     self._say(word, plan.token, end)
         except (BusError, ValueError) as error:
@@ -174,25 +174,25 @@ class LaterStageSchedule(CheckpointSchedule):
                 "a checkpoint may lack this stage, whose txn could not be announced: %s", error
             )
 
-    def _say(self, word: Word, token: Token, cursor: int) -> None:
+    def _say(self, word: Announcement, token: Token, cursor: int) -> None:
         """Announce this stage's txn for the checkpoint ``word``, unless an earlier one is.
 
         Raises BusError, ValueError.
         """
-        mine = words_on(self._bus)
+        mine = announcements_on(self._bus)
         if any(w.name == word.name and w.cursor < cursor for w in mine):
             return
         others = [w for w in mine if w.name != word.name]
         own = word._replace(token=token, cursor=cursor)
-        self._bus.write(AT, encode_words([*others, own][-NAMED:]))
+        self._bus.write(AT, encode_announcements([*others, own][-NAMED:]))
 
     def due(self, record: Record, epoch: Record) -> Named | None:
         """See `CheckpointSchedule.due`; a skip has a position in the data like any other txn."""
         since = record.cursor if self._at is None else self._at.cursor
         self.stands_at(record, epoch)
         try:
-            mine, before = words_on(self._bus), words_on(self._before)
-            first = words_on(self._job.bus) if record.last else ()
+            mine, before = announcements_on(self._bus), announcements_on(self._before)
+            first = announcements_on(self._job.bus) if record.last else ()
         except (BusError, ValueError) as error:
             logger.warning("cannot determine whether this stage must take a checkpoint: %s", error)
             return None
@@ -239,7 +239,7 @@ class LaterStageSchedule(CheckpointSchedule):
         while not stops.is_set():
             # read this before the register, whose last entry is written before the stage ends
             at = self._first.read()
-            for word in words_on(self._before):
+            for word in announcements_on(self._before):
                 if word.cursor >= self._at.cursor and word.name not in self._taken:
                     self._taken.add(word.name)
                     if self._is_first:
@@ -248,7 +248,7 @@ class LaterStageSchedule(CheckpointSchedule):
             if at != seen:
                 seen, since = at, time.monotonic()
             has_ended = at is not None and not at.takers
-            last = [w for w in words_on(self._job.bus)[-1:] if w.is_last]
+            last = [w for w in announcements_on(self._job.bus)[-1:] if w.is_last]
             if has_ended and all(w.name in self._taken for w in last):
                 return
             if time.monotonic() - since > (_REPEAT_S if has_ended else self._limit_s):
@@ -257,7 +257,7 @@ class LaterStageSchedule(CheckpointSchedule):
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """See `CheckpointSchedule.left`."""
-        return gone_since(self._job, epoch)
+        return departed_groups(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
         """See `CheckpointSchedule.is_awaited`: the first stage publishes, and no other stage
