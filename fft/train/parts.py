@@ -362,8 +362,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
 def _refuse_unfit(parts: Parts) -> None:
     """Raise FftError if the registered state cannot be trained. Called when it is complete."""
     if (step := parts.state.step) is not None:
-        # check again: the models may have been sharded after register()
-        step.refuse_replaced_parameters()
+        parts.state.refuse_unfit()
         parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
         parts.paradigm.refuse_unconnected()
     parts.state.refuse_unsendable()

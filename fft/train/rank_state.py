@@ -132,7 +132,7 @@ class RankState:
         self.models = models
         self._entries_checked = None
         self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
-        self.step.refuse_replaced_parameters()
+        self.refuse_unfit()
         self.paradigm.registered()
         self.checks = EqualityChecks(self.step.fingerprint, self._settings.config.check_replicas)
         if self._injector is not None:
@@ -160,6 +160,15 @@ class RankState:
         All groups do so, since a rank that takes the last checkpoint has done it already.
         """
         reshard(self.models)
+
+    def refuse_unfit(self) -> None:
+        """Raise FftError if an optimizer does not step the parameters that the models have now.
+
+        Models may have been sharded since they were registered. If an evaluation has gathered their
+        parameters, they are resharded first.
+        """
+        self.reshard_models()
+        self.registered.refuse_replaced_parameters()
 
     def compare_by(self, fingerprint: Callable[[], str]) -> None:
         """Compare replicas by ``fingerprint`` instead of the registered state."""

@@ -21,6 +21,7 @@ from torchft import Optimizer, ProcessGroupGloo
 from fft.errors import FftError
 from fft.train.epoch_groups import EpochGroups
 from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.rank_state import RankState
 from fft.train.state.step_state import StepState
 from fft.train.updates import unwrapped
 
@@ -55,6 +56,20 @@ def test_optimizer_made_before_fully_shard_is_refused_with_that_cause(
         check(model, optimizer)
     assert "make the optimizer after it" in str(raised.value)
     check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_model_that_an_evaluation_has_gathered_is_accepted(shard: ShardProcessGroupGloo) -> None:
+    model = nn.Sequential(linear(), linear())
+    for layer in (*model, model):
+        fully_shard(layer, mesh=shard.mesh(), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    with pytest.raises(FftError, match="in no registered optimizer"):
+        check(model, optimizer)
+    state = RankState.__new__(RankState)
+    state.models, state.step = [model], StepState([model], [optimizer])
+    state.refuse_unfit()
 
 
 def test_optimizer_made_before_an_assigning_load_is_refused() -> None:
