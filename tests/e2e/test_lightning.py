@@ -20,7 +20,7 @@ from forked_run import fft, running
 from waiting import wait_until
 
 from fft.launch.exit_status import ExitStatus
-from fft.trace.audit import audit_dir, read_lines
+from fft.trace.audit import audit_dir
 
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 pytestmark = pytest.mark.multiprocess
@@ -107,11 +107,12 @@ def test_gan_under_faults_has_the_bits_of_lightnings_ddp(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_trainer_survives_a_kill_and_a_drain(tmp_path: Path) -> None:
-    script = [str(EXAMPLE), "--steps", "60", "--dir", str(tmp_path / "own")]
-    traces = job(tmp_path, *script, plan=KILL_AND_DRAIN)
-    assert len(results(*(traces / "logs").iterdir())) == 1, "the drained group leaves fit() early"
+    until = ["--stop-after-plan", "5", str(EXAMPLE), "--dir", str(tmp_path / "own")]
+    traces = job(tmp_path, *until, plan=KILL_AND_DRAIN)
+    assert not results(*(traces / "logs").iterdir()), "a group that drains leaves fit() early"
     steps = [int(row["step"]) for row in written(tmp_path / "own") if row["train_loss_step"]]
-    assert steps == list(range(60)), "the first group logs each committed step once, in order"
+    assert steps == list(range(len(steps))), "the first group logs each committed step once"
+    assert len(steps) > 20
 
 
 @pytest.mark.long
@@ -124,8 +125,8 @@ def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
     with running(*command, *script, folder=tmp_path) as process:
 
         def has_passed_the_checkpoint() -> bool:
-            lines = read_lines(first) if first.exists() else []
-            return any((line.get("step") or 0) > 36 for line in lines)
+            text = "".join(file.read_text() for file in first.glob("*.jsonl"))
+            return '"step":36,' in text
 
         wait_until(has_passed_the_checkpoint, "a checkpoint and some steps", LIMIT_S)
         os.kill(process.pid, signal.SIGKILL)  # its ranks die with it
