@@ -33,6 +33,8 @@ class Example:
     script: str
     plan: str
     groups: int = 2
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the script; ``{folder}`` is that of the run."""
 
 
 EXAMPLES = (
@@ -45,6 +47,13 @@ EXAMPLES = (
     Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
     Example("async", 1, "async_char_lm.py", "async_faults.yaml", groups=3),
     Example("lightning", 1, "lightning_trainer.py", "lightning_faults.yaml"),
+    Example(
+        "huggingface",
+        1,
+        "hf_trainer.py",
+        "hf_faults.yaml",
+        arguments=("--output", "{folder}/model", "--steps", "100000"),
+    ),
 )
 COLUMNS = (
     "committed steps",
@@ -68,6 +77,7 @@ def run(example: Example, folder: Path) -> bool:
     command += ["--faults", f"examples/{example.plan}", "--trace-dir", f"{folder}/traces"]
     command += ["--stop-after-plan", "10", "--min-steps", "60", "--timeout", f"{LIMIT_S}"]
     command += ["--no-progress", f"examples/{example.script}"]
+    command += [each.format(folder=folder) for each in example.arguments]
     with (folder / "job.log").open("w") as log:
         done = subprocess.run(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S + 60
@@ -102,7 +112,7 @@ def row(example: Example, traces: Path) -> tuple[list[str], bool]:
 def main() -> int:
     """Run the examples, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="specs; all if absent")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="specs or trainers; all if absent")
     parser.add_argument("--dir", type=Path, required=True, help="for traces and logs; must be new")
     args = parser.parse_args()
     known = {example.spec: example for example in EXAMPLES}

@@ -1,0 +1,400 @@
+"""Hugging Face's ``Trainer`` on FFT's transactions: one optimizer step is one transaction.
+
+``FFTTrainer`` replaces ``transformers.Trainer``. For another subclass of ``Trainer``, such as TRL's
+``SFTTrainer``, write ``class Tuned(FFTTrainerMixin, SFTTrainer): ...``. The mixin replaces the loop
+over batches of `Trainer._run_epoch`, and keeps the rest of the ``Trainer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchft
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import fft
+
+logger = logging.getLogger(__name__)
+_Base: Any = Trainer if TYPE_CHECKING else object
+_MANAGER_FILE = "fft_manager.pt"
+"""File of a checkpoint with the position of the job. It is written last: without it the checkpoint
+is incomplete."""
+_COUNTERS = ("max_steps", "global_step", "epoch", "num_input_tokens_seen", "total_flos")
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""Fields of the ``TrainerState`` that are part of the state of the job, with `_COUNTERS`."""
+_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+"""Numbers of the Trainer itself that are part of the state of the job."""
+_OF_ONE_PROCESS = ("_runtime", "_per_second")
+"""Ends of the names of metrics that differ between the processes."""
+_Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens")
+"""The results of a step function that its commit needs."""
+
+
+class _Progress:
+    """The counters, sums and stateful callbacks of a Trainer, registered as ``extra``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._history: tuple[int, str] = (0, "[]")
+        """Number of entries of the encoded log history, and the encoding."""
+
+    def _exportable(self) -> dict[str, Any]:
+        each = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        found = [one for one in each if isinstance(one, ExportableState)]
+        return {f"{type(one).__name__} {number}": one for number, one in enumerate(found)}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, history = self._trainer, self._trainer.state.log_history
+        if self._history[0] != len(history):
+            self._history = len(history), json.dumps(_common(history))
+        return {
+            "counters": {name: getattr(trainer.state, name) for name in (*_COUNTERS, *_BEST)},
+            "history": self._history[1],
+            "callbacks": {name: one.state() for name, one in self._exportable().items()},
+            "sums": {name: float(getattr(trainer, name)) for name in (*_SUMS, "current_flos")},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, steps = self._trainer, state["counters"]["max_steps"]
+        if steps != trainer.state.max_steps:
+            raise fft.FftError(
+                f"FFTTrainer: this group computed max_steps={trainer.state.max_steps}, and the job "
+                f"has {steps}, so their schedules differ: the number of steps in num_train_epochs "
+                f"depends on the number of groups. Pass max_steps={steps} in TrainingArguments"
+            )
+        for name, value in state["counters"].items():
+            setattr(trainer.state, name, value)
+        if _common(trainer.state.log_history) != (history := json.loads(state["history"])):
+            trainer.state.log_history = history
+        for name, one in self._exportable().items():
+            saved = state["callbacks"].get(name, {})
+            vars(one).update(saved.get("args", {}) | saved.get("attributes", {}))
+        for name, value in state["sums"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
+
+
+def _common(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return log entries without what differs between the groups."""
+    return [{k: v for k, v in e.items() if not k.endswith(_OF_ONE_PROCESS)} for e in history]
+
+
+def _loader(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
+    """Return FFT's loader for the batches of a Trainer's dataloader, in the Trainer's own order."""
+    per_step = args.gradient_accumulation_steps
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if isinstance(dataloader.dataset, IterableDataset):
+        if args.dataloader_num_workers:
+            raise fft.FftError("FFTTrainer: pass dataloader_num_workers=0 for an IterableDataset")
+        return fft.StreamLoader(functools.partial(_stream, dataloader, per_step), seed=seed)
+
+    def batches(data_epoch: int) -> list[list[int]]:
+        shard: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        for each in (dataloader, shard):  # Accelerate does not pass it on to its shard
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(data_epoch)
+        return list(dataloader.batch_sampler)
+
+    workers, options = args.dataloader_num_workers, {}
+    if workers:
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+    pin = args.dataloader_pin_memory and torch.accelerator.is_available()
+    options |= {"collate_fn": dataloader.collate_fn, "num_workers": workers, "pin_memory": pin}
+    data = dataloader.dataset
+    return fft.CursorLoader(data, None, seed, order=batches, micro_batches=per_step, **options)
+
+
+def _stream(dataloader: Any, per_step: int, first: int, stride: int) -> Iterator[list[Any]]:
+    """Return the batches of every ``stride``-th step of an endless stream, from ``first`` on."""
+
+    def batches() -> Iterator[Any]:
+        for data_epoch in itertools.count():
+            if hasattr(dataloader, "set_epoch"):
+                dataloader.set_epoch(data_epoch)
+            batch = None
+            for batch in dataloader:
+                yield batch
+            if batch is None:
+                raise fft.DataError("FFTTrainer: the train_dataset has no samples")
+
+    endless = batches()
+    steps = iter(lambda: list(itertools.islice(endless, per_step)), [])
+    return itertools.islice(steps, first, None, stride)
+
+
+class FFTTrainerMixin(_Base):
+    """Runs the steps of a ``Trainer`` as transactions; ``manager`` has settings of yours.
+
+    Raises FftError if an argument of the Trainer is not supported.
+    """
+
+    control: Any
+    current_flos: float
+    _announced: int | None = None
+    """The step for which the callbacks have been told that it begins."""
+
+    def __init__(self, *args: Any, manager: fft.ManagerFFT | None = None, **kwargs: Any) -> None:
+        self._txns: Iterator[fft.Transaction] | None = None
+        self._own_files = f"group-{os.environ.get('REPLICA_GROUP_ID', '0')}"  # in checkpoints
+        super().__init__(*args, **kwargs)
+        _refuse_unsupported(self.args)
+        self.manager = manager or _manager(self.args)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # Accelerate would wrap the model in torch's DDP; FFT averages the gradients instead
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as ``Trainer.train``; True resumes from the newest complete checkpoint, if any."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
+        done = super().train(resume_from_checkpoint, *args, **kwargs)
+        self.manager.shutdown()
+        return done
+
+    def get_total_train_batch_size(self, args: Any) -> Any:
+        return super().get_total_train_batch_size(args) * _groups()
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return the Trainer's values; an epoch has as many steps as all groups need for it."""
+        values = super().set_initial_training_values(args, dataloader)
+        if isinstance(dataloader.dataset, IterableDataset):
+            return values
+        epochs, items, *others, max_steps = values  # for one process, which would take all items
+        per_epoch = math.ceil(items / _groups())
+        if args.max_steps > 0:
+            epochs = math.ceil(max_steps / per_epoch)
+        else:
+            max_steps = math.ceil(args.num_train_epochs * items / _groups())
+        return epochs, per_epoch, *others, max_steps
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, dataloader, resume)
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = self._initial_global_step = self.state.global_step
+        extra: dict[str, Any] = {"trainer": _Progress(self)}
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR":
+            extra["scheduler"], scheduler = scheduler, None  # the Trainer steps it by a metric
+        self.optimizer._opt_called = True  # FFT steps the wrapped one, which the scheduler misses
+        scaler = self.accelerator.scaler
+        self.manager.register(self.model, self.optimizer, scheduler, extra, scaler=scaler)
+        self.manager.sync_gradients(self.model)
+        if resume is not None:
+            self._resume(Path(resume))
+        self._items = _loader(dataloader, self.args)
+        self._txns = self.manager.transactions(self._items, max_steps=max_steps)
+        self._begun = next(self._txns, None)  # joins the job, and fetches its state if it runs
+        self._sums = _Progress(self).state_dict()
+        self._take_role()
+        return prepared
+
+    def _resume(self, folder: Path) -> None:
+        """Continue at the position of a checkpoint, with the random states of this group."""
+        if not (folder / _MANAGER_FILE).exists():
+            raise fft.FftError(
+                f"{folder}: expected {_MANAGER_FILE}, found none: the checkpoint is incomplete, or "
+                "not of an FFTTrainer. Pass another one, or load its weights by from_pretrained()"
+            )
+        self.manager.load_state_dict(torch.load(folder / _MANAGER_FILE, weights_only=True))
+        self._load_rng_state(str(folder / self._own_files))
+
+    def _run_epoch(
+        self, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **_: Any
+    ) -> None:
+        """Train to the end of the job. The Trainer calls this once, with its first epoch."""
+        _Progress(self).load_state_dict(self._sums)  # the Trainer has reset the sums meanwhile
+        while (txn := self._take()) is not None:
+            with txn:
+                computed = self._compute(model, txn)
+            if not txn.committed:
+                continue
+            self._announced = None
+            self._take_role()
+            report = functools.partial(
+                self._maybe_log_save_evaluate,
+                *(self._tr_loss, computed.grad_norm, model, trial, self.state.epoch),
+                *(ignore_keys_for_eval, start_time, computed.rate),
+            )
+            if not txn.skipped:
+                self._count(txn, computed)
+                self._event("on_step_end")
+                report()
+            self._end_epoch(txn, report)
+        self.control.should_training_stop = True  # also if the job was drained
+
+    def _take(self) -> fft.Transaction | None:
+        """Begin the next transaction, and tell the callbacks once for each step."""
+        txn, self._begun = self._begun or next(self._txns or iter(()), None), None
+        if txn is not None and txn.step != self._announced:
+            self._announced = txn.step
+            self._event("on_step_begin")
+        return txn
+
+    def _compute(self, model: Any, txn: fft.Transaction) -> _Computed:
+        """Compute the gradients of one step: the step function. It changes no counter."""
+        parts, device = txn.batch, self.args.device
+        state, before = self.state, (self.current_flos, self.state.num_input_tokens_seen)
+        self.current_gradient_accumulation_steps = len(parts)
+        tokens = self._get_num_items_in_batch(parts, device)
+        if torch.is_tensor(tokens) and self.args.average_tokens_across_devices:
+            tokens = txn.mean(tokens)  # so the mean of the gradients is that of all tokens
+        loss = torch.zeros((), device=device)
+        for number, inputs in enumerate(parts):
+            last = number == len(parts) - 1
+            self.accelerator.gradient_state._set_sync_gradients(last)
+            with contextlib.nullcontext() if last else self.manager.no_sync():
+                loss += self.training_step(model, inputs, tokens)
+            self.current_flos += float(self.floating_point_ops(inputs))
+            self._track_num_input_tokens(inputs)
+            if not last:
+                self._event("on_substep_end")
+        own = [loss.item(), self.current_flos, state.num_input_tokens_seen]
+        self.current_flos, state.num_input_tokens_seen = before
+        mean = txn.mean(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        norm = self._get_grad_norm(model, grad_norm=norm)
+        self._event("on_pre_optimizer_step")
+        txn.log(loss=mean[0])
+        groups = self.manager.num_participants()
+        grown = [groups * (after - first) for after, first in zip(mean[1:], before, strict=True)]
+        return _Computed(mean[0], norm, self._get_learning_rate(), grown[0], round(grown[1]))
+
+    def _count(self, txn: fft.Transaction, computed: _Computed) -> None:
+        """Count a committed step."""
+        self._event("on_optimizer_step")
+        loss, state, items = computed.loss, self.state, self._items
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+            loss = self._tr_loss / (1 + state.global_step - self._globalstep_last_logged)
+        self._tr_loss += loss
+        self.current_flos += computed.flos
+        state.num_input_tokens_seen += computed.tokens
+        state.global_step += 1
+        state.epoch = state.global_step / state.max_steps
+        if isinstance(items, fft.CursorLoader):
+            state.epoch = txn.items.stop / items.items_per_data_epoch
+
+    def _end_epoch(self, txn: fft.Transaction, report: Any) -> None:
+        """End the data epoch, and the job, if it is time."""
+        has_ended = isinstance(self._items, fft.CursorLoader) and txn.ends_data_epoch
+        if self.control.should_epoch_stop:
+            raise fft.FftError(
+                "FFTTrainer: a callback has set control.should_epoch_stop, but data cannot be "
+                "left out; let it set control.should_training_stop instead"
+            )
+        if has_ended or self.control.should_training_stop:
+            self._event("on_epoch_end")
+            report()
+        if self.control.should_training_stop:
+            if self.state.global_step < self.state.max_steps:
+                self.manager.stop()
+        elif has_ended:
+            self._event("on_epoch_begin")
+
+    def _event(self, name: str) -> None:
+        handler = getattr(self.callback_handler, name)
+        self.control = handler(self.args, self.state, self.control)
+
+    def is_world_process_zero(self) -> bool:
+        return self.manager.is_writer if self._txns else super().is_world_process_zero()
+
+    def _take_role(self) -> None:
+        """Tell the callbacks whether this process logs, which changes if a group leaves."""
+        state, was_writer = self.state, self.state.is_world_process_zero
+        is_writer = state.is_world_process_zero = state.is_local_process_zero = (
+            self.manager.is_writer
+        )
+        for each in self.callback_handler.callbacks if is_writer and not was_writer else ():
+            if isinstance(each, ProgressCallback) and each.training_bar is None:
+                each.on_train_begin(self.args, state, self.control)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Let one group write the Trainer's files, and each group its random states."""
+        state, run = self.state, self._get_output_dir(trial)
+        folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        with self.manager.atomic():
+            if self.manager.is_writer:
+                super()._save_checkpoint(model, trial)
+            else:
+                if trial is None:
+                    self.store_flos()
+                if (step := state.best_global_step) is not None:
+                    best = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+                    state.best_model_checkpoint = best
+            self._save_rng_state(str(folder / self._own_files))
+            if self.manager.is_writer:
+                partial = folder / f"{_MANAGER_FILE}.partial"
+                torch.save(self.manager.state_dict(), partial)
+                partial.replace(folder / _MANAGER_FILE)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as ``Trainer.save_model``, on one group."""
+        if self.is_world_process_zero():
+            super().save_model(output_dir, _internal_call)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint, once the group that writes it has finished."""
+        done = Path(self.state.best_model_checkpoint) / _MANAGER_FILE
+        end = time.monotonic() + self.args.ddp_timeout
+        while not done.exists() and time.monotonic() < end:
+            time.sleep(0.1)  # another process writes it, which cannot notify this one
+        if not done.exists():
+            raise fft.FftError(f"{done}: not found; give all groups one output_dir")
+        super()._load_best_model()
+
+
+class FFTTrainer(FFTTrainerMixin, Trainer):
+    """``transformers.Trainer`` whose optimizer steps are transactions across replica groups."""
+
+
+def _groups() -> int:
+    """Return the number of groups at the start of the job."""
+    return int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
+
+
+def _manager(args: Any) -> fft.ManagerFFT:
+    kind = torchft.ProcessGroupNCCL if args.device.type == "cuda" else torchft.ProcessGroupGloo
+    pg = kind(timeout=timedelta(seconds=args.ddp_timeout))
+    return fft.ManagerFFT(pg=pg, load_state_dict=None, state_dict=None, min_replica_size=1)
+
+
+def _refuse_unsupported(args: Any) -> None:
+    """Raise FftError for arguments of a Trainer that cannot work."""
+    for is_wrong, text in (
+        (args.world_size > 1, "several ranks in a group are not supported: pass --ranks 1"),
+        (args.n_gpu > 1, "DataParallel is not supported: give each process one GPU"),
+        (args.deepspeed or args.fsdp, "deepspeed= and fsdp= are not supported: leave them out"),
+        (args.auto_find_batch_size, "auto_find_batch_size= is not supported: set a batch size"),
+    ):
+        if is_wrong:
+            raise fft.FftError(f"FFTTrainer: {text}")
+
+
+def _newest_complete(folder: Path) -> str | None:
+    """Return the newest checkpoint in ``folder`` that was written to its end, or None."""
+    found = [p.parent for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_MANAGER_FILE}")]
+    if not found:
+        logger.warning("%s has no complete checkpoint: the training begins at the start", folder)
+        return None
+    return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))

@@ -1,0 +1,210 @@
+"""Tests of FFTTrainer: Hugging Face's Trainer under faults, compared with its own DDP.
+
+Every job is a real one of `fft run` with two groups. Final parameters must have the bits of DDP, or
+of an undisturbed run where the model has dropout, since DDP draws other random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from forked_run import fft as run_fft
+
+import fft
+from fft.trace.resumed import audit_job
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'fft-torch[hf]'")
+pytest.importorskip("accelerate", reason="needs the extra: pip install 'fft-torch[hf]'")
+
+SCRIPT = Path(__file__).with_name("hf_script.py")
+LIMIT_S = 240
+FAULTS = [
+    {"name": "raise", "kind": "exception", "step": 2, "group": 1, "rank": 0, "phase": "backward"},
+    {"name": "one-sided", "kind": "one_sided", "step": 4, "group": 0},
+    {
+        "name": "cut",
+        "kind": "network_cut",
+        "step": 6,
+        "group": 1,
+        "rank": 0,
+        "phase": "during_allreduce",
+    },
+]
+KILL = [{"name": "kill", "kind": "kill", "step": 4, "group": 1, "phase": "backward"}]
+SAVING = {"save_strategy": "steps", "save_steps": 4}
+
+
+def train(
+    folder: Path,
+    options: dict[str, Any],
+    *run_options: str,
+    kind: str = "fft",
+    faults: Any = None,
+    status: int = 0,
+) -> list[dict[str, Any]]:
+    """Run a job of two groups, audit it, and return the results of the groups."""
+    out, traces, plan = folder / "out", folder / "traces", folder / "plan.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    command = ["run", "--groups", "2", "--no-progress", "--no-lighthouse", *run_options]
+    if faults is not None:
+        plan.write_text(json.dumps({"faults": faults}))
+        command += ["--faults", str(plan)]
+    command += ["--trace-dir", str(traces), str(SCRIPT), str(out), kind, json.dumps(options)]
+    done = run_fft(*command, folder=folder, within=LIMIT_S)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert audit_job(traces).ok
+    return [json.loads(path.read_text()) for path in sorted(out.glob("result-*.json"))]
+
+
+def train_ddp(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Run the plain Trainer on two processes of torchrun, and return the result of the first."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(SCRIPT), str(folder), "ddp", json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "result-0.json").read_text())
+    return found
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [entry["loss"] for entry in result["history"] if "loss" in entry]
+
+
+@pytest.mark.multiprocess
+def test_trainer_counts_logs_and_saves_each_committed_step_once(tmp_path: Path) -> None:
+    options = {"max_steps": 8, "gradient_accumulation_steps": 2, "dropout": 0.1, **SAVING}
+    one, other = train(tmp_path, options, faults=FAULTS)
+    steps = [
+        event
+        for n in range(8)
+        for event in (["step_begin", n], ["step_end", n + 1], ["save", n + 1])
+    ]
+    expected = [e for e in steps if e[0] != "save" or e[1] % 4 == 0]
+    expected = [["epoch_begin", 0], *expected, ["epoch_end", 8]]
+    assert one["events"] == other["events"] == expected
+    assert one["digest"] == other["digest"] and one["epoch"] == 0.5
+    assert [e["step"] for e in one["history"]] == [2, 4, 6, 8, 8]
+    assert (one["is_writer"], other["is_writer"]) == (True, False)
+    logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
+    assert ["'loss':" in log for log in logs] == [True, False]
+    saved = sorted(path.parent.name for path in (tmp_path / "out").glob("*/fft_manager.pt"))
+    assert saved == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 10},
+        {
+            "num_train_epochs": 2,
+            "samples": 64,
+            "gradient_accumulation_steps": 2,
+            "train_sampling_strategy": "sequential",
+            "permuted": True,
+            "bf16": True,
+            "save_strategy": "epoch",
+            "eval_strategy": "epoch",
+        },
+    ],
+    ids=["shuffled", "accumulated"],
+)
+def test_trainer_has_the_bits_and_events_of_ddp_under_faults(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    ddp = train_ddp(tmp_path / "ddp", options)
+    for result in train(tmp_path / "fft", options, faults=FAULTS):
+        assert result["digest"] == ddp["digest"]
+        assert result["events"] == ddp["events"]
+        assert losses(result) == pytest.approx(losses(ddp), rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_killed_group_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
+    options = {"max_steps": 12}
+    undisturbed, _ = train(tmp_path / "whole", options)
+    one, other = train(tmp_path / "killed", options, kind="both", faults=KILL)
+    assert one["digest"] == other["digest"] == undisturbed["digest"]
+    assert one["events"] == undisturbed["events"]
+    assert losses(one) == losses(other) == losses(undisturbed)
+    assert other["events"][:2] == [["epoch_begin", 4], ["step_begin", 4]]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_stream_without_index_is_trained_and_rejoined(tmp_path: Path) -> None:
+    options = {"max_steps": 8, "samples": 64, "stream": True, "gradient_accumulation_steps": 2}
+    options |= {"permuted": True}
+    undisturbed, _ = train(tmp_path / "whole", options)
+    one, other = train(tmp_path / "killed", options, kind="both", faults=KILL)
+    assert one["digest"] == other["digest"] == undisturbed["digest"]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_job_resumes_from_checkpoints_of_both_kinds_with_the_same_bits(tmp_path: Path) -> None:
+    options = {"max_steps": 12, "dropout": 0.1, **SAVING}
+    whole, _ = train(tmp_path / "whole", options)
+    killed = options | {"kill_at": 9}
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--every", "4"]
+    for result in train(tmp_path / "durable", killed, *saved):
+        assert (result["digest"], losses(result)) == (whole["digest"], losses(whole))
+    train(tmp_path / "own", killed, status=1)
+    again = tmp_path / "own" / "traces"
+    again.rename(tmp_path / "earlier")
+    for result in train(tmp_path / "own", options | {"resume": True}):
+        assert (result["digest"], losses(result)) == (whole["digest"], losses(whole))
+        assert result["events"][1] == ["step_begin", 8]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_early_stopping_ends_the_job_where_ddp_stops(tmp_path: Path) -> None:
+    options = {"max_steps": 40, "eval_strategy": "steps", "eval_steps": 2, "patience": 2, **SAVING}
+    options |= {"save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    ddp = train_ddp(tmp_path / "ddp", options)
+    for result in train(tmp_path / "fft", options):
+        assert (result["step"], result["digest"]) == (ddp["step"], ddp["digest"])
+        assert result["events"] == ddp["events"]
+
+
+# --- without a job ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"world_size": 2}, "pass --ranks 1"),
+        ({"n_gpu": 2}, "one GPU"),
+        ({"fsdp": "full_shard"}, "leave them out"),
+        ({"auto_find_batch_size": True}, "set a batch size"),
+    ],
+)
+def test_trainer_refuses_what_it_does_not_support(wrong: dict[str, Any], words: str) -> None:
+    from fft.integrations import huggingface
+
+    fine = {"world_size": 1, "n_gpu": 0, "deepspeed": None, "fsdp": None}
+    fine["auto_find_batch_size"] = False
+    huggingface._refuse_unsupported(SimpleNamespace(**fine))
+    with pytest.raises(fft.FftError, match=words):
+        huggingface._refuse_unsupported(SimpleNamespace(**(fine | wrong)))
+
+
+def test_newest_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
+    from fft.integrations import huggingface
+
+    assert huggingface._newest_complete(tmp_path) is None
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}" / huggingface._MANAGER_FILE).touch()
+    assert huggingface._newest_complete(tmp_path) == str(tmp_path / "checkpoint-10")
