@@ -149,7 +149,7 @@ class LiveBlocks:
     def _report(self, error: BaseException) -> None:
         """Report an exception that left the block, which rolls it back on all members."""
         assert self._plan is not None, "the block is open"
-        self._worker.body_unwound()
+        self._worker.step_aborted()
         if isinstance(error, Exception):
             self._loop.body_failed(self._plan, None, error)
         elif not isinstance(error, Interrupted):

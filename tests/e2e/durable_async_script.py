@@ -29,7 +29,7 @@ from waiting import wait_until
 import fft
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
-from fft.train.checkpoint.due import words_on
+from fft.train.checkpoint.due import announcements_on
 from fft.train.checkpoint.files import Manifest
 from fft.train.checkpoint.writer import RankWriter
 
@@ -93,7 +93,7 @@ def takes_it_late(manager: fft.ManagerFFT) -> None:
     head = heard()
     assert head is not None and checkpointer is not None
     mine = tuple(at.entry for at in head.standing if at.entry.group == job.peer.group)
-    named = next(word.named for word in words_on(job.bus) if word.token == head.token)
+    named = next(word.named for word in announcements_on(job.bus) if word.token == head.token)
     epoch = dataclasses.replace(head, members=mine)
     as_mine = named._replace(writer=job.peer.group)
     checkpointer._begin(checkpointer._attempt(as_mine, head, epoch))
