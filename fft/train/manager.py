@@ -288,6 +288,23 @@ class ManagerFFT(TorchftInterface):
             raise FftError("call manager.veto() before the first step, on all ranks alike")
         self._parts.results.vetoes.append(function)
 
+    def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
+        """Call ``function()`` in each rollback, after the process groups of FFT are aborted.
+
+        Use it to release what else the main thread may be blocked in: another process group, a
+        communication library. The functions run on a thread of FFT, in the order in which they were
+        added. The error of one is logged, and the next one runs.
+
+        Args:
+            function: Must be safe while the main thread is in the step function.
+            limit_s: Seconds after which the process is ended, with the name of the function in the
+                log and in the trace, because the other groups would have to wait.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.aborts.add(function, limit_s)
+
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
 

@@ -51,6 +51,7 @@ from fft.protocol.timeouts import bus_operation, timers
 from fft.trace.format import DIGESTS, UNREACHABLE
 from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
+from fft.train.aborts import Aborts
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.commits import CommitExecutor
 from fft.train.epoch_groups import EpochGroups
@@ -142,6 +143,7 @@ class Parts:
         self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
         self.live = LiveBlocks(rank, self.loop)
+        self.aborts = Aborts(self.job)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -495,6 +497,7 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
             parts.healer.exchange.interrupt()
+            parts.aborts.run()
             parts.paradigm.interrupted(cause)  # the call may come from a failing engine
 
     def members_lost(self) -> None:
