@@ -27,6 +27,7 @@ pytestmark = pytest.mark.multiprocess
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 GAN = Path(__file__).with_name("lightning_gan_script.py")
+STOP = Path(__file__).with_name("lightning_stop_script.py")
 LIMIT_S = 200
 TRANSIENT = """
 faults:
@@ -133,3 +134,19 @@ def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
     resumed = job(tmp_path, *durable, "--resume", *script, name="resumed")
     expected = results(*(undisturbed / "logs").iterdir())
     assert results(*(resumed / "logs").iterdir()) == expected
+
+
+@pytest.mark.long
+def test_early_stop_and_lightnings_own_checkpoint_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE.parent), *sys.path]))
+    found = {}
+    checkpoint = [str(tmp_path / "1" / "last.ckpt")]
+    for name, how, more in (("stop", "stop", []), ("1", "1", []), ("2", "2", checkpoint)):
+        traces = job(tmp_path, str(STOP), how, str(tmp_path / name), *more, name=f"run-{name}")
+        first, second = results(*(traces / "logs").iterdir())
+        assert first == second
+        found[name] = first
+    assert found["stop"] == found["2"] != found["1"]
+    assert "step 32, epoch 2" in found["2"]

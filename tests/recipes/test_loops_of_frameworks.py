@@ -1,4 +1,4 @@
-"""Test of the recipe for Accelerate: the script of its page, as it stands, under faults."""
+"""Test of the recipes for Accelerate and Fabric: the scripts of their pages under faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forked_run import fft
 from fft.launch.exit_status import ExitStatus
 from fft.trace.audit import audit_dir, read_lines
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "accelerate.md"
+PAGES = Path(__file__).parents[2] / "docs" / "guides"
 PLAN = """
 faults:
   - {name: exception, kind: exception, step: 3, group: 1, rank: 0, phase: backward}
@@ -21,9 +21,11 @@ faults:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_script_of_the_accelerate_page_survives_faults(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_script_of_the_page_survives_faults(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    page = (PAGES / f"{name}.md").read_text("utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     script, plan, traces = tmp_path / "train.py", tmp_path / "plan.yaml", tmp_path / "run"
     script.write_text(snippet, encoding="utf-8")
     plan.write_text(PLAN)
