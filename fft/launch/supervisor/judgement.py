@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 NO_TRANSACTIONS = (
     "the groups train alone, without each other and without fault tolerance: use "
-    "fft.ManagerFFT with `for txn in manager.transactions(loader)`, or in a torchft loop (see the "
-    "quick start); for one process group without FFT use torchrun"
+    "fft.ManagerFFT with `for txn in manager.transactions(loader)`, or in a torchft loop, or with "
+    "Lightning and Hugging Face the class of fft.integrations (see the quick start); for one "
+    "process group without FFT use torchrun"
 )
 
 
