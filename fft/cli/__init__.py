@@ -28,6 +28,7 @@ app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False}
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(traces.audit)
 app.command()(traces.report)
+app.command()(traces.timeline)
 app.command()(prove.simulate)
 app.command()(prove.check)
 app.command()(prove.mutants)

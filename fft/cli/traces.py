@@ -35,6 +35,20 @@ def audit(
     raise typer.Exit(0 if found.ok else 1)
 
 
+def timeline(
+    directory: Annotated[
+        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", help="The page to write.")] = Path("timeline.html"),
+) -> None:
+    """Write one offline HTML page that shows a run: ranks, steps, faults, transfers, waits."""
+    from fft.trace.timeline import write_page
+
+    with plain_errors():
+        write_page(trace_folder(directory), out)
+    sys.stdout.write(f"open {out} in a browser\n")
+
+
 def report(
     directory: Annotated[
         Path | None,

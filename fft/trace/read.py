@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -133,7 +133,7 @@ class TraceFile:
     def lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the number (from 1) and record of each line, until the end or the first damage."""
         link = ""
-        for number, piece in enumerate(self._pieces(), 1):
+        for number, piece in enumerate(self.pieces(), 1):
             problem = _damage(piece, link, number)
             if isinstance(problem, str):
                 self.damage = f"{self.path.name}:{number}: {problem}"
@@ -145,7 +145,7 @@ class TraceFile:
                 self.gaps.append(f"{self.path.name}:{number}: {lost} lines are missing here")
             yield number, problem
 
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
         """Yield whole lines without line ends. The file is not kept open between two blocks."""
         rest, at = b"", 0
         while True:
@@ -181,7 +181,7 @@ def read_trace(path: Path) -> Trace:
 
 def has_gap(path: Path) -> bool:
     """Whether the file has a gap line. Does not check the chain."""
-    return any(_IS_GAP.match(piece) for piece in TraceFile(path)._pieces())
+    return any(_IS_GAP.match(piece) for piece in TraceFile(path).pieces())
 
 
 def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
@@ -224,10 +224,8 @@ def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], fl
     Reads the traces twice, block by block, so memory use is independent of the length of a run.
     Lines are not checked against their digests. Raises FftError if there is no trace.
     """
-    paths, clocks = trace_files(directory), Clocks()
-    for path in paths:
-        for line in _with_records(path):
-            clocks.take(line)
+    paths = trace_files(directory)
+    clocks = clocks_of(paths)
     merged = heapq.merge(*(_records_of(path, clocks) for path in paths), key=lambda item: item[0])
     number, at, record = 0, 0.0, dict[str, Any]()
     for n, time, found in merged:
@@ -241,6 +239,15 @@ def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], fl
         yield record, at
 
 
+def clocks_of(paths: Iterable[Path]) -> Clocks:
+    """Return the common time of all processes of one scope, by the records in their traces."""
+    clocks = Clocks()
+    for path in paths:
+        for line in _with_records(path):
+            clocks.take(line)
+    return clocks
+
+
 def _records_of(path: Path, clocks: Clocks) -> Iterator[tuple[int, float, dict[str, Any]]]:
     last = 0
     for line in _with_records(path):
@@ -252,15 +259,21 @@ def _records_of(path: Path, clocks: Clocks) -> Iterator[tuple[int, float, dict[s
 
 def _with_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the readable lines of a trace whose event has a record."""
-    for piece in TraceFile(path)._pieces():
+    for piece in TraceFile(path).pieces():
         if b'"record":{' not in piece:
             continue
-        try:
-            line = _loaded(piece)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance((line.get("event") or {}).get("record"), dict):
+        line = parsed(piece)
+        if line is not None and isinstance((line.get("event") or {}).get("record"), dict):
             yield line
+
+
+def parsed(piece: bytes) -> dict[str, Any] | None:
+    """Return a line as an object, without checking its digest; None if it cannot be read."""
+    try:
+        line = _loaded(piece)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def read_lines(

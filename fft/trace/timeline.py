@@ -1,0 +1,306 @@
+"""``fft timeline``: one offline page that shows a run, with a lane for each rank.
+
+Traces are read twice, block by block, and merged by time. What the page contains is bounded: if a
+run is long, the steps of a rank are merged into longer spans, and the newest events are kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fft.errors import FftError
+from fft.trace.course import Course, plainly
+from fft.trace.display import cost
+from fft.trace.format import scope_folders
+from fft.trace.read import Clocks, TraceFile, clocks_of, parsed, trace_files
+from fft.trace.report import course_of, summary, summary_lines
+
+_SPANS = 4000
+"""Maximum number of spans of steps in a lane."""
+_EVENTS = 2000
+"""Maximum number of events with their trace lines on the page."""
+_OPEN = 64
+"""Transactions whose votes are compared at a time."""
+_LONGEST = 4000
+"""Maximum characters of a trace line on the page."""
+_PAGE = Path(__file__).with_name("timeline.html")
+_DATA = "/*DATA*/null"
+
+_KINDS = {
+    "training": "compute",
+    "voting": "wait",
+    "committing": "update",
+    "last_commit": "update",
+    "aborting": "rollback",
+    "rolling_back": "rollback",
+    "healing": "form",
+    "joining": "join",
+    "apart": "compute",
+    "leaving": "wait",
+}
+"""Role of a state → kind of its span."""
+_STEPS = frozenset({"compute", "wait", "update", "steps"})
+"""Kinds of spans that may be merged to ``steps``."""
+_NOTES = frozenset(
+    {"inject", "fault", "checkpoint", "checkpoint_failed", "entry_made_anew", "drained", "notice"}
+)
+"""Notes that are events on the page."""
+_BACK = ("aborting", "rolling_back")
+
+
+def _name_of(note: str, data: dict[str, Any]) -> str:
+    """Return the name of the event, or an empty string if it is not shown."""
+    match note:
+        case "inject":
+            return f"injected fault: {data.get('name')} ({data.get('kind')})"
+        case "fault":
+            return f"error: {data.get('type')}: {data.get('message')}"
+        case "checkpoint":
+            return f"checkpoint of step {data.get('step')}" if data.get("published") else ""
+        case "checkpoint_failed":
+            return f"checkpoint of step {data.get('step')} failed: {data.get('error')}"
+    return note.replace("_", " ") if note in _NOTES else ""
+
+
+@dataclass(slots=True)
+class Span:
+    """A time during which a rank did one thing, or ran several steps."""
+
+    start: float
+    end: float
+    kind: str
+    step: int
+    line: int
+    commits: int = 0
+    busy: float = 0.0
+    """Seconds of the span in which the step function ran."""
+
+
+@dataclass
+class Lane:
+    """The spans of one rank; those of steps are merged when they become too many."""
+
+    name: str
+    spans: list[Span] = field(default_factory=list)
+    shortest: float = 0.0
+    """Spans of steps are merged until they are this long, in seconds."""
+    mergeable: frozenset[str] = _STEPS
+    """Kinds that are merged; all kinds, if a lane has too many spans of other kinds as well."""
+
+    def add(self, span: Span) -> None:
+        """Append a span; the newest one is extended instead while it is too short."""
+        if span.kind in _STEPS:
+            span.busy = span.end - span.start if span.kind == "compute" else 0.0
+            span.commits = int(span.kind == "update")
+        self._push(self.spans, span)
+        if len(self.spans) > _SPANS:
+            self._compact()
+
+    def _push(self, spans: list[Span], span: Span) -> None:
+        last = spans[-1] if spans else None
+        is_short = last is not None and span.end - last.start <= self.shortest
+        if last is None or not is_short or not {last.kind, span.kind} <= self.mergeable:
+            spans.append(span)
+            return
+        last.end, last.kind = span.end, "steps"
+        last.commits += span.commits
+        last.busy += span.busy
+
+    def _compact(self) -> None:
+        """Merge spans until at most half of the allowed number is left."""
+        covered = self.spans[-1].end - self.spans[0].start
+        while len(self.spans) > _SPANS // 2:
+            if self.shortest >= covered:
+                self.mergeable = frozenset(_KINDS.values()) | _STEPS
+                self.shortest = 0.0
+            self.shortest = max(self.shortest * 2, covered / _SPANS)
+            merged: list[Span] = []
+            for span in self.spans:
+                self._push(merged, span)
+            self.spans = merged
+
+
+class Waits:
+    """Who voted last, and how long the others waited for that vote."""
+
+    def __init__(self) -> None:
+        self.caused: dict[str, list[float]] = {}
+        """Rank → the number of transactions in which it voted last, and the seconds of waiting
+        that this caused, over all other ranks."""
+        self._votes: OrderedDict[tuple[int, int], list[tuple[float, str]]] = OrderedDict()
+
+    def vote(self, token: tuple[int, int], at: float, rank: str) -> None:
+        """Take a YES."""
+        self._votes.setdefault(token, []).append((at, rank))
+        if len(self._votes) > _OPEN:
+            self._judge(self._votes.popitem(last=False)[1])
+
+    def end(self) -> None:
+        """Judge the transactions that are still open."""
+        for votes in self._votes.values():
+            self._judge(votes)
+        self._votes.clear()
+
+    def _judge(self, votes: list[tuple[float, str]]) -> None:
+        if len(votes) < 2:
+            return
+        latest, rank = max(votes)
+        told = self.caused.setdefault(rank, [0, 0.0])
+        told[0] += 1
+        told[1] += sum(latest - at for at, _ in votes)
+
+
+class Timeline:
+    """Everything on the page, collected from the lines of a run in the order of time."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, Lane] = {}
+        self.events: list[dict[str, Any]] = []
+        self.left_out = 0
+        """Number of events that found no room."""
+        self.waits = Waits()
+        self._open: dict[str, tuple[float, str, int, int]] = {}
+        """Lane → start, kind, step and line of the open span."""
+
+    def take(self, path: str, line: dict[str, Any], at: float, text: str) -> None:
+        """Take one line of a trace."""
+        lane = f"{line['group']}/{line['rank']}"
+        if line["kind"] == "note":
+            if name := _name_of(line["note"], line.get("data") or {}):
+                self._event(lane, name, path, line, at, text)
+            return
+        event, roles = line.get("event") or {}, line.get("roles")
+        if event.get("type") == "prepared" and event.get("yes"):
+            self.waits.vote(tuple(event["token"]), at, lane)
+        if event.get("type") == "healed" and event.get("bytes"):
+            name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
+            self._event(lane, name, path, line, at, text)
+        if roles is None:
+            return
+        if roles[0] != roles[1] or lane not in self._open:
+            self._move(lane, roles[1], line, at)
+            if roles[1] in _BACK and roles[0] not in _BACK and line.get("cause"):
+                self._event(lane, f"rollback: {plainly(line['cause'])}", path, line, at, text)
+
+    def _move(self, lane: str, role: str, line: dict[str, Any], at: float) -> None:
+        """Close the open span of a lane, and open the next one."""
+        found = self.lanes.setdefault(lane, Lane(lane))
+        if (was := self._open.pop(lane, None)) is not None:
+            start, kind, step, number = was
+            found.add(Span(start, max(start, at), kind, step, number))
+        if (kind := _KINDS.get(role, "")) != "":
+            self._open[lane] = at, kind, line["step"], line["seq"]
+
+    def end(self, lane: str, at: float) -> None:
+        """Close the lane, because the process has ended at that time."""
+        if (was := self._open.pop(lane, None)) is not None:
+            start, kind, step, number = was
+            self.lanes[lane].add(Span(start, max(start, at), kind, step, number))
+
+    def _event(
+        self, lane: str, name: str, path: str, line: dict[str, Any], at: float, text: str
+    ) -> None:
+        if len(self.events) >= _EVENTS:
+            self.left_out += 1
+            return
+        place = {"lane": lane, "file": path, "line": line["seq"], "text": text[:_LONGEST]}
+        self.events.append({"at": at, "what": name, "step": line.get("step"), **place})
+
+
+def timeline_of(directory: Path) -> tuple[Timeline, Course]:
+    """Read a run. Raises FftError if there is no trace."""
+    found = Timeline()
+    for folder in scope_folders(directory):
+        paths = trace_files(folder)
+        clocks = clocks_of(paths)
+        ends: dict[str, tuple[str, float]] = {}
+        merged = heapq.merge(*(_lines(path, clocks) for path in paths), key=lambda item: item[0])
+        for at, path, line, text in merged:
+            lane = f"{line['group']}/{line['rank']}"
+            if lane in ends and ends[lane][0] != path.name:
+                found.end(lane, ends[lane][1])  # another process has taken the place
+            ends[lane] = path.name, at
+            found.take(str(path.relative_to(directory)), line, at, text)
+        for lane, (_, at) in ends.items():
+            found.end(lane, at)
+        found.waits.end()
+    return found, course_of(directory)
+
+
+def _lines(path: Path, clocks: Clocks) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
+    """Yield the lines of a trace that the page may need."""
+    for piece in TraceFile(path).pieces():
+        if b'"note":"metrics"' in piece or b'"note":"consumed"' in piece:
+            continue
+        line = parsed(piece)
+        if line is not None and line.get("kind") in ("transition", "note"):
+            yield clocks.at(line), path, line, piece.decode(errors="replace")
+
+
+def page(directory: Path) -> str:
+    """Return the page of a run as HTML."""
+    found, course = timeline_of(directory)
+    data = json.dumps(_plain(directory, found, course), separators=(",", ":"))
+    return _PAGE.read_text().replace(_DATA, data.replace("</", "<\\/"))
+
+
+def write_page(directory: Path, out: Path) -> None:
+    """Write the page of a run. Raises FftError if the file cannot be written."""
+    text = page(directory)
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise FftError(
+            f"{out} cannot be written: {error.strerror}; name another with -o"
+        ) from error
+
+
+def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
+    """Return the contents of the page; times are seconds since its beginning."""
+    starts = [lane.spans[0].start for lane in found.lanes.values() if lane.spans]
+    zero = min(starts, default=0.0)
+    lanes = [
+        {"name": name, "spans": [_span(span, zero) for span in lane.spans]}
+        for name, lane in sorted(found.lanes.items())
+    ]
+    phases = [
+        [phase.formed - zero, phase.epoch, sorted(phase.members), phase.step]
+        for phase in course.phases
+    ]
+    faults = [
+        {
+            "at": fault.at - zero,
+            "end": (fault.committed or fault.at) - zero,
+            "step": fault.step,
+            "what": fault.cause,
+            "cost": cost(fault, course.absences),
+            "n": fault.n,
+        }
+        for fault in course.faults[-_EVENTS:]
+    ]
+    events = [{**event, "at": event["at"] - zero} for event in found.events]
+    waits = sorted(found.waits.caused.items(), key=lambda item: -item[1][1])[:20]
+    return {
+        "directory": str(directory),
+        "summary": summary_lines(course),
+        "figures": summary(course),
+        "lanes": lanes,
+        "phases": phases[-_EVENTS:],
+        "faults": faults,
+        "changes": [[each.at - zero, each.step, each.text] for each in course.changes[-_EVENTS:]],
+        "events": events,
+        "left_out": found.left_out,
+        "waits": [[rank, int(count), seconds] for rank, (count, seconds) in waits],
+    }
+
+
+def _span(span: Span, zero: float) -> list[Any]:
+    """Return a span in the short form of the page."""
+    start, end = round(span.start - zero, 6), round(span.end - zero, 6)
+    return [start, end, span.kind, span.step, span.line, span.commits, round(span.busy, 4)]

@@ -1,0 +1,193 @@
+"""Tests of `fft timeline`, in a browser where one is installed, and of `fft.trace.Run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traced import TracedJob, peak_of
+from typer.testing import CliRunner
+
+import fft.trace
+from fft.cli import app
+from fft.errors import FftError
+from fft.messages.protocol import Peer
+from fft.trace.timeline import _EVENTS, _SPANS, Lane, Span, page
+from fft.trace.writer import TraceWriter
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+HAS_BROWSER = CHROMIUM and DRIVER and importlib.util.find_spec("selenium")
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Two groups: 5 steps, a rollback with the cause "boom" at step 5, 3 more steps."""
+    job = TracedJob(tmp_path)
+    for _ in range(5):
+        job.step()
+    job.refuse(job.live()[1], "boom")
+    job.settle()
+    for _ in range(3):
+        job.step()
+    job.close()
+    return tmp_path
+
+
+def data_of(html: str) -> dict[str, Any]:
+    found = re.search(r"^const data = (.*);$", html, re.MULTILINE)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_page_has_lanes_faults_and_the_lines_of_events(traces: Path) -> None:
+    data = data_of(page(traces))
+    assert [lane["name"] for lane in data["lanes"]] == ["0/0", "1/0"]
+    for lane in data["lanes"]:
+        assert sum(span[5] for span in lane["spans"]) == 8, "commits"
+        ends = [span[1] for span in lane["spans"]]
+        assert ends == sorted(ends) and all(span[0] <= span[1] for span in lane["spans"])
+    (fault,) = data["faults"]
+    assert fault["step"] == 5 and "boom" in fault["what"] and fault["at"] < fault["end"]
+    (rank, *_), *_ = data["waits"]
+    assert rank in ("0/0", "1/0")
+    event = next(event for event in data["events"] if "boom" in event["what"])
+    lines = (traces / event["file"]).read_text().splitlines()
+    assert lines[event["line"] - 1] == event["text"]
+
+
+def test_lane_of_a_long_run_stays_small() -> None:
+    lane = Lane("0/0")
+    for step in range(100_000):
+        for part, kind in enumerate(("compute", "wait", "update")):
+            start = step + part / 10
+            lane.add(Span(start, start + 0.1, kind, step, step))
+        if step % 20_000 == 19_999:
+            lane.add(Span(step + 0.3, step + 0.9, "rollback", step, step))
+    assert len(lane.spans) <= _SPANS
+    assert sum(span.commits for span in lane.spans) == 100_000
+    assert sum(span.busy for span in lane.spans) == pytest.approx(10_000)
+    assert [span.step for span in lane.spans if span.kind == "rollback"] == [
+        *range(19_999, 100_000, 20_000)
+    ]
+    churn = Lane("0/0")
+    for step in range(50_000):
+        churn.add(Span(step, step + 0.5, "rollback", step, step))
+    assert len(churn.spans) <= _SPANS
+
+
+def test_page_of_a_long_trace_needs_little_memory(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path, Peer("0", 0, 1))
+    for number in range(10_000):
+        trace.note("inject", {"name": f"f{number}", "kind": "kill", "filler": "x" * 1000})
+    trace.close()
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.stat().st_size > 10e6
+    made: list[str] = []
+    assert peak_of(lambda: bool(made.append(page(tmp_path)) or made)) < 30e6
+    data = data_of(made[0])
+    assert len(data["events"]) == _EVENTS and data["left_out"] == 10_000 - _EVENTS
+
+
+def test_command_writes_the_page(traces: Path) -> None:
+    out = traces / "out.html"
+    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(out)])
+    assert result.exit_code == 0 and "</html>" in out.read_text()
+    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(traces / "no" / "x")])
+    assert result.exit_code == 2
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in (
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"),
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.mark.skipif(not HAS_BROWSER, reason="chromium, chromedriver or selenium is not installed")
+def test_browser_shows_a_fault_and_its_record(traces: Path) -> None:
+    out = traces / "page.html"
+    out.write_text(page(traces))
+    fault = data_of(out.read_text())["faults"][0]
+    with browser(traces) as driver:
+        driver.get(out.as_uri())
+        assert "goodput" in driver.find_element("id", "summary").text
+        detail = driver.find_element("id", "detail")
+        driver.find_element("css selector", "#faults tr.go").click()
+        assert "fault at step 5" in detail.text and "boom" in detail.text
+        assert driver.execute_script("return from") < fault["at"]
+        driver.find_element("id", "all").click()
+        x, y = driver.execute_script(f"return [xOf({(fault['at'] + fault['end']) / 2}), 20]")
+        from selenium.webdriver import ActionChains
+
+        view = driver.find_element("id", "view")
+        driver.execute_script("tell('')")
+        middle = view.size["width"] / 2, view.size["height"] / 2
+        move = ActionChains(driver).move_to_element_with_offset(view, x - middle[0], y - middle[1])
+        move.click().perform()
+        assert "fault at step 5" in detail.text, "a click on the picture"
+        row = driver.find_element("css selector", "#events tr.go")
+        row.click()
+        assert '"kind":' in detail.text and ".jsonl:" in detail.text
+        assert driver.get_log("browser") == []
+
+
+# --- fft.trace.Run ---------------------------------------------------------------------
+
+
+def test_run_yields_steps_and_tables(traces: Path) -> None:
+    run = fft.trace.Run(traces)
+    steps = list(run.steps())
+    assert [each.step for each in steps] == list(range(1, 9))
+    assert steps[0].groups == ("0", "1") and steps == sorted(steps, key=lambda each: each.at)
+    (fault,) = (row for row in run.rows("faults") if not row["is_planned"])
+    assert "boom" in fault["noticed"]
+    assert [row["commits"] for row in run.rows("epochs")] == [5, 3]
+    assert run.summary["steps"] == 8 and run.report()["attempts_lost"] == 1
+    assert [each.directory for each in run.starts] == [traces]
+    assert {line["kind"] for line in run.lines()} >= {"header", "transition"}
+    with pytest.raises(FftError, match="no table 'stpes'"):
+        list(run.rows("stpes"))  # type: ignore[arg-type]
+    with pytest.raises(FftError):
+        fft.trace.Run(traces / "none")
+
+
+def test_run_leaves_out_metrics_of_rolled_back_attempts(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path)
+    job.until_running()
+
+    def log(loss: float) -> None:
+        for node in job.live():
+            job.writers[node.peer].note("metrics", {"loss": loss}, node.local)
+
+    log(1.0)
+    job.step()
+    log(9.0)
+    job.refuse(job.live()[1], "boom")
+    job.settle()
+    log(2.0)
+    job.step()
+    job.close()
+    rows = [(row["group"], row["step"], row["loss"]) for row in fft.trace.Run(tmp_path).metrics()]
+    assert sorted(rows) == [("0", 1, 1.0), ("0", 2, 2.0), ("1", 1, 1.0), ("1", 2, 2.0)]
