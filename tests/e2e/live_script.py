@@ -60,10 +60,31 @@ def is_refused(live: fft.LiveSet) -> None:
         print("misuse refused", flush=True)
 
 
+def is_awaited(live: fft.LiveSet) -> None:
+    """A process that does not enter a block, although it lives, is missed after the window."""
+    with live():
+        pass
+    if live.me.group == "0":
+        try:
+            with live():
+                raise AssertionError("entered a block alone")
+        except LiveBlockMisuse as error:
+            assert "not all members (0/0#1, 1/0#1) have entered it" in str(error)
+            print("missed a member", flush=True)
+    else:
+        time.sleep(3 * WINDOW_S)  # code of the program that does not come to a block
+
+
+WINDOW_S = 4.0
+
 if __name__ == "__main__":
-    live = fft.live_set(min_members=2)
-    fails_in_turn(live)
-    is_refused(live)
+    is_late = sys.argv[1:] == ["late"]
+    live = fft.live_set(min_members=2, timeouts={"vote_window": WINDOW_S} if is_late else None)
+    if is_late:
+        is_awaited(live)
+    else:
+        fails_in_turn(live)
+        is_refused(live)
     with live() as members:
         print("done", len(members), flush=True)
     live.close()

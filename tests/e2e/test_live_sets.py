@@ -21,17 +21,30 @@ def start(arguments: list[str], folder: Path) -> Job:
     return running(*arguments, folder=folder)  # type: ignore[return-value]
 
 
-@pytest.mark.multiprocess
-def test_live_block_fails_on_all_members_and_misuse_is_refused(tmp_path: Path) -> None:
-    traces = tmp_path / "run"
+def run_script(folder: Path, *arguments: str) -> list[str]:
+    """Run the script to its successful end, audit it, and return the logs of its processes."""
+    traces = folder / "run"
     options = ["--groups", "2", "--trace-dir", str(traces), "--max-restarts", "0"]
-    done = run_fft("run", *options, str(SCRIPT), folder=tmp_path, within=60)
+    done = run_fft("run", *options, str(SCRIPT), *arguments, folder=folder, within=120)
     logs = [log.read_text() for log in sorted((traces / "logs").iterdir())]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    for log in logs:
+    judged(traces)
+    return logs
+
+
+@pytest.mark.multiprocess
+def test_live_block_fails_on_all_members_and_misuse_is_refused(tmp_path: Path) -> None:
+    for log in run_script(tmp_path):
         assert log.count("failed as expected") == 2 and "misuse refused" in log
         assert "done 2" in log
-    judged(traces)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_live_block_that_a_living_process_does_not_enter_is_refused(tmp_path: Path) -> None:
+    waited, late = run_script(tmp_path, "late")
+    assert "missed a member" in waited and "missed a member" not in late
+    assert "done 2" in waited and "done 2" in late
 
 
 @pytest.mark.multiprocess
@@ -53,14 +66,32 @@ def test_program_survives_many_kills(tmp_path: Path, program: str) -> None:
     judged(traces)
 
 
-def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
-    manager = fft.ManagerFFT(
+def manager_of_one(traces: Path) -> fft.ManagerFFT:
+    return fft.ManagerFFT(
         pg=torchft.ProcessGroupGloo(),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
-        trace_dir=tmp_path,
+        trace_dir=traces,
     )
+
+
+def test_live_block_with_a_bug_is_not_repeated_for_ever(tmp_path: Path) -> None:
+    manager = manager_of_one(tmp_path)
+    failures: list[type[Exception]] = []
+    for _ in range(2):
+        try:
+            with manager.live():
+                raise ValueError("always")
+        except (fft.LiveBlockFailed, fft.StepRetriesExceeded) as error:
+            failures.append(type(error))
+    assert failures == [fft.LiveBlockFailed, fft.StepRetriesExceeded]
+    manager.shutdown()
+    judged(tmp_path)
+
+
+def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
+    manager = manager_of_one(tmp_path)
     model = torch.nn.Linear(1, 1)
     manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
     manager.sync_gradients(model)
