@@ -93,6 +93,20 @@ def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
     tail.close()
 
 
+def test_finished_live_blocks_are_progress_of_the_job(tmp_path: Path) -> None:
+    """The step of such a job stays 0, so deaths in different blocks are not deaths at one step."""
+    trace, tail = tmp_path / "g0r0i1.jsonl", TraceTail(tmp_path)
+    found = []
+    for n, live in enumerate(("entry", "end", "entry", "end"), 2):
+        record = {"n": n, "kind": "commit", "step": 0, "live": live}
+        event = {"type": "decision", "record": record}
+        with trace.open("ab") as file:
+            file.write(moved("COMMIT", before="PREPARED", event=event, step=0, epoch=1))
+        found.append(tail.poll().progress)
+    assert found == [(0, 0), (0, 3), (0, 3), (0, 5)]
+    tail.close()
+
+
 @pytest.mark.parametrize("seed", [6, 19])
 def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
     seed: int, tmp_path: Path
