@@ -170,6 +170,11 @@ class UnfitCheckpoint(CheckpointError):
     """A checkpoint does not fit the script, so retrying would not help."""
 
 
+class HealthCheckFailed(JobError):
+    """A health check of the user failed on this rank, which leaves the job; the cause is
+    attached."""
+
+
 class JobEnded(JobError):
     """All groups of the job have left after its last step, so it cannot be joined any more."""
 

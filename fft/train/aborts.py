@@ -1,4 +1,4 @@
-"""Aborts of other libraries, which a user adds to those of FFT's process groups."""
+"""Functions of the user that run in each rollback, each with a limit: aborts and health checks."""
 
 from __future__ import annotations
 
@@ -6,57 +6,106 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from fft.errors import ConfigError
+from fft.errors import ConfigError, HealthCheckFailed
+from fft.train.error_reports import text_of
 from fft.train.participation import Participation
 
 logger = logging.getLogger(__name__)
 
-ABORT_HANGS = "abort_hangs"
-"""Note in the trace: an abort did not end within its limit, so the process ends."""
+HOOK_HANGS = "hook_hangs"
+"""Note in the trace: an abort or a check did not end within its limit, so the process ends."""
+CHECK_FAILED = "health_check_failed"
+"""Note in the trace: a health check failed, so the process leaves the job."""
 
 
-class _Abort(NamedTuple):
+class _Hook(NamedTuple):
     function: Callable[[], object]
     limit_s: float
     name: str
 
 
-class Aborts:
-    """The user's aborts of one manager, in the order in which they were added."""
+class _Hooks:
+    """Functions of one kind, in the order in which they were added.
 
-    def __init__(self, job: Participation) -> None:
-        self._job = job
-        self._all: tuple[_Abort, ...] = ()
+    Args:
+        job: The job session of this rank.
+        method: The method of the manager that adds them, for messages.
+    """
+
+    def __init__(self, job: Participation, method: str) -> None:
+        self._job, self._method = job, method
+        self._all: tuple[_Hook, ...] = ()
 
     def add(self, function: Callable[[], object], limit_s: float) -> None:
-        """Add an abort. Raises ConfigError if ``limit_s`` is not positive."""
+        """Add a function. Raises ConfigError if ``limit_s`` is not positive."""
         if not limit_s > 0:
-            raise ConfigError(f"on_abort(limit_s={limit_s!r}): expected a positive number, as 5.0")
+            raise ConfigError(
+                f"{self._method}(limit_s={limit_s!r}): expected a positive number of seconds"
+            )
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        self._all = (*self._all, _Abort(function, limit_s, f"{name}()"))
+        self._all = (*self._all, _Hook(function, limit_s, f"{name}()"))
 
-    def run(self) -> None:
-        """Call every abort. Called on the engine's thread, after FFT's own aborts."""
-        for each in self._all:
-            watchdog = threading.Timer(each.limit_s, self._end, [each])
-            watchdog.daemon = True
-            watchdog.start()
-            try:
-                each.function()
-            except Exception:  # the rollback goes on: the abort may have nothing left to release
-                logger.exception("the abort %s, added by on_abort, has failed", each.name)
-            finally:
-                watchdog.cancel()
+    @contextmanager
+    def _limited(self, hook: _Hook) -> Iterator[None]:
+        watchdog = threading.Timer(hook.limit_s, self._end, [hook])
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
 
-    def _end(self, hangs: _Abort) -> None:
+    def _end(self, hangs: _Hook) -> None:
         """End this process, because waiting longer would hold up the other groups."""
         logger.critical(
-            "the abort %s, added by on_abort, has not ended within %g s: this process ends now; a "
-            "restarted process fetches the state",
-            *(hangs.name, hangs.limit_s),
+            "%s, added by %s, has not ended within %g s: this process ends now; a restarted "
+            "process fetches the state",
+            *(hangs.name, self._method, hangs.limit_s),
         )
-        self._job.note(ABORT_HANGS, {"abort": hangs.name, "limit_s": hangs.limit_s})
+        self._job.note(HOOK_HANGS, {"hook": hangs.name, "limit_s": hangs.limit_s})
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Aborts(_Hooks):
+    """The user's aborts, which run on the engine's thread after FFT's own."""
+
+    def __init__(self, job: Participation) -> None:
+        super().__init__(job, "on_abort")
+
+    def run(self) -> None:
+        """Call every abort."""
+        for each in self._all:
+            with self._limited(each):
+                try:
+                    each.function()
+                except Exception:  # the abort may have nothing left to release
+                    logger.exception("the abort %s, added by on_abort, has failed", each.name)
+
+
+class HealthChecks(_Hooks):
+    """The user's health checks, which run on the main thread before this rank is admitted."""
+
+    def __init__(self, job: Participation) -> None:
+        super().__init__(job, "health_check")
+
+    def run(self) -> None:
+        """Call every check.
+
+        Raises:
+            HealthCheckFailed: A check has raised, which is the cause.
+        """
+        for each in self._all:
+            with self._limited(each):
+                try:
+                    each.function()
+                except Exception as error:
+                    text = text_of(error)
+                    self._job.note(CHECK_FAILED, {"check": each.name, "error": text})
+                    raise HealthCheckFailed(
+                        f"rank {self._job.peer} leaves the job: its health check {each.name} "
+                        f"failed: {text}"
+                    ) from error

@@ -305,6 +305,24 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.aborts.add(function, limit_s)
 
+    def health_check(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Call ``function()`` before this rank joins the job, and after each rollback.
+
+        If it raises, this rank leaves the job with ``HealthCheckFailed``, which names the check and
+        the error; the other groups continue. A restarted process is checked again, so `fft run`
+        gives a group up whose check fails twice. Checks run on the main thread, in the order in
+        which they were added.
+
+        Args:
+            function: Must be local to this process: the other ranks may be in any state.
+            limit_s: Seconds after which the process is ended, with the name of the check in the log
+                and in the trace.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.worker.checks.add(function, limit_s)
+
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
 

@@ -140,10 +140,10 @@ class Parts:
         self.voter = Voter(rank, self.healer)
         self.commits = CommitExecutor(rank)
         begin = partial(join, manager, self)
+        self.aborts = Aborts(self.job)
         self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
         self.live = LiveBlocks(rank, self.loop)
-        self.aborts = Aborts(self.job)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -321,6 +321,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     parts.state.checkpoints.resume()
     config = _config(manager, parts)
     _refuse_unfit(parts)
+    parts.worker.checks.run()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)

@@ -1,7 +1,8 @@
-"""Tests of aborts that a user adds: their order and thread, and the end of a process that hangs."""
+"""Tests of aborts and health checks that a user adds: order, failures, and limits."""
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torchft
 from forked import Forked
+from forked_run import fft as run_fft
 
 import fft
 from fft.errors import ConfigError
 from fft.trace.audit import read_lines
-from fft.train.aborts import ABORT_HANGS
+from fft.train.aborts import CHECK_FAILED, HOOK_HANGS
 
 
 def manager_of_one(traces: Path) -> fft.ManagerFFT:
@@ -75,5 +77,51 @@ def test_abort_that_hangs_is_named_and_ends_the_process(tmp_path: Path) -> None:
     process = Forked(hang, str(tmp_path / "traces"), log=log)
     assert process.wait(30) == -signal.SIGKILL
     assert "Event.wait(), added by on_abort, has not ended within 0.2 s" in log.read_text()
-    (note,) = read_lines(tmp_path / "traces", lambda line: line.get("note") == ABORT_HANGS)
-    assert note["data"] == {"abort": "Event.wait()", "limit_s": 0.2}
+    (note,) = read_lines(tmp_path / "traces", lambda line: line.get("note") == HOOK_HANGS)
+    assert note["data"] == {"hook": "Event.wait()", "limit_s": 0.2}
+
+
+def write_script(script: Path) -> None:
+    """Write a script of two groups, in which the second one turns out to be unhealthy."""
+    script.write_text(
+        "import os, torch, torchft, fft\n"
+        "manager = fft.ManagerFFT(pg=torchft.ProcessGroupGloo(), load_state_dict=None,\n"
+        "    state_dict=None, min_replica_size=1)\n"
+        "mark, group, checked = os.environ['MARK'], manager.me.group, []\n"
+        "def memory():\n"
+        "    checked.append(group)\n"
+        "    if group == '1' and os.path.exists(mark):\n"
+        "        raise OSError('bad memory')\n"
+        "manager.health_check(memory)\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "manager.sync_gradients(model)\n"
+        "for txn in manager.transactions([torch.ones(2, 1)] * 40, max_steps=8):\n"
+        "    with txn:\n"
+        "        model(txn.batch).mean().backward()\n"
+        "        if group == '0' and txn.step == 3 and not os.path.exists(mark):\n"
+        "            open(mark, 'w').close()\n"
+        "            raise ValueError('once')\n"
+        "print(group, 'checked', len(checked), flush=True)\n"
+    )
+
+
+@pytest.mark.multiprocess
+def test_failed_health_check_excludes_the_rank_and_names_the_reason(tmp_path: Path) -> None:
+    script, traces = tmp_path / "script.py", tmp_path / "run"
+    write_script(script)
+    done = run_fft(
+        *("run", "--groups", "2", "--trace-dir", str(traces), str(script)),
+        folder=tmp_path,
+        env={"MARK": str(tmp_path / "mark")},
+        within=120,
+    )
+    logs = {log.name: log.read_text() for log in (traces / "logs").iterdir()}
+    # before it joined, and after each rollback: that of the error, and that of the other's leaving
+    (checked,) = re.findall(r"^0 checked (\d+)$", logs["g0r0-1.log"], re.M)
+    assert int(checked) >= 2
+    why = "rank 1/0#1 leaves the job: its health check memory() failed: OSError: bad memory"
+    assert why in logs["g1r0-1.log"]
+    assert "HealthCheckFailed" in done.stdout + done.stderr
+    (note, *_) = read_lines(traces, lambda line: line.get("note") == CHECK_FAILED)
+    assert note["data"] == {"check": "memory()", "error": "OSError: bad memory"}
