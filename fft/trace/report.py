@@ -245,16 +245,15 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
         what = ": ".join(filter(None, (named, plainly(incident.noticed))))
         step = "-" if fault is None else str(fault.step)
         costs = _seconds(incident.rolled_back_ms), _seconds(incident.next_commit_ms)
-        table.add_row(step, Text(what), *costs, _without(fault, course), _speeds(fault, course))
+        without = _without(incident.n, course)
+        table.add_row(step, Text(what), *costs, without, _speeds(fault, course))
     return table if table.rows else None
 
 
-def _without(fault: Fault | None, course: Course) -> str:
-    """Return the number of steps that were committed without the groups that a fault has cost."""
-    if fault is None or not fault.lost:
-        return "0"
-    gone = [each for each in course.absences if each.n == fault.n and each.group in fault.lost]
-    return "\n".join(f"{each.steps}" for each in gone)
+def _without(number: int, course: Course) -> str:
+    """Return the numbers of steps committed without the groups that left with that record."""
+    gone = [str(each.steps) for each in course.absences if each.n == number]
+    return "\n".join(gone) or "0"
 
 
 def _speeds(fault: Fault | None, course: Course) -> str:
