@@ -33,10 +33,10 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if "errors and where they came from" in line:
             in_places = True
-        running = re.match(r" *[\d.]+ s  (faults \d+/\d+)", line)
+        running = re.match(r" *[\d.]+ s  step \d+.*?(\d+ of \d+) planned faults fired", line)
         keep = not in_places and not line.startswith("fft: ")
         if running:
-            now = (running[1], re.findall(r"start \d+", line), " EXIT" in line)
+            now = (running[1], re.findall(r"start \d+", line), ": left" in line)
             keep, shown = now != shown, now
         text = LAST_FAULT.sub("", line) if keep else LEFT_OUT
         if text != LEFT_OUT or last != LEFT_OUT:

@@ -166,7 +166,7 @@ def figures(snapshot: Snapshot) -> list[str]:
     losses = [row.loss for row in snapshot.rows if row.loss is not None]
     if losses:
         found.append(f"loss {fmean(losses):.3f}")
-    if course.data_epoch is not None:
+    if course.data_epoch:
         found.append(f"{course.data_epoch} data epochs")
     if course.goodput is not None and course.faults:
         found.append(f"goodput {course.goodput:.0%}")

@@ -12,7 +12,10 @@ from benchmarks.demo_picture import LEFT_OUT, main, picture, shortened
 from fft.messages.fault_plans import load_plan
 
 ROOT = Path(__file__).parents[2]
-AT_WORK = "  {at:4.1f} s  faults {fired}/4  |  g0 running (start 1): NORMAL{fault}  |  g1 ready"
+AT_WORK = (
+    "  {at:4.1f} s  step 5 of 9, {fired} of 4 planned faults fired  |  "
+    "group 0 running (start 1): training at step 5{fault}  |  group 1 ready"
+)
 
 
 def at_work(at: float, fired: int, fault: str = "") -> str:
