@@ -286,7 +286,7 @@ class ManagerFFT(TorchftInterface):
         """
         if self._parts.job.engine is not None:
             raise FftError("call manager.veto() before the first step, on all ranks alike")
-        self._parts.results.vetoes.append(function)
+        self._parts.rank.results.vetoes.append(function)
 
     def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
         """Call ``function()`` in each rollback, after the process groups of FFT are aborted.

@@ -106,7 +106,7 @@ class Parts:
                 callbacks if a later component fails to construct.
         """
         refuse_ranks(settings.spec, manager._torchft.group_world_size)
-        self.limits = limits = settings.timeout_table(manager)
+        limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
         traces = _traces_of(start, settings)
@@ -126,9 +126,9 @@ class Parts:
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
-        self.results = ResultJudge(self.job, self.groups, settings.config.on_nonfinite)
+        results = ResultJudge(self.job, self.groups, settings.config.on_nonfinite)
         own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = RankContext(manager, settings, limits, *own, self.results, self.injector)
+        self.rank = rank = RankContext(manager, settings, limits, *own, results, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
@@ -329,14 +329,14 @@ def join(manager: Manager, parts: Parts) -> Engine:
     reforms = job.reforms = _can_reform(parts, config)
     owes = {DIGESTS: parts.state.traces_digests}
     job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
-    limit_s = parts.limits["quorum"].seconds
+    limit_s = parts.rank.limits["quorum"].seconds
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
     if config.world > 1:
-        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
-    monitor = monitor_config(parts.limits) if settings.monitor else None
+        job.open_group_bus(config.store, settings.token, parts.rank.limits["bus_operation"].seconds)
+    monitor = monitor_config(parts.rank.limits) if settings.monitor else None
     watchers.watch(monitor, job.peer, settings.bus_url, parts.hung)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
@@ -409,7 +409,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
         transport=_transport(manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
-        timeouts=timers(settings.spec, parts.limits),
+        timeouts=timers(settings.spec, parts.rank.limits),
         min_groups=manager._torchft.min_replica_size,
         expected_groups=settings.expected_groups,
         on_divergence=settings.on_divergence,
@@ -428,7 +428,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
         on_nonfinite=parts.settings.config.on_nonfinite,
-        vetoes=len(parts.results.vetoes),
+        vetoes=len(parts.rank.results.vetoes),
         **parts.paradigm.common_settings(),
     )
 

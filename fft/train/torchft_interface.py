@@ -68,7 +68,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """
         worker = self._parts.worker
         self._parts.paradigm.refuse_torchft_loop()
-        self._parts.results.refuse_torchft_loop()
+        self._parts.rank.results.refuse_torchft_loop()
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if worker.txn is not None and worker.voted != "skip":
             self._refuse_in_doubt("start_quorum()")
