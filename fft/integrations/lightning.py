@@ -9,6 +9,7 @@ other code of Lightning runs between two transactions, once for each committed s
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -148,6 +149,8 @@ class FFTStrategy(SingleDeviceStrategy):
                 "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "
                 "the data in the dataset or the sampler, by the number of the epoch"
             )
+        if "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters:
+            raise FftError("FFTStrategy: expected training_step(batch), got dataloader_iter=")
         sharded = any(isinstance(p, DTensor) for p in self.lightning_module.parameters())
         if self._ranks > 1 and not sharded:
             raise FftError(

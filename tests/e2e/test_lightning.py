@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from forked_run import fft, running
 from waiting import wait_until
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.multiprocess
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 GAN = Path(__file__).with_name("lightning_gan_script.py")
+FSDP = Path(__file__).with_name("lightning_fsdp_script.py")
 STOP = Path(__file__).with_name("lightning_stop_script.py")
 LIMIT_S = 200
 TRANSIENT = """
@@ -134,6 +136,20 @@ def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
     resumed = job(tmp_path, *durable, "--resume", *script, name="resumed")
     expected = results(*(undisturbed / "logs").iterdir())
     assert results(*(resumed / "logs").iterdir()) == expected
+
+
+@pytest.mark.long
+def test_sharded_groups_under_faults_have_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    found = []
+    for name, plan in (("undisturbed", ""), ("disturbed", TRANSIENT)):
+        command = ["--ranks", "2", str(FSDP), str(tmp_path / name)]
+        traces = job(tmp_path, *command, plan=plan, name=f"run-{name}")
+        found.append(results(*sorted((traces / "logs").iterdir())))
+        saved = torch.load(tmp_path / name / "last.ckpt", weights_only=True)
+        assert saved["state_dict"]["first.weight"].shape == (16, 8), "the whole model is in a file"
+    assert found[0] == found[1]
+    first, second, *others = found[0]
+    assert others == [first, second], "each shard is equal on both groups"
 
 
 @pytest.mark.long

@@ -20,7 +20,11 @@ from fft.errors import FftError
 from fft.train.data.source import Due
 
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+import lightning
+from lightning.pytorch.callbacks import Timer
+
 from fft.integrations import lightning_parts
+from fft.integrations.lightning import FFTStrategy
 
 SAMPLES = TensorDataset(torch.arange(50))
 
@@ -121,3 +125,67 @@ def test_fetched_counters_are_advanced_by_the_batches_of_the_open_step() -> None
     fetched = {"ready": 10, "total": {"done": 10}, "is_last": False}
     moved = lightning_parts._moved(fetched, before, now)
     assert moved == {"ready": 12, "total": {"done": 11}, "is_last": False}
+
+
+class Linear(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0].float()[:, None]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+class Iterating(Linear):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Gathering(Linear):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.all_gather(super().training_step(batch, batch_idx)).mean()
+
+
+def fit(model: Linear, **options: Any) -> lightning.Trainer:
+    """Train in this process, as a script that is started without `fft run`."""
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FFTStrategy(),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, DataLoader(SAMPLES, batch_size=5))
+    return trainer
+
+
+def test_script_without_a_launcher_trains_alone() -> None:
+    assert fit(Linear()).global_step == 20
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Linear(), {"callbacks": [Timer("00:01:00:00")]}, "Timer is not supported; use Trainer"),
+        (Linear(), {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
+        (Iterating(), {}, "dataloader_iter"),
+    ],
+)
+def test_unsupported_settings_are_refused_with_the_fix(
+    model: Linear, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FftError, match=message):
+        fit(model, **options)
+
+
+def test_gathering_in_a_step_is_refused_with_the_fix() -> None:
+    with pytest.raises(FftError) as raised:
+        fit(Gathering())
+    assert "manager.allreduce()" in "".join(map(str, (raised.value, raised.value.__cause__)))
