@@ -146,6 +146,10 @@ class UnequalData(DataError):
     """Ranks that must draw the same data have drawn different data; the message names the fix."""
 
 
+class GradientsDiffer(FftError):
+    """Ranks that must have equal reduced gradients do not; the message names them."""
+
+
 class ResultRefused(FftError):
     """A step was not committed, because ``on_nonfinite`` or a veto refuses its result.
 

@@ -33,6 +33,7 @@ class CauseCode(StrEnum):
     MANIFESTS_DIFFER = "manifests_differ"
     DATA_DIFFERS = "data_differs"
     BLOCKS_DIFFER = "blocks_differ"
+    GRADIENTS_DIFFER = "gradients_differ"
     REPLICAS_DIFFER = "replicas_differ"
     RESULT_REFUSED = "result_refused"
     RESULT_ENDS_JOB = "result_ends_job"

@@ -42,7 +42,10 @@ class Manifest:
     """The reductions one rank took part in during a txn.
 
     ``count`` reductions of ``bytes`` in total; ``shapes`` is a digest over (op, dtype, shape) of
-    each in issue order; ``fingerprint`` is reserved for a digest of the reduced gradients.
+    each in issue order.
+
+    ``fingerprint`` is a digest of the gradients that a commit would apply on this rank, or None if
+    it was not taken. It must be equal on ranks of one number, as far as it was taken.
 
     ``data`` is a digest of the data that the rank has drawn, or None if it cannot be compared.
     ``shard`` names the part of the data that the rank draws from; it is empty if all ranks draw

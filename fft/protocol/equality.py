@@ -1,13 +1,14 @@
 """Compares replicas by the digests in the votes of one txn. Pure.
 
-A rank whose vote has no digest is not compared. Only ranks of one number hold the same shard, so
-each rank is compared only with the ranks of its number in the other groups.
+A vote may have two digests: of the state that the txn began with, and of the gradients that its
+commit would apply. A rank whose vote has no digest is not compared. Only ranks of one number hold
+the same shard, so each rank is compared only with the ranks of its number in the other groups.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fft.messages.protocol import Peer, Vote
 
@@ -15,18 +16,27 @@ _NAMED = 32
 """Maximum number of ranks that a text names."""
 
 
-def digests(votes: Iterable[Vote]) -> dict[int, dict[Peer, str]]:
-    """Return the digests by rank number and participant."""
+Digest = Callable[[Vote], str | None]
+"""Returns one of the digests in a vote, or None if it was not taken."""
+
+
+def state_digest(vote: Vote) -> str | None:
+    """Return the digest of the state that the txn began with."""
+    return vote.digest
+
+
+def gradient_digest(vote: Vote) -> str | None:
+    """Return the digest of the reduced gradients."""
+    return vote.manifest.fingerprint
+
+
+def differing(votes: Iterable[Vote], digest: Digest = state_digest) -> dict[int, dict[Peer, str]]:
+    """Return the digests by rank number and participant, where those of one number differ."""
     found: dict[int, dict[Peer, str]] = {}
     for vote in votes:
-        if vote.digest is not None:
-            found.setdefault(vote.peer.rank, {})[vote.peer] = vote.digest
-    return found
-
-
-def differing(votes: Iterable[Vote]) -> dict[int, dict[Peer, str]]:
-    """Return ``digests`` of those rank numbers whose digests differ."""
-    return {rank: held for rank, held in digests(votes).items() if len(set(held.values())) > 1}
+        if (taken := digest(vote)) is not None:
+            found.setdefault(vote.peer.rank, {})[vote.peer] = taken
+    return {rank: held for rank, held in found.items() if len(set(held.values())) > 1}
 
 
 def drawn(votes: Iterable[Vote]) -> dict[str, dict[Peer, str]]:
@@ -59,19 +69,24 @@ def unequal_data(votes: Iterable[Vote]) -> str:
     return ", ".join(texts)
 
 
-def odd_ones(votes: Iterable[Vote]) -> tuple[Peer, ...] | None:
+def odd_ones(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...] | None:
     """Return the divergent ranks: those that differ from a strict majority of their rank number.
 
     Returns:
         None if the digests of some rank number have no majority.
     """
     odd: list[Peer] = []
-    for held in differing(votes).values():
-        digest, count = Counter(held.values()).most_common(1)[0]
+    for held in differing(votes, digest).values():
+        most, count = Counter(held.values()).most_common(1)[0]
         if 2 * count <= len(held):
             return None
-        odd += [peer for peer, other in held.items() if other != digest]
+        odd += [peer for peer, other in held.items() if other != most]
     return tuple(sorted(odd))
+
+
+def minority(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...]:
+    """Return the divergent ranks; empty if the digests of some rank number have no majority."""
+    return odd_ones(votes, digest) or ()
 
 
 def tell(found: Mapping[int, Mapping[Peer, str]]) -> str:

@@ -32,6 +32,8 @@ class Bits:
     open: Token | None = None
     stain: Peer | None = None
     marks: tuple[tuple[str, Peer], ...] = ()
+    flipped: bool = False
+    """The stain is a fault of the memory that no operation reports, after the reductions."""
 
     @property
     def digest(self) -> str:
@@ -39,6 +41,12 @@ class Bits:
         if not self.marks:
             return self.content
         return f"{self.marks[0][1]}:{self.content}:{'+'.join(what for what, _ in self.marks)}"
+
+    @property
+    def gradients(self) -> str:
+        """Digest of the reduced gradients; it begins with the participant whose fault stains
+        them."""
+        return "sum" if self.stain is None else f"{self.stain}:flipped"
 
     def begin(self, who: Peer, token: Token) -> Bits:
         """Start the step function. Leftovers of an earlier attempt become permanent."""
@@ -48,6 +56,10 @@ class Bits:
     def spoil(self, who: Peer) -> Bits:
         """Mark a failed or skipped reduction: these gradients are not those of the peers."""
         return replace(self, stain=who)
+
+    def flip(self, who: Peer) -> Bits:
+        """Change a reduced gradient in the memory of this rank, which continues."""
+        return replace(self, stain=who, flipped=True)
 
     def restored(self) -> Bits:
         """Return to the start of the step."""
@@ -59,7 +71,7 @@ class Bits:
         if self.open != token:
             marks = (*marks, ("gradients of another txn", who))
         elif self.stain is not None:
-            marks = (*marks, ("spoilt gradients", self.stain))
+            marks = (*marks, (CORRUPT if self.flipped else "spoilt gradients", self.stain))
         return Bits(_mix(self.content, token.epoch, token.txn), marks=marks)
 
     def skipped(self, token: Token) -> Bits:

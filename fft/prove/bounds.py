@@ -9,6 +9,7 @@ KINDS = (
     "fault",  # the step function raises, before or after its vote
     "no",  # the step function ends with a NO
     "misfit",  # votes YES without a reduction, or with others than its peers
+    "flip",  # gradients are wrong after their reduction, and the vote follows the protocol
     "skip",  # the user skips the step, before or after its reductions
     "block",  # a rank enters or ends a live block, in the place of a step
     "corrupt",  # a state changes wrongly

@@ -940,14 +940,22 @@ class _Here:
     def _body(self, token: Token) -> Iterator[Act]:
         idle = self.node._replace(task=())
         assert idle.bits is not None
-        digest = idle.bits.digest if self.model.bounds.digests else None
-        reduced = _REDUCED[self.me.rank]
+        compares = self.model.bounds.digests
+        digest = idle.bits.digest if compares else None
+        reduced = dataclasses.replace(
+            _REDUCED[self.me.rank], fingerprint=idle.bits.gradients if compares else None
+        )
         yes, has_state = Prepared(token, True, reduced, digest=digest), idle.source is None
         if self.has("prepared", NO_FACTS):
             yield self.says("body ends", idle, yes)
         if digest is not None and self.may("bare") and has_state:
-            bare = dataclasses.replace(yes, digest=None)
+            bare = dataclasses.replace(yes, digest=None, manifest=_REDUCED[self.me.rank])
             yield self.says("body ends without a digest", idle, bare, "bare")
+        if digest is not None and self.may("flip") and has_state:
+            wrong = idle.bits.flip(self.me)
+            seen = dataclasses.replace(reduced, fingerprint=wrong.gradients)
+            flipped = dataclasses.replace(yes, manifest=seen)
+            yield self.says("body flips a gradient", idle._replace(bits=wrong), flipped, "flip")
         if self.may("skip") and has_state:
             skips = dataclasses.replace(yes, skip=True)
             yield self.says("body skips", idle, skips, "skip")

@@ -134,6 +134,12 @@ def _reductions_fit(s: Local, c: Config, event: Event) -> bool:
 # --- skips ----------------------------------------------------------------------------------------
 
 
+def _vote_without_fingerprint(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    yield from EFFECTS["note_vote"](s, c, event)
+    assert s.vote is not None
+    s.vote = replace(s.vote, manifest=replace(s.vote.manifest, fingerprint=None))
+
+
 def _commit_as_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Ballot)
     votes = tuple(replace(vote, skip=False) for vote in event.votes)
@@ -500,6 +506,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "divergence",
         small(corrupt=1, digests=True),
         participant=planted({"digests_fit": _always}),
+    ),
+    Mutant(
+        "gradients_not_compared",
+        "Votes commit though the digests show that reduced gradients of replicas differ.",
+        "divergence",
+        small(flip=1, digests=True),
+        participant=planted({"gradients_fit": _always}),
+    ),
+    Mutant(
+        "fingerprint_not_voted",
+        "A vote leaves the digest of the reduced gradients out, though it was taken.",
+        "divergence",
+        small(flip=1, digests=True),
+        participant=planted(actions={"note_vote": _vote_without_fingerprint}),
     ),
     Mutant(
         "odd_one_not_healed",

@@ -39,6 +39,7 @@ ranks of A in turn, and ``all`` for all live participants::
     A/0 fails, though done  the operation is done, but its answer is lost
     A/0 body ends | body ends with NO | body reduces nothing | raises
     A/0 body has other data                      its batch is not that of the other ranks
+    A/0 body flips a gradient                    a gradient is wrong after its reduction
     A/0 body skips | body skips early            the user skips the step: early, before reducing
     A/0 body is a live block                     the txn is the entry or the end of a live block
     A/0 body ends without a digest | state is corrupted

@@ -100,6 +100,14 @@ DEFAULT = (
         digests=True,
     ),
     Bounds(
+        "flipped",
+        commits=1,
+        faults=3,
+        budget=budget("bare", "lose", "skip", flip=2),
+        digests=True,
+    ),
+    Bounds("flipped, three", groups=3, commits=1, faults=2, budget=budget("flip"), digests=True),
+    Bounds(
         "healed",
         groups=3,
         commits=1,

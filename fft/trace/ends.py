@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fft.messages.effects import Finish
 from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
-from fft.protocol.equality import differing, odd_ones, tell
+from fft.protocol.equality import differing, minority, tell
 from fft.protocol.invariants import Move
 from fft.protocol.invariants.facts import Numbers
 from fft.trace.format import RUNS
@@ -45,7 +45,7 @@ class Ends:
                 self._apart.setdefault(record.n, record)
         votes = move.event.votes if isinstance(move.event, Ballot) else ()
         if votes and (apart := differing(votes)):
-            self._ballots.setdefault(move.before.token, (apart, odd_ones(votes) or ()))
+            self._ballots.setdefault(move.before.token, (apart, minority(votes)))
         if isinstance(move.event, Healed):
             self.bytes_healed += move.event.bytes
         self.has_final_record |= move.entered("terminal")

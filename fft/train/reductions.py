@@ -291,16 +291,24 @@ class ManifestBuilder:
         """Add the layout of the last tensor."""
         self._shapes.update(layout.encode())
 
-    def build(self, data: str | None = None, shard: str = "", block: str = "") -> Manifest:
+    def build(
+        self,
+        data: str | None = None,
+        shard: str = "",
+        block: str = "",
+        fingerprint: str | None = None,
+    ) -> Manifest:
         """Return the manifest so far.
 
         Args:
             data: Digest of the data that the rank has drawn from ``shard``.
             shard: Name of the part of the data that the rank draws from.
             block: The live block that the rank enters or ends.
+            fingerprint: Digest of the reduced gradients.
         """
         shapes = self._shapes.hexdigest()
-        return Manifest(self._count, self._bytes, shapes, data=data, shard=shard, block=block)
+        done = self._count, self._bytes, shapes
+        return Manifest(*done, fingerprint, data=data, shard=shard, block=block)
 
 
 def _poison(tensor: torch.Tensor) -> None:

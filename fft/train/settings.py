@@ -53,9 +53,9 @@ class ManagerConfig(BaseModel):
     so that the audit can compare replicas bit by bit. It hashes all of them in every step, which is
     meant for audits, not for long runs. Buffers are excluded, because they may differ."""
     check_replicas: int | None = None
-    """Interval in steps at which replicas compare a fingerprint of parameters and optimizer state
-    in their votes; a power of 2. None chooses an interval that costs 1 % of the time; 0 disables
-    the comparison. It needs ``register``."""
+    """Interval in steps at which replicas compare fingerprints in their votes: of parameters and
+    optimizer state, and of the reduced gradients; a power of 2. None chooses an interval that costs
+    1 % of the time; 0 disables the comparison. It needs ``register``."""
     on_divergence: OnDivergence | None = None
     """Reaction to replicas that differ. ``stop`` ends the job with ``Diverged``. With ``heal``,
     ranks that differ from the majority fetch its state; without a majority the job stops. None

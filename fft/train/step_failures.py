@@ -32,7 +32,14 @@ class StepFailures:
         self._all = self._identical = 0
         self._last: Hashable = None
 
-    def failed(self, step: int, members: Hashable, error: Exception, where: str = "") -> str | None:
+    def failed(
+        self,
+        step: int,
+        members: Hashable,
+        error: Exception,
+        where: str = "",
+        most: int | None = None,
+    ) -> str | None:
         """Count a failure.
 
         Args:
@@ -40,6 +47,7 @@ class StepFailures:
             members: Members of the epoch.
             error: The error of the step function.
             where: Description of the step; empty for its number.
+            most: Failures with any errors after which to give up; None for the default.
 
         Returns:
             Why to give up, or None to try again.
@@ -55,7 +63,7 @@ class StepFailures:
         if this is not None and self._identical >= self._same:
             times = f"{self._identical} times in a row"
             return f"the step function failed {times} by the same error at {where}"
-        if self._all >= self._any:
+        if self._all >= (most or self._any):
             return f"the step function failed {self._all} times in a row at {where}"
         return None
 

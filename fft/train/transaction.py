@@ -17,8 +17,15 @@ from typing import Any, NoReturn, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fft.errors import DeviceLost, FftError, ResultRefused, TxnAborted, UnequalData
-from fft.messages.causes import NO_CAUSE, CauseCode
+from fft.errors import (
+    DeviceLost,
+    FftError,
+    GradientsDiffer,
+    ResultRefused,
+    TxnAborted,
+    UnequalData,
+)
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
@@ -41,6 +48,11 @@ from fft.train.worker import Worker
 from fft.util.error_places import traceback_of_caller
 
 logger = logging.getLogger(__name__)
+
+
+_WRONG_GRADIENTS = 8
+"""Attempts in a row at one step with unequal reduced gradients after which a rank gives up. The
+diagnosis starts earlier, and attempts are then separated by pauses."""
 
 
 class TransactionLoop:
@@ -230,6 +242,9 @@ class TransactionLoop:
             raise self._unequal(plan, cause.finding)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
             raise self._refused(plan, cause.finding)
+        if cause.code == CauseCode.GRADIENTS_DIFFER:
+            self._count_wrong_gradients(plan, cause)
+            return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
         elif cause.code == CauseCode.MANIFESTS_DIFFER:
@@ -243,6 +258,25 @@ class TransactionLoop:
             return
         why = self.step_failures.failed(plan.step, plan.members, error)
         if why is not None:
+            self.job.note_error(error)
+            raise retries_exceeded(why, error) from error
+
+    def _count_wrong_gradients(self, plan: StartTxn, cause: Cause) -> None:
+        """Raise if the reduced gradients keep differing at this step.
+
+        If a majority agrees, only the ranks that differ give up. The supervisor's diagnosis comes
+        before that, and evicts their group.
+        """
+        if cause.accused and self.job.peer not in cause.accused:
+            return
+        error = GradientsDiffer(
+            f"step {plan.step} was not committed: {cause.finding}. A replay of the step does not "
+            "help: either the memory or the device of a rank changes them, or the step function "
+            "changes reduced gradients by something that differs between the groups, such as its "
+            "batch"
+        ).with_traceback(traceback_of_caller())
+        failed = self.step_failures.failed
+        if (why := failed(plan.step, plan.members, error, most=_WRONG_GRADIENTS)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 

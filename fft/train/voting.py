@@ -52,7 +52,7 @@ class Voter:
         self._shard = ""
         """Name of the shard of the data that this rank draws from."""
         self._equality: str | None = None
-        """Digest of the state that this txn began with, if it is to be compared."""
+        """Digest of the state that this txn began with, if the replicas are compared in it."""
 
     def begin(self, step: int) -> None:
         """Start a txn that attempts ``step``."""
@@ -131,22 +131,32 @@ class Voter:
             return
         edited = not block and self._check_edits()
         # an inf in one shard is enough: the engine combines the skip flags of all ranks
-        skip = skip or (self._manager._torchft.errored is None and self._must_skip(plan))
+        is_step = not block and self._manager._torchft.errored is None
+        skip = skip or (is_step and self._must_skip(plan))
         error = self._manager._torchft.errored
         cause, code = "", CauseCode.NONE
         if error is not None:
             failed = error.original_exception
             cause, code = text_of(failed), code_of(failed)
-        manifest, digest = (
-            self._reductions.manifest.build(self._data, self._shard, block),
-            self._equality,
-        )
+        own = self._gradients() if error is None and not skip and not block else None
+        manifest = self._reductions.manifest.build(self._data, self._shard, block, own)
+        digest = self._equality
         yes = error is None
         if yes:
             self._state.checkpoints.before_vote(plan, last, skip)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
         self._job.thread.report(vote)
         self.inject("after_vote")
+
+    def _gradients(self) -> str | None:
+        """Return the fingerprint of what a commit would apply, if the replicas compare it.
+
+        A torchft loop applies its gradients itself, and may average something else.
+        """
+        checks = self._state.checks
+        if checks is None or self._equality is None or self._loop == TORCHFT:
+            return None
+        return checks.gradients(self._state.paradigm.reduced())
 
     def _must_skip(self, plan: StartTxn) -> bool:
         """Return whether the result of the txn must be skipped; if it is refused, vote NO.

@@ -157,6 +157,29 @@ def test_ranks_of_a_group_may_reduce_unlike_numbers_of_tensors() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prints", "fit"),
+    [
+        (["a", "b", "a", "b"], True),
+        (["a", "b", "a", "a"], False),
+        (["a", "b", None, "b"], True),
+        ([None, None, None, None], True),
+    ],
+)
+def test_gradients_fit_rank_by_rank_as_far_as_digests_were_taken(
+    prints: list[str | None], fit: bool
+) -> None:
+    _, node = running()
+    peers = [Peer(group, rank, 1) for group in "01" for rank in (0, 1)]
+    votes = tuple(
+        Vote(peer, Manifest(1, 4, "a", fingerprint=own))
+        for peer, own in zip(peers, prints, strict=True)
+    )
+    ballot, config = Ballot(Token(1, 1), votes), node.participant.config
+    assert GUARDS["gradients_fit"](node.local, config, ballot) is fit
+    assert GUARDS["manifests_fit"](node.local, config, ballot), "they did the same reductions"
+
+
+@pytest.mark.parametrize(
     ("data", "fit"),
     [
         ([("", "d"), ("", "d"), ("", "d"), ("", "d")], True),

@@ -291,6 +291,19 @@ def states_that_differ_are_committed(h: History) -> str:
     return next(m.place for m in h.moves[B] if enters("committing", FIRST)(m))
 
 
+@breaks("divergence", f"txn {FIRST} was committed though the reduced gradients of replicas differ")
+def gradients_that_differ_are_committed(h: History) -> str:
+    for peer, own in ((A, "a"), (B, "b")):
+
+        def brings_it(m: Move, own: str = own) -> Move:
+            assert isinstance(m.event, Prepared)
+            manifest = replace(m.event.manifest, fingerprint=own)
+            return event(manifest=manifest)(m)
+
+        change(h, peer, enters("voting", FIRST), brings_it)
+    return next(m.place for m in h.moves[B] if enters("committing", FIRST)(m))
+
+
 def gives_up(**fields: Any) -> Make:
     """The accepted head says that its state is lost."""
 
@@ -322,6 +335,13 @@ def the_job_ends_without_a_reason(h: History) -> str:
 def one_of_two_is_given_up(h: History) -> str:
     both_vote_in_the_aborted(h, "a", "b")
     return change(h, A, brings("abort", ABORTED), gives_up(odd=(B,)))
+
+
+@breaks("divergence", f"record 3 accuses {B}, which is no minority")
+def one_of_two_is_accused(h: History) -> str:
+    both_vote_in_the_aborted(h, "a", "a")
+    code = CauseCode.GRADIENTS_DIFFER
+    return change(h, A, brings("abort", ABORTED), gives_up(code=code, accused=(B,)))
 
 
 @breaks("divergence", f"{B} keeps a state that record 3 gives up")

@@ -161,6 +161,21 @@ def test_rank_that_differs_from_a_strict_majority_is_divergent(
     assert odd == (None if found is None else [f"{peer.group}{peer.rank}" for peer in found])
 
 
+@pytest.mark.parametrize(
+    ("prints", "odd"), [("aab", ["2"]), ("ab", []), ("abc", []), ("aabb", []), ("aaaab", ["4"])]
+)
+def test_unequal_gradients_are_aborted_and_accuse_a_minority(prints: str, odd: list[str]) -> None:
+    job = Job(len(prints)).until_running()
+    for node, own in zip(job.live(), prints, strict=True):
+        manifest = Manifest(1, 4, "x", fingerprint=own)
+        job.post(node, Prepared(node.local.token, True, manifest))
+    job.settle()
+    abort = next(r for r in job.history if r.kind == "abort")
+    assert abort.code == CauseCode.GRADIENTS_DIFFER and not abort.odd and not abort.diverged
+    assert [peer.group for peer in abort.accused] == odd
+    assert "the reduced gradients of replicas differ (rank 0: a on 0/0#1" in abort.cause
+
+
 @pytest.mark.parametrize(("policy", "heals"), [("heal", True), ("stop", False)])
 def test_odd_states_are_given_up_only_where_the_policy_says_so(policy: str, heals: bool) -> None:
     job = Job(3, on_divergence=policy).until_running()

@@ -26,7 +26,9 @@ from fft.messages.protocol import (
     Event,
     Fault,
     HealFailed,
+    Manifest,
     Peer,
+    Prepared,
     Ready,
     Stop,
     Suspect,
@@ -648,6 +650,14 @@ def manifests_that_differ() -> Job:
     return job
 
 
+def gradients_that_differ() -> Job:
+    job = Job(2).until_running()
+    for node, own in zip(job.live(), "ab", strict=True):
+        job.post(node, Prepared(node.local.token, True, Manifest(1, 4, "x", fingerprint=own)))
+    job.settle()
+    return job
+
+
 def data_that_differ() -> Job:
     job = Job(2).until_running()
     job.compute([job.node("0")], data="a")
@@ -1119,6 +1129,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "an abort that is lost, the bus comes back": lambda: an_abort_that_is_lost("bus_retry"),
     "fault between epochs": fault_between_epochs,
     "manifests that differ": manifests_that_differ,
+    "gradients that differ": gradients_that_differ,
     "data that differ": data_that_differ,
     "no reductions": lambda: no_reductions(skip=False),
     "skipped before its reductions": lambda: no_reductions(skip=True),

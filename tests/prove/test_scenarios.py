@@ -79,6 +79,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "false suspicion": "false_suspicion_nothing_lost",
         "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
         "states of replicas differ": "states_differ_stop",
+        "reduced gradients of replicas differ (a flipped bit, or a step function that changes "
+        "them by its batch)": "gradient_flipped",
         "a group joins after all have left": "join_after_the_end",
         "a rank leaves while its group asks to join, and its group does not receive the message": (
             "mate_leaves_unheard"
@@ -156,6 +158,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "misfit": "reduces nothing",
         "skip": "body skips",
         "corrupt": "state is corrupted",
+        "flip": "flips a gradient",
         "bare": "without a digest",
         "torn": "applies half",
         "heal": "fails to heal",

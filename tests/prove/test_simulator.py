@@ -227,7 +227,7 @@ def test_rows_that_no_seed_takes_are_named_with_state_event_and_guards() -> None
     one = next(name for name in names.values() if name.startswith("NORMAL join 2"))
     assert shared not in never_taken(HSDP, {one})
     missed = never_taken(HSDP, set())
-    assert "PREPARED ballot [all_voted & manifests_fit & digests_fit]" in missed
+    assert "PREPARED ballot [all_voted & manifests_fit & gradients_fit & digests_fit]" in missed
     covered = [use.name for use in row_uses(HSDP, set()) if use.elsewhere]
     assert covered and not set(covered) & set(missed), "another test is named for these"
 

@@ -267,6 +267,25 @@ def test_the_interval_is_the_shortest_that_takes_a_hundredth(cost_s: float, ever
     assert checks.every == every, "what was before does not count, the cost of the check neither"
 
 
+def test_interval_counts_the_fingerprint_of_the_gradients() -> None:
+    checks = EqualityChecks(Work().fingerprint, None)
+    checks._gradients_s = 0.04
+    for _ in range(8):
+        checks.committed()
+    checks._adapt(checks._since + 8 * 1.005, 0.0)
+    assert checks.every == 4
+
+
+def test_fingerprint_covers_indices_and_values_of_sparse_gradients() -> None:
+    dense = torch.zeros(8, 4)
+    dense[3] = torch.arange(4.0) + 1
+    moved, changed = dense.roll(1, 0), dense.clone()
+    changed[3, 2] = 9.0
+    found = {fingerprint([each.to_sparse()]) for each in (dense, moved, changed)}
+    assert len(found) == 3
+    assert fingerprint([dense.to_sparse()]) == fingerprint([dense.clone().to_sparse()])
+
+
 def test_nothing_is_learnt_before_the_first_commit() -> None:
     work = Work()
     checks = EqualityChecks(work.fingerprint, None)

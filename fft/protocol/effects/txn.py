@@ -10,7 +10,7 @@ from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
-from fft.protocol.equality import unequal_data
+from fft.protocol.equality import differing, gradient_digest, minority, tell, unequal_data
 from fft.protocol.flow import is_last, may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -160,6 +160,17 @@ def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Ballot)
     text = f"the ranks have drawn different data ({unequal_data(event.votes)})"[:1900]
     s.cause = Cause(CauseCode.DATA_DIFFERS, text)
+    return ()
+
+
+@action
+def note_unequal_gradients(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Name the reduced gradients that differ as the cause, and accuse a minority of the ranks."""
+    assert isinstance(event, Ballot)
+    found = tell(differing(event.votes, gradient_digest))
+    text = f"the reduced gradients of replicas differ ({found})"[:1900]
+    accused = minority(event.votes, gradient_digest)
+    s.cause = Cause(CauseCode.GRADIENTS_DIFFER, text, accused)
     return ()
 
 

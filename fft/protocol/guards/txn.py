@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fft.messages.protocol import Ballot, Decision, Event, Manifest, Prepared
-from fft.protocol.equality import differing, odd_ones, unequal_data
+from fft.protocol.equality import differing, gradient_digest, odd_ones, unequal_data
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import Config, Local, committed, learners, member_peers
 
@@ -62,7 +62,7 @@ def manifests_fit(s: Local, c: Config, event: Event) -> bool:
         return False
     by_rank: dict[int, set[Manifest]] = {}
     for vote in event.votes:
-        reduced = replace(vote.manifest, data=None, shard="")
+        reduced = replace(vote.manifest, data=None, shard="", fingerprint=None)
         by_rank.setdefault(vote.peer.rank, set()).add(reduced)
     is_alike = bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
     return is_alike and not unequal_data(event.votes)
@@ -78,6 +78,12 @@ def blocks_differ(s: Local, c: Config, event: Event) -> bool:
 def in_live_block(s: Local, c: Config, event: Event) -> bool:
     """The votes are those of a live block."""
     return isinstance(event, Ballot) and any(v.manifest.block for v in event.votes)
+
+
+@guard
+def gradients_fit(s: Local, c: Config, event: Event) -> bool:
+    """Ranks of one number have equal reduced gradients, as far as their votes contain a digest."""
+    return isinstance(event, Ballot) and not differing(event.votes, gradient_digest)
 
 
 @guard

@@ -75,7 +75,7 @@ def validity(move: Move) -> Iterator[Claim]:
 
 def _reduced(manifest: Manifest) -> Manifest:
     """The part of a manifest that ranks of one number have in common."""
-    return replace(manifest, data=None, shard="")
+    return replace(manifest, data=None, shard="", fingerprint=None)
 
 
 def _data_fit(drawn: list[Manifest]) -> bool:

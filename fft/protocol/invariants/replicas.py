@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
+from fft.messages.causes import CauseCode
 from fft.messages.protocol import (
     Ack,
     Applied,
@@ -65,7 +67,8 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
 
 
 def divergence(move: Move) -> Iterator[Claim]:
-    """5: no txn is committed if its voters' states differ; only a minority loses its state.
+    """5: no txn is committed if its voters' states or reduced gradients differ; only a minority
+    loses its state, or is accused.
 
     This holds as far as votes contain digests.
     """
@@ -74,40 +77,62 @@ def divergence(move: Move) -> Iterator[Claim]:
     head, votes = move.after.head, tuple(("yes", token, peer) for peer in members)
     if outcome == "commit":
         text = f"txn {token} was committed though the states of replicas differ"
-        yield Given(votes, text, lambda *yes: _are_alike(members, yes), needed=False)
+        yield Given(votes, text, lambda *yes: _are_alike(members, _states(yes)), needed=False)
+        text = f"txn {token} was committed though the reduced gradients of replicas differ"
+        yield Given(votes, text, lambda *yes: _are_alike(members, _gradients(yes)), needed=False)
+    elif outcome == "abort" and head is not None and head.code == CauseCode.GRADIENTS_DIFFER:
+        odd, named = head.accused, ", ".join(map(str, head.accused))
+        text = f"record {head.n} accuses {named}, which is no minority"
+        if odd:
+            few = partial(_are_few, odd, members)
+            yield Given(votes, text, lambda *yes: few(_gradients(yes)), needed=False)
     elif outcome == "abort" and head is not None and (head.odd or head.diverged):
         odd, at = head.odd, head.n
         text = f"record {at} ends the job, though no replicas differ"
         if head.diverged:
-            yield Given(votes, text, lambda *yes: bool(_apart(members, yes)), needed=False)
+            yield Given(votes, text, lambda *yes: bool(_apart(members, _states(yes))), needed=False)
         text = f"record {at} gives up {', '.join(map(str, odd))}, which are no minority"
         if odd:
-            yield Given(votes, text, lambda *yes: _are_few(odd, members, yes), needed=False)
+            yield Given(
+                votes, text, lambda *yes: _are_few(odd, members, _states(yes)), needed=False
+            )
         if move.peer in odd:
             text = f"{move.peer} keeps a state that record {at} gives up"
             yield Holds(move.after.lineage == "", text)
 
 
-def _apart(members: Sequence[Peer], yes: Sequence[Yes]) -> set[int]:
-    """Numbers of the ranks whose states differ, by the known digests."""
+_Digests = Sequence[str | None]
+"""The digests in the votes of an epoch's members, in the order of the members."""
+
+
+def _states(yes: Sequence[Yes]) -> _Digests:
+    return [vote.digest for vote in yes]
+
+
+def _gradients(yes: Sequence[Yes]) -> _Digests:
+    return [vote.manifest.fingerprint for vote in yes]
+
+
+def _apart(members: Sequence[Peer], digests: _Digests) -> set[int]:
+    """Numbers of the ranks whose known digests differ."""
     held: dict[int, set[str]] = {}
-    for peer, vote in zip(members, yes, strict=True):
-        if vote.digest is not None:
-            held.setdefault(peer.rank, set()).add(vote.digest)
+    for peer, digest in zip(members, digests, strict=True):
+        if digest is not None:
+            held.setdefault(peer.rank, set()).add(digest)
     return {rank for rank, found in held.items() if len(found) > 1}
 
 
-def _are_alike(members: Sequence[Peer], yes: Sequence[Yes]) -> bool | None:
-    """Whether no states differ; None if no two digests belong to one rank number."""
-    ranks = [p.rank for p, vote in zip(members, yes, strict=True) if vote.digest is not None]
-    return None if len(ranks) == len(set(ranks)) else not _apart(members, yes)
+def _are_alike(members: Sequence[Peer], digests: _Digests) -> bool | None:
+    """Whether no digests differ; None if no two digests belong to one rank number."""
+    ranks = [p.rank for p, digest in zip(members, digests, strict=True) if digest is not None]
+    return None if len(ranks) == len(set(ranks)) else not _apart(members, digests)
 
 
-def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:
+def _are_few(odd: Collection[Peer], members: Sequence[Peer], digests: _Digests) -> bool:
     """Whether the other ranks of each divergent rank's number agree and are more than half."""
     for rank in {peer.rank for peer in odd}:
-        held = {p: y.digest for p, y in zip(members, yes, strict=True) if p.rank == rank}
-        held = {peer: digest for peer, digest in held.items() if digest is not None}
+        taken = {p: d for p, d in zip(members, digests, strict=True) if p.rank == rank}
+        held = {peer: digest for peer, digest in taken.items() if digest is not None}
         rest = [digest for peer, digest in held.items() if peer not in odd]
         if len(set(rest)) != 1 or 2 * len(rest) <= len(held):
             return False

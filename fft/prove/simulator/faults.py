@@ -50,6 +50,7 @@ CHANCES: Mapping[str, str] = {
     "user_skips_early": "the user skips the step on one rank, before its reductions",
     "all_skip": "the user skips the step on all ranks",
     "corrupted": "a state changes that nobody was to change",
+    "flipped": "a gradient changes in the memory of one rank, after its reduction",
     "reformed": "a supervised group that lost a rank keeps the others, and gets another process",
 }
 """Kinds of faults that affect an action."""

@@ -109,6 +109,8 @@ class Whims:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"whims of {seed}")
+        self.flips = random.Random(f"flips of {seed}")
+        """Draws flipped gradients alone."""
         self._pace: dict[str, float] = {}
         """Group of an asynchronous job → the factor by which it is slower than others."""
 
@@ -503,6 +505,17 @@ class World:
         if not chance or self.is_calm or self.rng.random() >= chance:
             return False
         self.count(kind)
+        return True
+
+    def flips(self) -> bool:
+        """Draw whether a reduced gradient changes in the memory of a rank, and count it if so.
+
+        The chance is that of a corrupted state.
+        """
+        chance = self.setting.weather.chances.get("corrupted", 0.0)
+        if self.is_calm or self.whims.flips.random() >= chance:
+            return False
+        self.count("flipped")
         return True
 
     def body_fault(self) -> str | None:
@@ -1208,6 +1221,10 @@ class MainThread:
         # Select digests by step, so that a repeated step also has one.
         compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
+        if compares and not cause:
+            if self._world.flips():
+                self.bits = self.bits.flip(self._process.peer)
+            manifest = replace(manifest, fingerprint=self.bits.gradients)
         self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")

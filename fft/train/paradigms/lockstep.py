@@ -17,6 +17,7 @@ from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.lighthouse_vote import preconditions_of
+from fft.train.local_tensors import leaves_of
 from fft.train.paradigms.paradigm import Committed, Paradigm, SharedState, VotePrecondition
 from fft.train.rank_context import RankContext
 from fft.train.reducer import Reducer
@@ -62,6 +63,9 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     def has_edited(self) -> bool:
         return self._rank.state.updates.were_unscaled or self._rank.reductions.were_edited
+
+    def reduced(self) -> list[torch.Tensor]:
+        return [leaf for g in self._rank.state.updates.gradients() for leaf in leaves_of(g)]
 
     def must_skip(self, plan: StartTxn) -> bool:
         return self._rank.results.must_skip(plan, self._rank.state.updates)

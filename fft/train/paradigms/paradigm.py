@@ -170,6 +170,13 @@ class Paradigm(ABC, Generic[LoopT]):
         """Return whether the step function of the open txn has changed reduced gradients."""
 
     @abstractmethod
+    def reduced(self) -> list[torch.Tensor]:
+        """Return the local parts of what the commit of the open txn applies on this rank.
+
+        They are equal on ranks of one number.
+        """
+
+    @abstractmethod
     def must_skip(self, plan: StartTxn) -> bool:
         """Return whether the update of the open txn must be skipped on all ranks.
 

@@ -39,7 +39,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
 
 def _words(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     small: list[torch.Tensor] = []
-    for tensor in tensors:
+    for tensor in _dense(tensors):
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if data.numel() < _SMALL:
             small.append(data)
@@ -47,6 +47,15 @@ def _words(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield _as_words(data)
     for device in sorted({str(data.device) for data in small}):
         yield _as_words(torch.cat([data for data in small if str(data.device) == device]))
+
+
+def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors; of a sparse one, its indices and values."""
+    for tensor in tensors:
+        if tensor.is_sparse:
+            yield from (tensor.coalesce().indices(), tensor.coalesce().values())
+        else:
+            yield tensor
 
 
 def _as_words(data: torch.Tensor) -> torch.Tensor:

@@ -109,10 +109,12 @@ class Periodic(Lockstep):
     def has_edited(self) -> bool:
         return False  # no step function changes the shared state
 
+    def reduced(self) -> list[torch.Tensor]:
+        return [] if self.synchronizer is None else self.synchronizer.reduced()
+
     def must_skip(self, plan: StartTxn) -> bool:
         """See `Paradigm.must_skip`; the local steps were judged one by one."""
-        reduced = () if self.synchronizer is None else self.synchronizer.reduced()
-        return self._rank.results.refuses(plan, reduced)
+        return self._rank.results.refuses(plan, self.reduced())
 
     def digests_to_compare(self) -> None:
         """Compare nothing, because groups differ between two synchronizations."""

@@ -1,0 +1,141 @@
+"""Tests of gradients that a fault changes after their reduction: no commit applies them.
+
+Real groups run in threads over gloo. One bit of a gradient is flipped in the memory of one rank,
+which then votes like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from stage import Job, Member, Numbers, aborts, batch_of, job, parameters, records
+
+import fft
+from fft.errors import Diverged, FftError, GradientsDiffer, StepRetriesExceeded
+from fft.trace.blame import History
+
+STEPS, BAD = 6, 3
+QUICK = {"pause": 0.01}
+
+
+def _flip(tensor: torch.Tensor, bit: int = 12) -> None:
+    """Flip one bit of the first element, unseen by torch's version counters."""
+    tensor.data.view(torch.int32).reshape(-1)[0] ^= 1 << bit
+
+
+def _train(member: Member, is_wrong: Callable[[Member, int], bool]) -> None:
+    loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+    for txn in member.manager.transactions(loader, STEPS):
+        with txn:
+            x = batch_of(txn.batch)
+            member.model(x).sub(x.mean(1, keepdim=True)).square().mean().backward()
+            if is_wrong(member, txn.step):
+                _flip(member.model.first.weight.grad)
+
+
+def _run(made: Job, is_wrong: Callable[[Member, int], bool]) -> list[BaseException | None]:
+    given = {"check_replicas": 1, "timeouts": QUICK}
+    members = [made.member(str(g), **given) for g in range(made.groups)]
+    for member in members:
+        member.start(lambda member: _train(member, is_wrong))
+    for member in members:
+        member.end()
+    return [member.error for member in members]
+
+
+def test_flipped_gradient_of_two_groups_is_replayed_to_the_same_bits(tmp_path: Path) -> None:
+    left = [1]
+
+    def once(member: Member, step: int) -> bool:
+        is_due = member.group == "1" and step == BAD and bool(left[0])
+        left[0] -= is_due
+        return is_due
+
+    with job(tmp_path / "undisturbed", 2) as made:
+        assert _run(made, lambda member, step: False) == [None, None]
+        expected = [parameters(member.model) for member in made.members]
+        assert not aborts(made.traces)
+    with job(tmp_path / "flipped", 2) as made:
+        assert _run(made, once) == [None, None]
+        assert [parameters(member.model) for member in made.members] == expected
+        (abort,) = aborts(made.traces)
+        made.audit()
+    assert (abort["code"], abort["accused"], abort["step"]) == ("gradients_differ", [], BAD)
+    assert "0/0#1" in abort["cause"] and "1/0#1" in abort["cause"]
+
+
+def test_lasting_difference_between_two_groups_ends_both_and_names_neither(tmp_path: Path) -> None:
+    with job(tmp_path, 2) as made:
+        for error in _run(made, lambda member, step: member.group == "1" and step == BAD):
+            assert isinstance(error, StepRetriesExceeded), repr(error)
+            assert isinstance(error.__cause__, GradientsDiffer)
+            assert "the reduced gradients of replicas differ" in str(error)
+    found = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
+    assert len(found) == 8 and not any(r["accused"] for r in found)
+
+
+def test_odd_one_of_three_is_named_and_gives_up_while_the_others_continue(tmp_path: Path) -> None:
+    with job(tmp_path, 3) as made:
+        errors = _run(made, lambda member, step: member.group == "1" and step == BAD)
+        assert errors[0] is errors[2] is None
+        assert isinstance(errors[1], StepRetriesExceeded), repr(errors[1])
+        assert parameters(made.members[0].model) == parameters(made.members[2].model)
+        made.audit()
+    history = History()
+    wrong = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
+    for record in wrong:
+        history.take(record)
+    assert len(wrong) == 8
+    assert all(rollback.named == {("1", 0)} for rollback in history.run), "for the diagnosis"
+
+
+def test_flipped_parameter_ends_the_job_at_the_next_vote(tmp_path: Path) -> None:
+    """A majority of two does not exist, so no rank fetches."""
+
+    def work(member: Member) -> None:
+        def spoil() -> None:
+            if member.group == "1" and member.manager.current_step() == BAD:
+                _flip(member.model.first.weight)
+
+        member.manager.on_commit(spoil)
+        _train(member, lambda member, step: False)
+
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), check_replicas=1, digest="never") for g in range(2)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end()
+            assert isinstance(member.error, Diverged), repr(member.error)
+    assert max(r["step"] for r in records(tmp_path)) == BAD, "no step was committed after it"
+
+
+def test_gradients_changed_alike_by_all_groups_commit(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                member.model(batch_of(txn.batch)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(member.model.parameters(), 0.01)
+
+    with job(tmp_path, 2) as made:
+        made.run(work, check_replicas=1)
+        made.audit()
+    assert not aborts(tmp_path)
+
+
+def test_gradients_changed_by_the_batch_of_a_group_are_refused(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                x = batch_of(txn.batch)
+                member.model(x).square().mean().backward()
+                for parameter in member.model.parameters():
+                    parameter.grad.mul_(x.mean())
+
+    with job(tmp_path, 2) as made, pytest.raises(FftError, match="differs between the groups"):
+        made.run(work, check_replicas=1, timeouts=QUICK)
