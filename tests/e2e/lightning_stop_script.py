@@ -6,17 +6,22 @@ Run as a script: ``lightning_stop_script.py EPOCHS|stop DIR [CHECKPOINT]``.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_trainer import Regression, samples
 from torch.utils.data import DataLoader
 
 from fft.integrations.lightning import FFTStrategy
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 
 def main() -> None:
+    sys.path.append(str(EXAMPLES))
+    from lightning_trainer import Regression, samples
+
     how, folder, *checkpoint = sys.argv[1:]
     lightning.seed_everything(1)
     model = Regression()

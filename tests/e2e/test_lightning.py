@@ -153,10 +153,7 @@ def test_sharded_groups_under_faults_have_the_bits_of_an_undisturbed_run(tmp_pat
 
 
 @pytest.mark.long
-def test_early_stop_and_lightnings_own_checkpoint_have_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE.parent), *sys.path]))
+def test_early_stop_and_lightnings_own_checkpoint_have_the_same_bits(tmp_path: Path) -> None:
     found = {}
     checkpoint = [str(tmp_path / "1" / "last.ckpt")]
     for name, how, more in (("stop", "stop", []), ("1", "1", []), ("2", "2", checkpoint)):
