@@ -1,6 +1,6 @@
 """``fft timeline``: one offline page that shows a run, with a lane for each rank.
 
-Traces are read twice, block by block, and merged by time. What the page contains is bounded: if a
+Traces are read twice, block by block, and merged by time. The size of the page is bounded: if a
 run is long, the steps of a rank are merged into longer spans, and the newest events are kept.
 """
 
@@ -127,7 +127,7 @@ class Lane:
 
 
 class Waits:
-    """Who voted last, and how long the others waited for that vote."""
+    """The ranks that voted last, and how long the others waited for their votes."""
 
     def __init__(self) -> None:
         self.caused: dict[str, list[float]] = {}
