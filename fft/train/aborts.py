@@ -28,7 +28,7 @@ class _Hook(NamedTuple):
     name: str
 
 
-class _Hooks:
+class _Functions:
     """Functions of one kind, in the order in which they were added.
 
     Args:
@@ -70,7 +70,7 @@ class _Hooks:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Aborts(_Hooks):
+class Aborts(_Functions):
     """The user's aborts, which run on the engine's thread after FFT's own."""
 
     def __init__(self, job: Participation) -> None:
@@ -86,7 +86,7 @@ class Aborts(_Hooks):
                     logger.exception("the abort %s, added by on_abort, has failed", each.name)
 
 
-class HealthChecks(_Hooks):
+class HealthChecks(_Functions):
     """The user's health checks, which run on the main thread before this rank is admitted."""
 
     def __init__(self, job: Participation) -> None:
@@ -109,3 +109,10 @@ class HealthChecks(_Hooks):
                         f"rank {self._job.peer} leaves the job: its health check {each.name} "
                         f"failed: {text}"
                     ) from error
+
+
+class Hooks:
+    """The functions that a user has added to the rollbacks of one rank."""
+
+    def __init__(self, job: Participation) -> None:
+        self.aborts, self.checks = Aborts(job), HealthChecks(job)

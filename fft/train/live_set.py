@@ -31,7 +31,7 @@ class LiveSet:
 
     def __call__(self) -> LiveBlock:
         """Return a block, for ``with live() as members:``; see ``ManagerFFT.live``."""
-        return self.manager._parts.live.block(sys._getframe(1))
+        return self.manager._live.block(sys._getframe(1))
 
     def close(self) -> None:
         """Leave the live set. Idempotent."""

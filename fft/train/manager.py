@@ -33,7 +33,7 @@ from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.error_reports import QuietLogger
 from fft.train.lighthouse import init_torchft_manager
-from fft.train.live import LiveBlock
+from fft.train.live import LiveBlock, LiveBlocks
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
@@ -134,6 +134,7 @@ class ManagerFFT(TorchftInterface):
             self._torchft.quorum_future.set_result(None)
             self._torchft.logger = QuietLogger(self, self._torchft.logger)
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
+            self._live = LiveBlocks(self._parts.rank, self._parts.loop)
             peer = self._parts.job.peer
             self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
@@ -303,7 +304,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.aborts.add(function, limit_s)
+        self._parts.worker.hooks.aborts.add(function, limit_s)
 
     def health_check(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` before this rank joins the job, and after each rollback.
@@ -321,7 +322,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.checks.add(function, limit_s)
+        self._parts.worker.hooks.checks.add(function, limit_s)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
@@ -411,7 +412,7 @@ class ManagerFFT(TorchftInterface):
             StepRetriesExceeded: The block fails by the same error again and again on this rank.
             Drained: This replica group has left the job as asked.
         """
-        return self._parts.live.block(sys._getframe(1))
+        return self._live.block(sys._getframe(1))
 
     @property
     def me(self) -> Peer:

@@ -51,14 +51,12 @@ from fft.protocol.timeouts import bus_operation, timers
 from fft.trace.format import DIGESTS, UNREACHABLE
 from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
-from fft.train.aborts import Aborts
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.commits import CommitExecutor
 from fft.train.epoch_groups import EpochGroups
 from fft.train.error_reports import Reported
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
-from fft.train.live import LiveBlocks
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.participation import Participation
@@ -140,10 +138,8 @@ class Parts:
         self.voter = Voter(rank, self.healer)
         self.commits = CommitExecutor(rank)
         begin = partial(join, manager, self)
-        self.aborts = Aborts(self.job)
         self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
-        self.live = LiveBlocks(rank, self.loop)
 
     def hung(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -321,7 +317,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     parts.state.checkpoints.resume()
     config = _config(manager, parts)
     _refuse_unfit(parts)
-    parts.worker.checks.run()
+    parts.worker.hooks.checks.run()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)
@@ -498,7 +494,7 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
             parts.healer.exchange.interrupt()
-            parts.aborts.run()
+            parts.worker.hooks.aborts.run()
             parts.paradigm.interrupted(cause)  # the call may come from a failing engine
 
     def members_lost(self) -> None:

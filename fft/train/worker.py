@@ -20,7 +20,7 @@ from fft.messages.causes import NO_CAUSE
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Fault, Record
 from fft.protocol.main_thread import NO_FACTS
-from fft.train.aborts import HealthChecks
+from fft.train.aborts import Hooks
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
@@ -67,8 +67,7 @@ class Worker:
         self._reductions = rank.reductions
         self._healer, self._voter, self._leaving = healer, voter, leaving
         self._commits, self._join = commits, join
-        self.checks = HealthChecks(rank.job)
-        """The user's checks, before this rank is admitted to an epoch."""
+        self.hooks = Hooks(rank.job)
         self.has_reported = False
         """Whether the user called ``report_error`` in the running step function."""
         self.txn: StartTxn | None = None
@@ -282,7 +281,7 @@ class Worker:
             logger.error("%s This rank fetches the state", why)
             self._job.thread.lost, self._state.lost = why, TornState(why)
         with self._watchers.waiting():  # checks have limits of their own
-            self.checks.run()
+            self.hooks.checks.run()
         self._job.thread.restored(command)
 
     # --- the end of a txn ---
