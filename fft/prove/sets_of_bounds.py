@@ -251,6 +251,7 @@ ASYNC = (
     Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
     Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
     Bounds("skips", commits=1, faults=2, budget=budget("lose", "crash", "misfit", skip=2)),
+    Bounds("flipped", commits=1, faults=1, budget=budget("flip"), digests=True),
     Bounds("compared, missed", commits=1, faults=3, budget=budget("no", lose=2), digests=True),
     Bounds(
         "diverged",
