@@ -23,7 +23,7 @@ from torch import nn
 from fft.messages.protocol import Manifest, Peer, Vote
 from fft.protocol.equality import differing, gradient_digest, odd_ones
 from fft.train.state.fingerprint import fingerprint
-from fft.train.step_results import sum_of_squares
+from fft.train.step_results import are_finite, sum_of_squares
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "bit_flips.md"
 KINDS = (
@@ -105,7 +105,10 @@ class Job:
 
     def refuses(self) -> bool:
         """Whether any rank finds gradients that are not finite."""
-        return any(not sum_of_squares(rank.gradients()).isfinite() for rank in self.ranks)
+        return any(
+            not sum_of_squares(held).isfinite() and not are_finite(held)
+            for held in (rank.gradients() for rank in self.ranks)
+        )
 
     def votes(self) -> list[Vote]:
         """Return the votes of a step that compares the replicas."""

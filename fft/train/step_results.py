@@ -124,7 +124,7 @@ class ResultJudge:
         if self.on_nonfinite == "commit" or not tensors:
             return False
         norm = math.sqrt(float(sum_of_squares(tensors)))
-        is_finite = math.isfinite(norm) or _are_finite(tensors)
+        is_finite = math.isfinite(norm) or are_finite(tensors)
         return not is_finite and self._react_to_nonfinite(plan, norm)
 
     def _measure(self, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
@@ -134,7 +134,7 @@ class ResultJudge:
         if math.isfinite(norm):
             return norm, True
         # squares overflow before the elements do; all ranks of the group come here together
-        bad = torch.full_like(squares, not _are_finite(gradients))
+        bad = torch.full_like(squares, not are_finite(gradients))
         return norm, self._over_group(bad) == 0
 
     def _over_group(self, value: torch.Tensor) -> float:
@@ -178,7 +178,8 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no element is NaN or inf; exact, and slower than `sum_of_squares`."""
     return all(bool(torch.isfinite(v).all()) for each in tensors for v in _values(each))
 
 
