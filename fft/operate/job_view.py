@@ -21,7 +21,17 @@ from fft.messages.progress import (
     SpeedReport,
     TraceReport,
 )
-from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
+from fft.messages.protocol import (
+    BusMessage,
+    Death,
+    Drain,
+    Join,
+    Leave,
+    Peer,
+    Record,
+    Suspect,
+    plain_record,
+)
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
 from fft.trace.course import Course
 from fft.trace.format import progress_in_words
@@ -99,7 +109,7 @@ class JobModel:
             self._take_report(report)
         self.lost = ""
         for record in filter(None, (epoch, head)):
-            self.course.take(asdict(record), now)
+            self.course.take(plain_record(record), now)
         if epoch is not None:
             self._enter(epoch)
         if head is not None and (self.head is None or head.n >= self.head.n):
@@ -204,7 +214,7 @@ class JobModel:
         if self.head is not None and record.n <= self.head.n:
             return
         self.head = record
-        self.course.take(asdict(record), now)
+        self.course.take(plain_record(record), now)
         if record.kind == "epoch":
             self._enter(record)
             self._let_apart(record)

@@ -381,5 +381,5 @@ def _groups(record: Mapping[str, Any]) -> frozenset[str]:
     """Return the groups of the job after an epoch record; in an asynchronous job also those that
     compute by themselves."""
     inside = {entry["group"] for entry in record["members"]}
-    alone = {each["entry"]["group"] for each in record.get("standing") or ()}
+    alone = {entry["group"] for entry, *_ in record.get("standing") or ()}
     return frozenset(inside | alone)

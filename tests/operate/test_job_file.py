@@ -53,9 +53,10 @@ def test_job_that_has_ended_receives_no_request(tmp_path: Path) -> None:
     assert job.again() is None, "this process runs it"
     job.note_end("complete, at step 7 (exit status 0)")
     assert "has ended: complete, at step 7" in str(job.again())
-    result = CliRunner().invoke(app, ["drain", "1", str(tmp_path)])
+    cli = CliRunner(env={"FFT_TOKEN_FILE": None})  # restored afterwards; the commands set it
+    result = cli.invoke(app, ["drain", "1", str(tmp_path)])
     assert result.exit_code == 2
-    result = CliRunner().invoke(app, ["watch", str(tmp_path)])
+    result = cli.invoke(app, ["watch", str(tmp_path)])
     assert result.exit_code == 0 and f"fft report {tmp_path}" in result.stdout
 
 
