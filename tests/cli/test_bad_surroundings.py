@@ -54,6 +54,7 @@ def script(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
 def test_a_trace_directory_that_cannot_be(script: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()

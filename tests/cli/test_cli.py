@@ -110,6 +110,7 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
     assert not token.parent.exists()
 
 
+@pytest.mark.long
 def test_serve_without_a_lighthouse_announces_none() -> None:
     with started("serve", "--no-lighthouse", "--job", "mine") as process:
         line = first_line(process)
@@ -143,6 +144,7 @@ def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) ->
     assert found["none"] == "" and found["given"] == "http://other:1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
     with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
@@ -272,6 +274,7 @@ def test_a_killed_supervisor_leaves_no_child(children: Children, tmp_path: Path)
         assert children.all_gone()
 
 
+@pytest.mark.long
 def test_sigterm_drains_the_children_and_ends_well(children: Children, tmp_path: Path) -> None:
     arguments = run_arguments(children, tmp_path, plan(tmp_path))
     with started(*arguments, STAGE=children.path) as process:

@@ -47,6 +47,7 @@ def test_live_block_that_a_living_process_does_not_enter_is_refused(tmp_path: Pa
     assert "done 2" in waited and "done 2" in late
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_training_with_live_blocks_survives_kills(tmp_path: Path) -> None:
     killed, traces = kill_at_random(

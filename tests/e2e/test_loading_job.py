@@ -74,6 +74,7 @@ def train(member: Member, steps: int | None, trouble: Any = None, workers: int =
             member.consumed += indices
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_batch_norm_with_augmentation_in_workers_is_bit_equal_under_faults(tmp_path: Path) -> None:
     failed: set[tuple[str, int]] = set()

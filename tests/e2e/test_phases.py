@@ -146,6 +146,7 @@ def test_every_sample_is_consumed_once(runs: Path) -> None:
     assert sorted(seen) == sorted(list(range(64)) * 3)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_shows_how_long_a_transient_fault_costs(runs: Path) -> None:
     clean = _result(runs, "no-fault", "0", 0)["times"]

@@ -120,7 +120,7 @@ ODD: dict[str, tuple[str, Callable[[], Change], str]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", ODD)
 def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_path: Path) -> None:
     """The traces of the last stage are modified and linked anew."""

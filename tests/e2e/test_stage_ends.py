@@ -145,6 +145,7 @@ def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
     made.audit()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("skips", [([7], [7]), ([7], []), ([], [7])])
 def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
     skips: tuple[list[int], list[int]], tmp_path: Path

@@ -25,6 +25,7 @@ def in_time() -> float:
     return time.monotonic() + LIMIT_S
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chain", [checks.ON_PROCESSOR, checks.ON_ACCELERATOR])
 def test_the_digests_are_those_of_exact_arithmetic(chain: checks.Chain) -> None:
     numbers = np.arange(chain.size**2, dtype=np.int64)

@@ -60,6 +60,7 @@ def test_folding_by_the_names_of_groups_finds_the_same_states() -> None:
     assert (len(folded), len(settled)) == (len(other), len(other_settled))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kinds", [("torn",), ("fault",), ("drain",)])
 def test_hearing_quietly_first_reaches_the_same_ends(kinds: tuple[str, ...]) -> None:
     bounds = Bounds("small", commits=1, faults=1, budget=budget(*kinds))

@@ -75,7 +75,7 @@ SLOW = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     "mutant",
     [

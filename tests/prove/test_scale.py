@@ -79,6 +79,7 @@ def test_requests_of_one_participant_do_not_grow_with_the_job() -> None:
     assert many <= few * 1.1
 
 
+@pytest.mark.long
 def test_bytes_of_one_participant_grow_with_the_job_only_where_lists_are_read() -> None:
     def each(design: Design, name: str, groups: int = 16) -> float:
         small, large = phases(design, 4, 4)[name], phases(design, groups, 4)[name]

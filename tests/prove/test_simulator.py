@@ -65,6 +65,7 @@ def failures(batch: Batch) -> list[str]:
 # --- one seed, one life ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from fft.prove.simulator.run import live, run_seed\n"
@@ -260,6 +261,7 @@ def test_a_batch_in_processes_adds_up_to_the_same_as_in_one() -> None:
     assert one == two
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "invariant", [pytest.param("replicas_equal", marks=pytest.mark.long), "drain"]
 )

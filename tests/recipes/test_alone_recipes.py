@@ -285,7 +285,7 @@ def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> N
     _assert_same(run, clean, _parts(clean), str(fault))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "name",
@@ -460,6 +460,7 @@ def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_p
     assert f"0 commits in inner/{lost.name}" in report.render()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_path: Path) -> None:
     """The ranks' traces state that they have made the step of that commit."""

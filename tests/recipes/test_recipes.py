@@ -282,7 +282,7 @@ def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
         assert sum(losses[:2]) - sum(losses[-2:]) > 2 * recipe.falls_by, losses
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "again"),
@@ -314,6 +314,7 @@ def test_a_transient_fault_leaves_no_bit_changed(
             assert run.results[-1][place][what] == expected[what], f"{words}\n{what} of {place}"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [_marks(recipe, long=not recipe.kill) for recipe in RECIPES])
 def test_a_kill_leaves_no_bit_of_the_state_changed(stage: Stage, name: str) -> None:

@@ -175,6 +175,7 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
     job.close()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("incarnation", [1, 2])
 def test_truncated_trace_causes_no_violation_in_others(traces: Path, incarnation: int) -> None:
     """The gap may begin anywhere: the lost lines may be the only record of votes, barriers and

@@ -199,6 +199,7 @@ def notes(traces: Path, name: str) -> list[dict[str, Any]]:
     return [line["data"] for line in read_lines(traces) if line.get("note") == name]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loader", [Stream, lambda: fft.CursorLoader(data(), 4, seed=5)])
 def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
     loader: Any, tmp_path: Path
@@ -236,6 +237,7 @@ class Validated(Start):
         return (rate, self.plateau.state_dict(), *super().all())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("leaves", [False, True])
 def test_changes_made_after_a_commit_are_in_its_checkpoint(leaves: bool, tmp_path: Path) -> None:
     """A resumed job does not repeat them. ``leaves``: the loop is left by ``break``."""

@@ -41,6 +41,7 @@ def left(how: str, rounds: int, folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_at_no_bytecode_at_which_it_may_come_does_it_leave_anything(tmp_path: Path) -> None:
     asked = left("every", 0, tmp_path)
     assert {name for name, (_, leaks) in asked.items() if leaks} == set()
