@@ -76,8 +76,12 @@ class ManagerFFT(TorchftInterface):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names of the arguments, before Python misses one that is only misspelt."""
-        refuse_unknown(ManagerFFT.__init__, args, kwargs)
+        """Check the names of the arguments, before Python misses one that is only misspelt.
+
+        A subclass with a constructor of its own has arguments of its own.
+        """
+        if cls.__init__ is ManagerFFT.__init__:
+            refuse_unknown(ManagerFFT.__init__, args, kwargs)
         made: Self = super().__new__(cls)
         return made
 

@@ -52,3 +52,11 @@ def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     config = ManagerConfig()
     assert (config.progress_interval, config.membership) == (0.5, "lighthouse")
     assert ManagerConfig(progress_interval=2).progress_interval == 2.0
+
+
+def test_subclass_with_a_constructor_of_its_own_is_not_checked_for_the_managers_arguments() -> None:
+    class Simple(fft.ManagerFFT):
+        def __init__(self, answer: int) -> None:
+            self.answer = answer
+
+    assert Simple(42).answer == 42
