@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse
-from fft.messages.causes import NO_CAUSE, CauseCode
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import ENTRY, Peer, Record
 from fft.train import accelerator
@@ -58,7 +58,7 @@ class LiveBlocks:
             self._note("entered", place)
             following = self._worker.continue_epoch()
             if not isinstance(following, StartTxn):
-                raise self._failure(following, place)
+                raise self._failure(*self._rolled_back(following), place)
         except BaseException:
             self._close()
             raise
@@ -115,7 +115,7 @@ class LiveBlocks:
         """End the block: it commits, or raises on all members.
 
         Args:
-            place: Of the block.
+            place: The place of the block in the code.
             error: The exception that left the block, or None.
 
         Raises:
@@ -133,7 +133,9 @@ class LiveBlocks:
             else:
                 self._report(error)
             if error is None or isinstance(error, (Exception, Interrupted)):
-                raise self._failure(self._worker.continue_epoch(), place) from error
+                raise self._failure(
+                    *self._rolled_back(self._worker.continue_epoch()), place
+                ) from error
         finally:
             self._close()
 
@@ -155,11 +157,18 @@ class LiveBlocks:
         elif not isinstance(error, Interrupted):
             self._manager.report_error(RuntimeError(f"{type(error).__name__} left a live block"))
 
-    def _failure(self, following: StartTxn | Record | None, place: str) -> LiveBlockFailed:
-        """Return the error for a block that was rolled back before ``following``."""
+    def _rolled_back(self, following: StartTxn | Record | None) -> tuple[Record, Cause]:
+        """Return the record of the next epoch, and take the cause of the rollback before it.
+
+        Raises Drained if no epoch follows.
+        """
         if not isinstance(following, Record):
             raise Drained("this replica group has drained")
         cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
+        return following, cause
+
+    def _failure(self, following: Record, cause: Cause, place: str) -> LiveBlockFailed:
+        """Return the error for a block that ``cause`` rolled back before ``following``."""
         gone = [peer for peer in self._members if peer not in following.peer_set]
         failed = tuple(sorted({*gone, *cause.accused}))
         self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
@@ -199,10 +208,7 @@ class LiveBlocks:
 
     def _refuse_disorder(self, place: str, members: tuple[Peer, ...]) -> None:
         """Raise LiveBlockMisuse if other members did not enter this block, although they live."""
-        following = self._worker.continue_epoch()
-        if not isinstance(following, Record):
-            raise Drained("this replica group has drained")
-        cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
+        _, cause = self._rolled_back(self._worker.continue_epoch())
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.NO_DECISION:
