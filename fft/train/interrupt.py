@@ -35,7 +35,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -138,12 +138,14 @@ class Interrupter:
         return not self._closed and signal.getsignal(self._number) != self._handle
 
     @guarded
-    def enter(self) -> None:
-        """Open a step function."""
+    def enter(self, is_superseded: Callable[[], bool] = lambda: False) -> None:
+        """Open a step function; interrupt it if it was rolled back before it began."""
         with self._changed:
             self._cause, self._raised = None, None
             self._open = threading.get_ident() == self._main
             self._body, self._seen, self._stays = owner(sys._getframe()), None, 0
+        if is_superseded():
+            self.request("rolled back before it began")
 
     @guarded
     def leave(self) -> bool:

@@ -71,11 +71,8 @@ class LiveBlocks:
         if self._watchers.monitor is not None:
             self._watchers.monitor.pulse.atomic.__enter__()  # a block has no usual duration
         interrupter, engine = self._watchers.interrupter, self._job.engine
-        if interrupter is None or engine is None:
-            return
-        interrupter.enter()
-        if engine.superseded():
-            interrupter.request("rolled back before it began")
+        if interrupter is not None and engine is not None:
+            interrupter.enter(engine.superseded)
 
     @guarded
     def close_body(self) -> None:

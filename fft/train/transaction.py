@@ -347,9 +347,7 @@ class TransactionLoop:
                 "before the first transaction; FFT then calls it for signals that are not FFT's",
                 interrupter.signal_name,
             )
-        interrupter.enter()
-        if engine.superseded():  # rolled back before there was anything to unwind
-            interrupter.request("rolled back before it began")
+        interrupter.enter(engine.superseded)
 
     @guarded
     def exit_step(self) -> None:
