@@ -42,7 +42,7 @@ def test_data_that_end_with_a_skipped_step_end_the_job(
 ) -> None:
     """No group leaves with a skipped step, and no data are left."""
     plan = Plan(BATCHES, overflows=skips)
-    made = run(tmp_path, plan, groups, within=20.0)
+    made = run(tmp_path, plan, groups)
     steps = [BATCHES // groups - bool(skipped) for skipped in skips]
     assert plan.ends == {f"{g}.{stage}": steps[stage] for g in range(groups) for stage in range(2)}
     for stage, name in enumerate(("", "stage1")):
@@ -53,7 +53,7 @@ def test_data_that_end_with_a_skipped_step_end_the_job(
 
 def test_a_skipped_step_under_max_steps_is_made_with_another_batch(tmp_path: Path) -> None:
     plan = Plan(BATCHES, steps=(4, 4), overflows=([3], [3]))
-    made = run(tmp_path, plan, within=20.0)
+    made = run(tmp_path, plan)
     assert plan.ends == {"0.0": 4, "0.1": 4}
     assert sorted(slices(tmp_path)[0]) == list(range(5))
     made.audit()
@@ -117,7 +117,7 @@ def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_
     run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
     assert cursors(place)[7] == [7 * groups, 2 * groups]
     plan = Plan(32, steps=(7, 7))
-    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    made = run(tmp_path / "2", plan, groups, **kept(place))
     assert plan.ends == {f"{g}.{stage}": 7 for g in range(groups) for stage in range(2)}
     assert cursors(place)[7] == [7 * groups, 7 * groups]
     made.audit()
@@ -138,7 +138,7 @@ def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
             wait_until(lambda: (place / name_of(8)).exists(), "it is published")
 
     plan = Plan(32, steps=(12, 2), meanwhile=meanwhile)
-    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    made = run(tmp_path / "2", plan, groups, **kept(place))
     assert plan.ends == {f"{g}.{stage}": (12, 2)[stage] for g in range(groups) for stage in (0, 1)}
     for step in (8, 12):
         assert cursors(place)[step] == [step * groups, 2 * groups]
@@ -228,13 +228,16 @@ def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Pat
     assert {note["data"]["step"] for note in notes(traces, "checkpoint_begun")} == {6}
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
-    tmp_path: Path,
+    groups: int, tmp_path: Path
 ) -> None:
+    """This also holds for a later stage whose only group waits for data that will not come."""
     place = tmp_path / "checkpoints"
-    run(tmp_path / "1", Plan(32, steps=(4, 4)), 2, **kept(place))
+    run(tmp_path / "1", Plan(32, steps=(4, 4)), groups, **kept(place))
     before = cursors(place)
-    run(tmp_path / "2", Plan(32, steps=(4, 4)), 2, within=20.0, **kept(place))
+    run(tmp_path / "2", Plan(32, steps=(4, 4)), groups, **kept(place))
+    assert not notes(tmp_path / "2", "checkpoint_failed")
     assert cursors(place) == before
 
 

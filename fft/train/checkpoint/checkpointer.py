@@ -200,10 +200,10 @@ class Checkpointer(CheckpointHooks):
         left = self._job.peer.group in leavers(local) or bool(staying(local, self._job.peer))
         if left or local.epoch is None or at.lineage != local.head.lineage:
             return  # others continue, or this rank does not hold the newest state
-        self._has_ended = True
-        self.before_change()
         record = replace(at, last=True)
         if (named := self._due.left_alone(record)) is not None:
+            self._has_ended = True
+            self.before_change()
             alone = replace(local.epoch, members=(GroupEntry(self._job.peer.group, "", ()),))
             self._begin(self._attempt(named, record, alone))
 
