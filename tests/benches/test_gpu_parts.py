@@ -171,8 +171,8 @@ def test_two_ranks_that_have_tried_nothing_are_not_well(
 ) -> None:
     def ended(setting: Setting, way: str, trial: str, ring: str) -> nccl_pair.Ended:
         if trial == "connects":
-            return nccl_pair.Ended([0, 0], [], connects)
-        return nccl_pair.Ended([0, 0], tried, "")
+            return nccl_pair.Ended([0, 0], [], connects, connects == REFUSED)
+        return nccl_pair.Ended([0, 0], tried, "", False)
 
     monkeypatch.setattr(nccl_pair, "_run", ended)
     nccl_pair.run(Pen(tmp_path / "found", "nccl_pair"), setting(tmp_path))

@@ -72,6 +72,24 @@ def run(
 
     Raises ModuleNotFoundError if a package that the job's processes need is not installed.
     """
+    words = ["--device", setting.device, "--out", "{folder}", "--steps", str(steps)]
+    words += ["--small"] if setting.small else []
+    words += [part for key, value in options.items() for part in (f"--{key}", value)]
+    return run_script(setting, name, faults, TRAINER, words, ends_after_plan=not steps)
+
+
+def run_script(
+    setting: Setting,
+    name: str,
+    faults: list[dict[str, Any]],
+    script: Path,
+    arguments: list[str],
+    ends_after_plan: bool = False,
+) -> Ended:
+    """Run ``script`` in two groups with the faults, in a new folder ``{folder}``.
+
+    Raises ModuleNotFoundError if a package that the job's processes need is not installed.
+    """
     for room in ("fft.train.manager", "fft.launch.supervisor", "fft.cli.run"):
         importlib.import_module(room)
     folder = setting.folder / name
@@ -83,11 +101,9 @@ def run(
         plan = folder / "faults.json"
         plan.write_text(json.dumps({"faults": faults}))
         words += ["--faults", str(plan)]
-    if not steps:
+    if ends_after_plan:
         words += ["--stop-after-plan", "5"]
-    words += [str(TRAINER), "--device", setting.device, "--out", str(folder)]
-    words += ["--steps", str(steps), *(["--small"] if setting.small else [])]
-    words += [part for key, value in options.items() for part in (f"--{key}", value)]
+    words += [str(script), *(str(folder) if word == "{folder}" else word for word in arguments)]
     done = _fft(words, limit_s + 20)  # extra time to print the reason and to end all its processes
     audit = _fft(["audit", str(folder / "traces")], 60)
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]

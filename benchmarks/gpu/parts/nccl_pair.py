@@ -80,16 +80,13 @@ class Ended:
     findings: list[dict[str, Any]]
     text: str
     """The reason for which it did not reach its end; empty if it did."""
+    is_refused: bool
+    """Whether NCCL refuses this and reports so."""
 
     @property
     def holds(self) -> bool:
         """Whether both processes reached their end without a failure."""
         return not self.text and all(each["status"] != "failed" for each in self.findings)
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether NCCL refuses this and reports so."""
-        return any(word in self.text for word in _REFUSED)
 
 
 def _tell(pen: Pen, what: str, ended: Ended) -> None:
@@ -114,6 +111,7 @@ def _run(setting: Setting, way: str, trial: str, ring: str) -> Ended:
     logs = [folder / f"rank{rank}.txt" for rank in range(2)]
     limit_s = _TRIAL_S[trial] * (1 if setting.device == "cuda" else 2)
     limit_s = min(limit_s, setting.left())
+    words += ["--limit", str(limit_s)]
     codes = run_ranks(
         [[*words, "--rank", str(rank)] for rank in range(2)],
         [{"NCCL_DEBUG": "WARN", **os.environ, **env} for env in ways[way]],
@@ -124,7 +122,8 @@ def _run(setting: Setting, way: str, trial: str, ring: str) -> Ended:
     text = "" if codes == [0, 0] else f"exit codes {codes}: {_ends(logs)}"
     if None in codes:
         text = f"not over after {limit_s:.1f} s; {text}"
-    return Ended(codes, findings, text)
+    said = "".join(log.read_text(errors="replace") for log in logs)
+    return Ended(codes, findings, text, any(word in said for word in _REFUSED))
 
 
 def run_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.findings import Pen
+from benchmarks.gpu.part import STACKS_S
 from benchmarks.gpu.parts import nets
 from benchmarks.gpu.parts.rings import LIMIT, RINGS, GroupRing
 
@@ -28,7 +30,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--limit", type=float, required=True, metavar="S", help="then it is killed")
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(max(0.5, args.limit - STACKS_S))
     if args.device == "cuda":
         torch.cuda.set_device(0)
     store = dist.TCPStore("localhost", args.port, wait_for_workers=False, timeout=LIMIT)
@@ -113,6 +117,7 @@ class _Late:
 def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
     """Let rank 0 connect without rank 1: rank 0 is freed, and the next epoch works."""
     record = 10
+    _meet(store, "alone")  # the abort of the last group takes NCCL a second on rank 1
     if rank == 0:
         at: dict[str, float] = {}
         killer = threading.Thread(target=_abort_later, args=(ring, at))
