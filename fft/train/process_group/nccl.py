@@ -28,7 +28,7 @@ class ShardProcessGroupNCCL(ShardGroup):
     """The process group that FSDP2 shards over on GPUs; it is rebuilt under the model.
 
     Pass it as ``shard_pg=``. A process uses one device: call ``torch.cuda.set_device`` before the
-    manager is constructed. This class has not been run on a GPU yet.
+    manager is constructed.
 
     Args:
         timeout: Time limit for connecting. Ops have no limit of their own; a rollback ends them.
