@@ -3,12 +3,12 @@
 ``EngineCore`` owns a participant. It orders the events, passes each one to the protocol, traces the
 outcome and carries out the effects. It reads no clock, starts no thread and performs no I/O. The
 caller passes the time to ``step``, which returns each bus operation as a ``Call``. The caller
-passes the reply to the next ``step``, or the error to ``fail``. Requests to the process return at
-once, so they are plain calls of the injected ``Host`` and ``Slot``.
+passes the reply to the next ``step``, or the error to ``fail``. Requests to the process do not wait
+for other processes, so they are plain calls of the injected ``Host`` and ``Slot``.
 
-Replies from the bus are handled first, then expired timers, then queued events. Cleanup work runs
-only when the core is idle. Commands for the main thread (restore, heal, apply, start a txn) go to
-the slot, which holds the newest command.
+Replies from the bus are handled first. Then follow cleanup work, if no event is queued, expired
+timers, and queued events. Commands for the main thread (restore, heal, apply, start a txn, finish)
+go to the slot, which holds the newest command.
 
 To keep the load on the job bus low, records are sent without their member lists
 (``fft.messages.wire``). The ranks of a group first vote on a bus of their own. The last of them to
@@ -128,10 +128,14 @@ _Failed = (BusError, UnreadableMessage)
 
 
 class Host(Protocol):
-    """Callbacks into the process that the engine runs in. All of them return at once."""
+    """Callbacks into the process that the engine runs in.
+
+    None of them waits for another process. `abort_groups` runs the user's abort functions, each of
+    which has a time limit.
+    """
 
     def cancel_futures(self, cause: str) -> None:
-        """Fail every pending future of the txn."""
+        """Complete every pending future of the txn with its default, and let the step fail."""
 
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups of the epoch, which unblocks all threads in their collectives.

@@ -1,4 +1,4 @@
-"""Effects that the core requests from the engine, as pure data. They never cross the bus."""
+"""Effects that the participant emits and the engine carries out, as data. None crosses the bus."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ClearTimers:
 
 @dataclass(frozen=True)
 class CancelFutures:
-    """Fail every pending future of the txn with ``cause``."""
+    """Complete every pending future of the txn with its default; the step fails with ``cause``."""
 
     cause: str
 

@@ -231,7 +231,7 @@ class Join:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ack:
-    """The sender has stopped at ``token``: nothing that it started there can change state."""
+    """The sender knows that the txn of ``token`` has ended, and starts nothing more in it."""
 
     hello: Hello
     token: Token
@@ -240,7 +240,10 @@ class Ack:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ready:
-    """The sender is in the barrier of ``epoch``: its groups are rebuilt, its state is current."""
+    """The sender is in the barrier of ``epoch``: its groups are rebuilt.
+
+    Its state is current, or it still fetches the state while the others compute.
+    """
 
     peer: Peer
     epoch: int

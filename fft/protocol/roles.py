@@ -17,7 +17,7 @@ EngineRole = Literal[
     "last_commit",  # as committing, and this participant leaves with the commit
     "aborting",  # has proposed ABORT, which is not decided yet
     "rolling_back",  # ABORT is decided and the main thread unwinds
-    "healing",  # the next epoch is formed, process groups are rebuilt, state is fetched
+    "healing",  # the next epoch is being formed; process groups are rebuilt, state is fetched
     "apart",  # local: a group of the job computes outside every epoch until it asks to join
     "leaving",  # left the epoch with a commit, waits until the others have the next epoch
     "terminal",  # out

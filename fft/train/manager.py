@@ -1,7 +1,7 @@
 """``ManagerFFT``: torchft's Manager whose steps are transactions.
 
-This module constructs the manager and defines the methods that FFT adds to torchft's interface
-(`torchft_interface`). Its components (`parts`) do the work; the core implements the protocol.
+This module constructs the manager and defines its public methods beyond torchft's interface
+(`torchft_interface`). Its components (`parts`) do the work; `fft.protocol` decides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The components of a manager: their construction, joining the job, and shutdown.
 
-FFT's threads hold only weak references to the components, so they do not keep the manager alive.
+The engine's thread holds only weak references to the components. Other threads and `atexit` hold
+them until `shutdown`.
 """
 
 from __future__ import annotations

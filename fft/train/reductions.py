@@ -119,9 +119,9 @@ class TxnReductions:
         self._raise_failure()
 
     def raise_if_failed(self) -> None:
-        """Finish the reductions of the reducers.
+        """Forget the completed reductions of the reducers.
 
-        Raise TxnAborted if one failed in FFT's own loop.
+        Raises TxnAborted if one has failed in FFT's own loop.
         """
         self._works.clear()
         self._raise_failure()

@@ -1,6 +1,7 @@
-"""Overrides of methods of torchft's Manager, for loops that are written for torchft.
+"""Overrides of methods of torchft's Manager, and what FFT's reducers need from a manager.
 
-The components of the manager (`fft.train.parts`) implement them.
+Loops that are written for torchft call the former. The components of the manager
+(`fft.train.parts`) implement all of them.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         return self._parts.reductions.issue_for_reducer(tensor, layout, op)
 
     def raise_if_failed(self) -> None:
-        """Finish the reductions of a reducer. Raise TxnAborted if one failed in FFT's own loop."""
+        """Forget the completed reductions of a reducer; raise TxnAborted if one has failed."""
         self._parts.reductions.raise_if_failed()
 
     def wrap_future(

@@ -1,7 +1,7 @@
 """FFT's own loop: each transaction attempts one step, with the same batch until it commits.
 
-It runs on the main thread. This module checks what step functions do and classifies their failures;
-`fft.train.worker` votes and applies updates.
+It runs on the main thread. This module checks what step functions do and classifies their failures.
+`fft.train.voting` votes, and `fft.train.commits` applies updates.
 """
 
 from __future__ import annotations

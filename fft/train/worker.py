@@ -97,7 +97,7 @@ class Worker:
     # --- between two txns ---
 
     def begin(self, limit: Limit | None = None) -> StartTxn | None:
-        """Execute engine commands until a txn may start.
+        """Finish the last commit, start its checkpoint, and execute commands until a txn may start.
 
         Returns:
             The txn to run, or None if the job has ended for this rank.
@@ -296,6 +296,9 @@ class Worker:
     ) -> Apply | None:
         """Vote and wait for the decision.
 
+        A COMMIT is only accepted here; `CommitExecutor` executes it, as the update may run later.
+        After an ABORT the next `begin` restores the state.
+
         Args:
             skip: Vote to skip the optimizer step. One such vote makes all ranks skip it.
             last: Leave the job if this txn commits and is not skipped.
@@ -304,7 +307,7 @@ class Worker:
             block: The entry or the end of a live block, which is the whole txn; empty for a step.
 
         Returns:
-            The commit to apply, or None after a rollback.
+            The commit to apply, or None after an ABORT or the end of the job.
 
         Raises:
             TimeoutError: No decision within ``limit``. The vote remains cast; call again to wait.

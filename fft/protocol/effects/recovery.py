@@ -23,7 +23,7 @@ from fft.protocol.state import (
 
 @action
 def cancel_futures(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Fail the pending futures of the txn."""
+    """Complete the pending futures of the txn, whose step fails."""
     yield CancelFutures(s.cause.text)
 
 

@@ -50,7 +50,7 @@ def epoch_with_me(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def moved_on(s: Local, c: Config, event: Event) -> bool:
-    """The job is in a newer epoch without this participant, which is therefore fenced."""
+    """The record belongs to a newer epoch. Rows for an epoch with this participant come first."""
     record = record_of(event)
     return record is not None and record.epoch > s.token.epoch
 

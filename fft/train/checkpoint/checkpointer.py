@@ -1,4 +1,4 @@
-"""The main thread's part of durable checkpoints: decide when one is due, and bound its copy.
+"""The main thread's part of durable checkpoints: take the one that is due, and bound its copy.
 
 A checkpoint is due at the same commits on all ranks that have them (`due`). These are commits at
 an interval of steps or seconds, the last commit of a job, and the first commit after the loss of a

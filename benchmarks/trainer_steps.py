@@ -1,0 +1,164 @@
+"""The cost of a step of Hugging Face's Trainer and of Lightning's, on FFT and on their own DDP.
+
+``python -m benchmarks.trainer_steps [--reps N] [--write]``. Both systems of a framework train the
+GPT of 6 million parameters of `benchmarks.whole_step` in two processes, one thread each, in turn. A
+ratio is the median of the repetitions' own ratios.
+
+With ``worker`` it is one of the processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pages import fill, markdown, spread
+from benchmarks.whole_step import BATCH, GPT, SIZES, Clock, Windows, ratio
+
+STEPS = 60
+FRAMEWORKS = {"hf": "Hugging Face", "lightning": "Lightning"}
+SYSTEMS = ("ddp", "fft")
+LIMIT_S = 240
+PAGE = Path(__file__).parents[1] / "docs" / "whole_step.md"
+
+
+def train_hf(system: str, clock: Clock, out: Path) -> None:
+    """Train with Hugging Face's Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fft.integrations.huggingface import FFTTrainer
+
+    class Model(GPT):
+        def forward(self, text: torch.Tensor) -> Any:
+            return {"loss": super().forward(text)}
+
+    class Laps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.lap()
+
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=clock.steps,
+        per_device_train_batch_size=BATCH,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    kind = FFTTrainer if system == "fft" else Trainer
+    trainer = kind(
+        model=Model(*SIZES["6 M"]),
+        args=args,
+        train_dataset=Windows(),
+        data_collator=lambda samples: {"text": torch.stack(samples)},
+        callbacks=[Laps()],
+    )
+    trainer.train()
+
+
+def train_lightning(system: str, clock: Clock, out: Path) -> None:
+    """Train with Lightning's Trainer."""
+    import lightning
+
+    from fft.integrations.lightning import FFTStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT(*SIZES["6 M"])
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.lap()
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1 if system == "fft" else 2,
+        strategy=FFTStrategy() if system == "fft" else "ddp",
+        max_steps=clock.steps,
+        gradient_clip_val=1.0,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Windows(), batch_size=BATCH, shuffle=True))
+
+
+def work(framework: str, system: str, out: Path) -> None:
+    """Train in one process, and write its step times."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    clock = Clock(STEPS)
+    (train_hf if framework == "hf" else train_lightning)(system, clock, out)
+    process = os.environ["REPLICA_GROUP_ID" if system == "fft" else "RANK"]
+    (out / f"times-{process}.json").write_text(json.dumps(clock.steps_ms()))
+
+
+def repetition(framework: str, system: str) -> float:
+    """Return the median step in ms, of the slower process."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["worker", framework, system, folder]
+        if system == "fft":
+            command = ["-m", "fft.cli", "run", "--groups", "2", "--no-progress", "--no-lighthouse"]
+            command += ["--trace-dir", f"{folder}/traces", __file__, *own]
+        else:
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [__file__, *own]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(
+            [sys.executable, *command], env=env, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        files = sorted(Path(folder).glob("times-*.json"))
+        if done.returncode or len(files) != 2:
+            logs = "".join(p.read_text() for p in Path(folder).glob("traces/logs/*"))
+            raise RuntimeError(f"{framework} {system}: {done.stdout}{done.stderr}{logs}"[-4000:])
+        return max(statistics.median(json.loads(path.read_text())) for path in files)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        framework, system, out = sys.argv[2:]
+        work(framework, system, Path(out))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=FRAMEWORKS)
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
+    args = parser.parse_args()
+    rows = []
+    for framework in args.frameworks:
+        times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+        for rep in range(args.reps):
+            for system in SYSTEMS[:: 1 if rep % 2 else -1]:
+                times[system].append(repetition(framework, system))
+            print(
+                f"{framework} {rep + 1}: {[f'{s} {times[s][-1]:.1f}' for s in SYSTEMS]}", flush=True
+            )
+        cells = [spread(times[system]) for system in SYSTEMS]
+        rows.append([FRAMEWORKS[framework], *cells, ratio(times, "fft", "ddp")])
+    table = markdown(["trainer", "its DDP (ms)", "on FFT (ms)", "FFT / DDP"], rows)
+    print("\n".join(table))
+    if args.write:
+        fill(PAGE, "trainers", table)
+
+
+if __name__ == "__main__":
+    main()
