@@ -8,11 +8,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from datetime import datetime
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -66,6 +65,11 @@ _TRACE_DIR = Annotated[
 _PROGRESS = Annotated[bool, _option(_OUTPUT, "Show the running job.")]
 _TEE = Annotated[
     str, _option(_OUTPUT, "Show the output of first, all, none, or GROUP.RANK,…", metavar="RANKS")
+]
+
+_METRICS = Annotated[
+    str | None,
+    _option(_OUTPUT, "Serve figures to Prometheus; 0: a free port.", metavar="[HOST:]PORT"),
 ]
 
 _CHECKPOINT = Annotated[
@@ -272,6 +276,7 @@ def run(
     evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
     tee: _TEE = "first",
+    metrics: _METRICS = None,
     diagnose_after: _DIAGNOSE_AFTER = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
@@ -302,12 +307,29 @@ def run(
         options["checkpoint"] = _checkpointing(checkpoint, every, keep, resume)
         config = _config(options, join)
         serve = None if join else (bus, cluster, lighthouse)
-        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
         plan, traces = _plan(config), config.trace_dir
-        with held(config, join) as config:
+        with held(config, join) as config, _served(metrics) as follow:
+
+            def supervise(config: RunConfig, plan: FaultPlan) -> JobOutcome:
+                follow(config.trace_dir)
+                return _supervise(config, plan, progress, serve, interrupts)
+
             config = begun(config, join)
             verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
         _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
+
+
+@contextmanager
+def _served(address: str | None) -> Iterator[Callable[[Path], object]]:
+    """Serve figures at ``address``; yield a function that names the traces of a start."""
+    if address is None:
+        yield lambda folder: None
+        return
+    from fft.launch.metrics_process import MetricsProcess
+
+    with closing(MetricsProcess(address, _say)) as process:
+        _say(f"metrics for Prometheus: {process.url}")
+        yield process.follow
 
 
 def _config(options: Mapping[str, Any], join: bool) -> RunConfig:

@@ -257,6 +257,26 @@ def _records_of(path: Path, clocks: Clocks) -> Iterator[tuple[int, float, dict[s
             yield last, clocks.at(line), record
 
 
+def merged_lines(directory: Path) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
+    """Yield the transitions and notes of one scope in the order of time: time, file, line, text.
+
+    Reads the traces twice, block by block. Leaves out the notes of each step (``metrics`` and
+    ``consumed``), and does not check digests. Raises FftError if there is no trace.
+    """
+    paths = trace_files(directory)
+    clocks = clocks_of(paths)
+    return heapq.merge(*(_timed(path, clocks) for path in paths), key=lambda item: item[0])
+
+
+def _timed(path: Path, clocks: Clocks) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
+    for piece in TraceFile(path).pieces():
+        if b'"note":"metrics"' in piece or b'"note":"consumed"' in piece:
+            continue
+        line = parsed(piece)
+        if line is not None and line.get("kind") in ("transition", "note"):
+            yield clocks.at(line), path, line, piece.decode(errors="replace")
+
+
 def _with_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the readable lines of a trace whose event has a record."""
     for piece in TraceFile(path).pieces():

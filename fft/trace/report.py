@@ -25,10 +25,12 @@ from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course, Fault, plainly
+from fft.trace.figures import Figures, plain
 from fft.trace.format import REFUSED, scope_folders
 from fft.trace.read import (
     Clocks,
     Trace,
+    merged_lines,
     read_lines,
     read_trace,
     register_records,
@@ -155,6 +157,19 @@ def course_of(directory: str | Path) -> Course:
     return course
 
 
+def figures_of(directory: str | Path) -> Figures:
+    """Return the figures of one start of a job (`fft.trace.figures`)."""
+    found = Figures(course_of(directory))
+    for folder in scope_folders(Path(directory)):
+        for at, _, line, _ in merged_lines(folder):
+            found.take(line, at, folder.name)
+            if "note" in line:
+                rank = f"{line['group']}/{line['rank']}"
+                found.checkpoints.take(rank, line["note"], line["data"])
+    found.end()
+    return found
+
+
 def _first_goal(path: Path) -> Goal | None:
     """Return the planned end in the first note of FFT's own loop."""
     with path.open("rb") as file:
@@ -278,7 +293,8 @@ def change_lines(found: Iterable[Incident], course: Course) -> list[str]:
 
 def full_report(directory: str | Path) -> dict[str, Any]:
     """Return everything that ``fft report`` shows as plain data."""
-    course, found = course_of(directory), incidents(directory)
+    figures, found = figures_of(directory), incidents(directory)
+    course = figures.course
     by_number = {fault.n: fault for fault in course.faults}
     faults = []
     for incident in found:
@@ -294,6 +310,7 @@ def full_report(directory: str | Path) -> dict[str, Any]:
     return {
         "directory": str(directory),
         **summary(course),
+        "figures": plain(figures),
         "goal": asdict(course.goal),
         "incidents": faults,
         "changes": [{"step": change.step, "text": change.text} for change in course.changes],

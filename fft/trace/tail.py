@@ -24,6 +24,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
+from fft.trace.figures import Figures
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
 from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
 
@@ -181,9 +182,20 @@ class JobView:
 class TraceTail:
     """A reader that follows all trace files of a directory; `poll` takes in what was appended."""
 
-    def __init__(self, directory: Path, begun: int = 0) -> None:
-        """Open no file yet. ``begun``: as in `JobView`."""
+    def __init__(self, directory: Path, begun: int = 0, with_figures: bool = False) -> None:
+        """Open no file yet.
+
+        Args:
+            begun: As in `JobView`.
+            with_figures: Keep `figures`, too.
+        """
         self.view = JobView(begun=begun)
+        self.figures: Figures | None = None
+        """The figures of the job, from its beginning."""
+        if with_figures:
+            self.figures = Figures(self.view.course, self.view.checkpoints)
+        self._lines: list[tuple[float, str, dict[str, Any]]] = []
+        """Time, scope and record of each line that was read in this poll, for the figures."""
         self._directory = directory
         self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
         self._rest: dict[str, bytes] = {}
@@ -218,6 +230,11 @@ class TraceTail:
             with suppress(LookupError, TypeError):  # a record that cannot be read is skipped
                 self.view.course.take(record, at)
         self._records.clear()
+        for at, scope, each in sorted(self._lines, key=lambda timed: timed[0]):
+            with suppress(LookupError, TypeError, AttributeError):  # a line that cannot be read
+                assert self.figures is not None
+                self.figures.take(each, at, scope)
+        self._lines.clear()
         return self.view
 
     def _let_go(self, name: str) -> None:
@@ -239,6 +256,9 @@ class TraceTail:
             return
         if not isinstance(record, dict):
             return
+        if self.figures is not None and isinstance(wall := record.get("wall"), int | float):
+            scope = str(key[1]) if name in self._of_stages else ""
+            self._lines.append((wall, scope, record))
         if name not in self._of_stages:  # The history is that of one register.
             newest = _mapping(_mapping(record.get("event")).get("record"))
             self.view.history.take(newest)

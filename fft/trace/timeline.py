@@ -6,10 +6,7 @@ run is long, the steps of a rank are merged into longer spans, and the newest ev
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +14,15 @@ from typing import Any
 from fft.errors import FftError
 from fft.trace.course import Course, plainly
 from fft.trace.display import cost
+from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
-from fft.trace.read import Clocks, TraceFile, clocks_of, parsed, trace_files
+from fft.trace.read import merged_lines
 from fft.trace.report import course_of, summary, summary_lines
 
 _SPANS = 4000
 """Maximum number of spans of steps in a lane."""
 _EVENTS = 2000
 """Maximum number of events with their trace lines on the page."""
-_OPEN = 64
-"""Transactions whose votes are compared at a time."""
 _LONGEST = 4000
 """Maximum characters of a trace line on the page."""
 _PAGE = Path(__file__).with_name("timeline.html")
@@ -126,36 +122,6 @@ class Lane:
             self.spans = merged
 
 
-class Waits:
-    """The ranks that voted last, and how long the others waited for their votes."""
-
-    def __init__(self) -> None:
-        self.caused: dict[str, list[float]] = {}
-        """Rank → the number of transactions in which it voted last, and the seconds of waiting
-        that this caused, over all other ranks."""
-        self._votes: OrderedDict[tuple[int, int], list[tuple[float, str]]] = OrderedDict()
-
-    def vote(self, token: tuple[int, int], at: float, rank: str) -> None:
-        """Take a YES."""
-        self._votes.setdefault(token, []).append((at, rank))
-        if len(self._votes) > _OPEN:
-            self._judge(self._votes.popitem(last=False)[1])
-
-    def end(self) -> None:
-        """Judge the transactions that are still open."""
-        for votes in self._votes.values():
-            self._judge(votes)
-        self._votes.clear()
-
-    def _judge(self, votes: list[tuple[float, str]]) -> None:
-        if len(votes) < 2:
-            return
-        latest, rank = max(votes)
-        told = self.caused.setdefault(rank, [0, 0.0])
-        told[0] += 1
-        told[1] += sum(latest - at for at, _ in votes)
-
-
 class Timeline:
     """Everything on the page, collected from the lines of a run in the order of time."""
 
@@ -164,7 +130,7 @@ class Timeline:
         self.events: list[dict[str, Any]] = []
         self.left_out = 0
         """Number of events that found no room."""
-        self.waits = Waits()
+        self.figures = Figures()
         self._open: dict[str, tuple[float, str, int, int]] = {}
         """Lane → start, kind, step and line of the open span."""
 
@@ -176,8 +142,7 @@ class Timeline:
                 self._event(lane, name, path, line, at, text)
             return
         event, roles = line.get("event") or {}, line.get("roles")
-        if event.get("type") == "prepared" and event.get("yes"):
-            self.waits.vote(tuple(event["token"]), at, lane)
+        self.figures.take(line, at, path.rpartition("/")[0])
         if event.get("type") == "healed" and event.get("bytes"):
             name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
             self._event(lane, name, path, line, at, text)
@@ -217,11 +182,8 @@ def timeline_of(directory: Path) -> tuple[Timeline, Course]:
     """Read a run. Raises FftError if there is no trace."""
     found = Timeline()
     for folder in scope_folders(directory):
-        paths = trace_files(folder)
-        clocks = clocks_of(paths)
         ends: dict[str, tuple[str, float]] = {}
-        merged = heapq.merge(*(_lines(path, clocks) for path in paths), key=lambda item: item[0])
-        for at, path, line, text in merged:
+        for at, path, line, text in merged_lines(folder):
             lane = f"{line['group']}/{line['rank']}"
             if lane in ends and ends[lane][0] != path.name:
                 found.end(lane, ends[lane][1])  # another process has taken the place
@@ -229,18 +191,8 @@ def timeline_of(directory: Path) -> tuple[Timeline, Course]:
             found.take(str(path.relative_to(directory)), line, at, text)
         for lane, (_, at) in ends.items():
             found.end(lane, at)
-        found.waits.end()
+    found.figures.end()
     return found, course_of(directory)
-
-
-def _lines(path: Path, clocks: Clocks) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
-    """Yield the lines of a trace that the page may need."""
-    for piece in TraceFile(path).pieces():
-        if b'"note":"metrics"' in piece or b'"note":"consumed"' in piece:
-            continue
-        line = parsed(piece)
-        if line is not None and line.get("kind") in ("transition", "note"):
-            yield clocks.at(line), path, line, piece.decode(errors="replace")
 
 
 def page(directory: Path) -> str:
@@ -285,7 +237,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         for fault in course.faults[-_EVENTS:]
     ]
     events = [{**event, "at": event["at"] - zero} for event in found.events]
-    waits = sorted(found.waits.caused.items(), key=lambda item: -item[1][1])[:20]
+    waits = sorted(found.figures.caused.items(), key=lambda item: -item[1][1])[:20]
     return {
         "directory": str(directory),
         "summary": summary_lines(course),
@@ -296,7 +248,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         "changes": [[each.at - zero, each.step, each.text] for each in course.changes[-_EVENTS:]],
         "events": events,
         "left_out": found.left_out,
-        "waits": [[rank, int(count), seconds] for rank, (count, seconds) in waits],
+        "waits": [["/".join(rank), count, seconds] for rank, (count, seconds) in waits],
     }
 
 
