@@ -13,6 +13,7 @@ from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fft.messages.identities import Peer
+    from fft.train import health_checks as health_checks
     from fft.train.checkpoint.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
@@ -74,13 +75,16 @@ __all__ = [
     "StreamLoader",
     "Transaction",
     "errors",
+    "health_checks",
     "live_set",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fft' has no attribute {name!r}")
     import importlib
 
+    if name == "health_checks":
+        return importlib.import_module("fft.train.health_checks")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

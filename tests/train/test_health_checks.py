@@ -1,0 +1,69 @@
+"""Tests of the ready-made health checks, on the devices of this machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import fft
+from fft.train import health_checks as checks
+
+
+def test_disk_check_compares_the_free_space(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    fft.health_checks.disk(tmp_path, free_gb=free / 2)()
+    with pytest.raises(RuntimeError, match="GB free, expected at least"):
+        fft.health_checks.disk(tmp_path, free_gb=2 * free + 1)()
+
+
+def test_memory_check_compares_the_available_memory() -> None:
+    free = checks.available_memory() / 1e9
+    fft.health_checks.memory(free_gb=free / 2)()
+    with pytest.raises(RuntimeError, match="of memory are free"):
+        fft.health_checks.memory(free_gb=2 * free)()
+
+
+@pytest.mark.parametrize("limit", ["max", "3000"])
+def test_memory_check_counts_the_limit_of_the_control_group(limit: str, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    available = checks.available_memory(tmp_path)
+    assert available == 2000 if limit == "3000" else available > 2000
+
+
+def test_interface_check_requires_a_link() -> None:
+    fft.health_checks.network_interface("lo")()
+    with pytest.raises(RuntimeError, match=r"no network interface 'ib7'; there are .*lo"):
+        fft.health_checks.network_interface("ib7")()
+
+
+def test_interface_check_names_an_interface_without_a_link() -> None:
+    down = [path.name for path in Path("/sys/class/net").iterdir() if not _has_link(path)]
+    if not down:
+        pytest.skip("every network interface of this machine has a link")
+    with pytest.raises(RuntimeError, match="has no link"):
+        fft.health_checks.network_interface(down[0])()
+
+
+def _has_link(place: Path) -> bool:
+    try:
+        return (place / "carrier").read_text().strip() == "1"
+    except OSError:
+        return False
+
+
+def test_device_check_computes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fft.health_checks.device("cpu")()
+    whole = torch.ones
+
+    def damaged(*size: int, **options: object) -> torch.Tensor:
+        made: torch.Tensor = whole(*size, **options)  # type: ignore[call-overload]
+        made[3, 5] += 1
+        return made
+
+    monkeypatch.setattr(torch, "ones", damaged)
+    with pytest.raises(RuntimeError, match="multiplies matrices incorrectly"):
+        fft.health_checks.device("cpu")()
