@@ -150,6 +150,10 @@ class GradientsDiffer(FftError):
     """Ranks that must have equal reduced gradients do not; the message names them."""
 
 
+class GradientsNotReproducible(FftError):
+    """Two computations of the same batch on this rank gave different gradients."""
+
+
 class ResultRefused(FftError):
     """A step was not committed, because ``on_nonfinite`` or a veto refuses its result.
 

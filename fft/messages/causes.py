@@ -35,6 +35,8 @@ class CauseCode(StrEnum):
     BLOCKS_DIFFER = "blocks_differ"
     GRADIENTS_DIFFER = "gradients_differ"
     REPLICAS_DIFFER = "replicas_differ"
+    NOT_REPRODUCIBLE = "not_reproducible"
+    RECOMPUTED = "recomputed"
     RESULT_REFUSED = "result_refused"
     RESULT_ENDS_JOB = "result_ends_job"
     SKIPPED = "skipped"
@@ -56,6 +58,7 @@ _OF_THE_PROPOSER = frozenset(
         CauseCode.STATE_LOST,
         CauseCode.EPOCH_FAILED,
         CauseCode.TOO_FEW_REDUCTIONS,
+        CauseCode.NOT_REPRODUCIBLE,
     }
 )
 

@@ -336,7 +336,7 @@ class Course:
         self.phases.append(Phase(record["epoch"], members, at, record["step"]))
 
     def _roll_back(self, record: Mapping[str, Any], at: float) -> None:
-        if record.get("skip"):
+        if record.get("skip") or record.get("code") == CauseCode.RECOMPUTED:
             return
         before = next((phase for phase in reversed(self.phases) if phase.rate is not None), None)
         cause, code = plainly(record.get("cause", "")), record.get("code", CauseCode.NONE)

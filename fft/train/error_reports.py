@@ -13,9 +13,16 @@ from typing import Any
 from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.errors
-from fft.errors import FftError, LiveBlockMisuse, NoLighthouseQuorum, ResultRefused
+from fft.errors import (
+    FftError,
+    GradientsNotReproducible,
+    LiveBlockMisuse,
+    NoLighthouseQuorum,
+    ResultRefused,
+)
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Finish
+from fft.train.recomputation import Recompute
 from fft.util.error_places import comes_from_peers, first_line, words_of
 
 _LONGEST = 500
@@ -73,6 +80,10 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
     """
     if isinstance(error, NoLighthouseQuorum):
         return CauseCode.NO_LIGHTHOUSE_QUORUM
+    if isinstance(error, Recompute):
+        return CauseCode.RECOMPUTED
+    if isinstance(error, GradientsNotReproducible):
+        return CauseCode.NOT_REPRODUCIBLE
     if isinstance(error, ResultRefused):
         return CauseCode.RESULT_ENDS_JOB if error.ends_job else CauseCode.RESULT_REFUSED
     return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own

@@ -63,6 +63,7 @@ from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.participation import Participation
 from fft.train.rank_context import RankContext
 from fft.train.rank_state import RankState
+from fft.train.recomputation import Recomputation
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, common_settings, monitor_config, refuse_other_settings
 from fft.train.state.transfer import StateTransfer
@@ -123,12 +124,15 @@ class Parts:
         self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone, address)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
-        self.reductions = TxnReductions(manager, self.watchers, self.injector)
+        recomputation = Recomputation(settings.config.recompute_every)
+        self.reductions = TxnReductions(manager, self.watchers, self.injector, recomputation)
         self.state = RankState(manager, self.injector, settings)
-        results = ResultJudge(self.job, self.groups, settings.config.on_nonfinite)
+        nonfinite = settings.config.on_nonfinite
+        results = ResultJudge(self.job, self.groups, recomputation, nonfinite)
         own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
         self.rank = rank = RankContext(manager, settings, limits, *own, results, self.injector)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
+        recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
             self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
@@ -425,6 +429,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
         on_nonfinite=parts.settings.config.on_nonfinite,
+        recompute_every=parts.settings.config.recompute_every,
         vetoes=len(parts.rank.results.vetoes),
         **parts.paradigm.common_settings(),
     )

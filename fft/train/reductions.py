@@ -22,6 +22,7 @@ from fft.errors import FftError, TxnAborted
 from fft.messages.protocol import Manifest
 from fft.train import accelerator
 from fft.train.injector import Injector
+from fft.train.recomputation import Recomputation
 from fft.train.reducer import Reducer
 from fft.train.watchers import Watchers
 
@@ -29,10 +30,17 @@ from fft.train.watchers import Watchers
 class TxnReductions:
     """The reductions of the current txn, and the reducers that issue them during backward."""
 
-    def __init__(self, manager: Manager, watchers: Watchers, injector: Injector | None) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        watchers: Watchers,
+        injector: Injector | None,
+        recomputation: Recomputation,
+    ) -> None:
         self._manager = manager
         self._watchers = watchers
         self._injector = injector
+        self._recomputation = recomputation
         self.raises = False
         """Whether a failed reduction raises in the step function; it does in FFT's own loop."""
         self.refused = ""
@@ -102,8 +110,13 @@ class TxnReductions:
             self._injector.at("during_allreduce")
         return work
 
-    def issue_for_reducer(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
+    def reduce_gradients(self, bucket: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue the reduction of a bucket; ``layout`` describes its gradients, for the manifest."""
+        self._recomputation.note(bucket, layout)
+        return self._issue_for_fft(bucket, layout, op)
+
+    def _issue_for_fft(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
+        """Issue a reduction that the user's code has not asked for."""
         by_hand = self.has_user_reductions
         work: Work = self._manager.allreduce(tensor, reduce_op=op)
         self.has_user_reductions = by_hand
@@ -115,7 +128,7 @@ class TxnReductions:
 
         It changes no gradient, so a joiner that fetches its state may take part.
         """
-        self.issue_for_reducer(tensor, "mean", ReduceOp.AVG).wait()
+        self._issue_for_fft(tensor, "mean", ReduceOp.AVG).wait()
         self._raise_failure()
 
     def raise_if_failed(self) -> None:

@@ -66,6 +66,11 @@ class ManagerConfig(BaseModel):
     there again. ``stop`` ends the job at once. ``skip`` consumes the batch without a step on all
     ranks. ``commit`` does not look. With a registered scaler, the scaler skips such steps instead.
     """
+    recompute_every: int = Field(0, ge=0)
+    """Interval in steps at which FFT's own loop computes a step twice and compares the gradients
+    before their reduction; 0 disables it. A rank that computes different gradients votes NO and is
+    accused. It costs about a step in each interval, and needs deterministic kernels. All groups
+    must have the same value."""
     learners: Learners = "auto"
     """Whether a joining group runs its first step function while it still fetches the state.
 

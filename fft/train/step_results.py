@@ -21,6 +21,7 @@ from fft.trace.format import REFUSED
 from fft.train.epoch_groups import EpochGroups
 from fft.train.local_tensors import leaves_of
 from fft.train.participation import Participation
+from fft.train.recomputation import Recomputation
 from fft.train.settings import OnNonfinite
 from fft.train.updates import Updates
 
@@ -61,12 +62,20 @@ class ResultJudge:
     """Judges the results of one rank's steps.
 
     Attributes:
+        recomputation: The comparison of two attempts at a step.
         on_nonfinite: The reaction to gradients that are not finite.
         vetoes: The user's functions, in the order of registration.
     """
 
-    def __init__(self, job: Participation, groups: EpochGroups, on_nonfinite: OnNonfinite) -> None:
+    def __init__(
+        self,
+        job: Participation,
+        groups: EpochGroups,
+        recomputation: Recomputation,
+        on_nonfinite: OnNonfinite,
+    ) -> None:
         self._job, self._groups = job, groups
+        self.recomputation = recomputation
         self.on_nonfinite = on_nonfinite
         self.vetoes: list[Veto] = []
         self._metrics: dict[str, float] = {}
@@ -79,9 +88,10 @@ class ResultJudge:
                 "call start_quorum() instead of should_commit() to skip a step on all groups"
             )
 
-    def begin(self) -> None:
+    def begin(self, plan: StartTxn) -> None:
         """Start a step function: it has logged nothing yet."""
         self._metrics.clear()
+        self.recomputation.begin(plan)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Keep metrics of the running step function for the vetoes."""
@@ -96,10 +106,11 @@ class ResultJudge:
             inner_step: Number of local steps since the last synchronization.
 
         Raises:
-            ResultRefused: The step must be rolled back.
+            ResultRefused, Recompute, GradientsNotReproducible: The step must be rolled back.
             FftError: A veto returned neither None nor a reaction.
             GroupAborted: A rollback came while the ranks of the group added up their norms.
         """
+        self.recomputation.compare()
         if updates.must_skip():
             return True
         gradients = updates.gradients()

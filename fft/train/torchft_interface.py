@@ -160,7 +160,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
         """All-reduce a bucket; ``layout`` describes its gradients for the manifest."""
-        return self._parts.reductions.issue_for_reducer(tensor, layout, op)
+        return self._parts.reductions.reduce_gradients(tensor, layout, op)
 
     def raise_if_failed(self) -> None:
         """Forget the completed reductions of a reducer; raise TxnAborted if one has failed."""

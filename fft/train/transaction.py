@@ -21,6 +21,7 @@ from fft.errors import (
     DeviceLost,
     FftError,
     GradientsDiffer,
+    GradientsNotReproducible,
     ResultRefused,
     TxnAborted,
     UnequalData,
@@ -193,7 +194,7 @@ class TransactionLoop:
 
     def stop(self) -> None:
         """See ``ManagerFFT.stop``."""
-        if not self.paradigm.can_stop:
+        if not self.paradigm.steps_together:
             raise FftError(
                 "manager.stop(): the groups of this spec are not at the same step, so that no step "
                 "is the last one of all; call manager.drain(), which leaves with the next commit"
@@ -245,6 +246,9 @@ class TransactionLoop:
         if cause.code == CauseCode.GRADIENTS_DIFFER:
             self._count_wrong_gradients(plan, cause)
             return
+        if cause.code == CauseCode.NOT_REPRODUCIBLE:
+            self._count_unlike_gradients(plan, cause)
+            return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
         elif cause.code == CauseCode.MANIFESTS_DIFFER:
@@ -274,6 +278,20 @@ class TransactionLoop:
             "help: either the memory or the device of a rank changes them, or the step function "
             "changes reduced gradients by something that differs between the groups, such as its "
             "batch"
+        ).with_traceback(traceback_of_caller())
+        failed = self.step_failures.failed
+        if (why := failed(plan.step, plan.members, error, most=_WRONG_GRADIENTS)) is not None:
+            self.job.note_error(error)
+            raise retries_exceeded(why, error) from error
+
+    def _count_unlike_gradients(self, plan: StartTxn, cause: Cause) -> None:
+        """Raise if this rank keeps computing different gradients from the same batch."""
+        if self.job.peer not in cause.accused:
+            return
+        error = GradientsNotReproducible(
+            f"step {plan.step} was not committed: {cause.finding}. Either the device or the memory "
+            "of this rank computes wrong numbers, or the step function is not deterministic: it "
+            "uses a clock, an unregistered random generator, or state that FFT does not restore"
         ).with_traceback(traceback_of_caller())
         failed = self.step_failures.failed
         if (why := failed(plan.step, plan.members, error, most=_WRONG_GRADIENTS)) is not None:
@@ -329,11 +347,11 @@ class TransactionLoop:
     # --- for Transaction ---
 
     @guarded
-    def enter_step(self) -> None:
+    def enter_step(self, plan: StartTxn) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
         self.worker.has_reported = False
         self._state.updates.begin_step()
-        self.results.begin()
+        self.results.begin(plan)
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine
@@ -601,7 +619,7 @@ class Transaction:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.enter_step()
+        self._loop.enter_step(self._plan)
         return self
 
     @guarded

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fft.errors import ResultRefused
+from fft.errors import GradientsNotReproducible, ResultRefused
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
@@ -23,6 +23,7 @@ from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
 from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
+from fft.train.recomputation import Recompute
 
 
 class Voter:
@@ -167,7 +168,7 @@ class Voter:
             return self._state.updates.must_skip()
         try:
             return self._state.paradigm.must_skip(plan)
-        except (ResultRefused, GroupAborted) as error:
+        except (ResultRefused, GradientsNotReproducible, Recompute, GroupAborted) as error:
             self._manager._torchft.errored = Reported(error)
             return False
 

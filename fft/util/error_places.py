@@ -36,7 +36,7 @@ _MAY_PASS = frozenset(
     {
         *("InDoubt", "Fenced", "NoEpoch", "NoLighthouseQuorum", "BusError", "TxnAborted"),
         *("GroupAborted", "InjectedFault", "ConnectionError", "TimeoutError", "DistError"),
-        *("AcceleratorError", "DeviceLost", "GradientsDiffer"),
+        *("AcceleratorError", "DeviceLost", "GradientsDiffer", "GradientsNotReproducible"),
     }
 )
 """Error classes that usually come from the machine, the network or peers, not from the script.

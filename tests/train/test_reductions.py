@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
 from fft.messages.protocol import Manifest
+from fft.train.recomputation import Recomputation
 from fft.train.reductions import ManifestBuilder, TxnReductions
 from fft.train.watchers import Watchers
 
@@ -22,7 +23,7 @@ def _as_it_is(future: Any, default: Any, timeout: Any) -> Any:
 
 def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> None:
     """The engine cancels on its own thread while the main thread may be reducing."""
-    reductions = TxnReductions(cast("Manager", None), Watchers(), None)
+    reductions = TxnReductions(cast("Manager", None), Watchers(), None, Recomputation(0))
     never: torch.futures.Future[int] = torch.futures.Future()
     before = reductions.wrap(_as_it_is, never, 1, None)
     assert not before.done()

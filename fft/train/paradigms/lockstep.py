@@ -28,7 +28,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     """All groups compute each step and average its gradients, in one txn of the job."""
 
     can_reform = True
-    can_stop = True
+    steps_together = True
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank

@@ -89,11 +89,12 @@ class Paradigm(ABC, Generic[LoopT]):
     Attributes:
         can_reform: Whether a group may continue with another process in the place of one that it
             has lost.
-        can_stop: Whether all ranks are at the same step, after which the script may stop the job.
+        steps_together: Whether all ranks of the job are at the same step, which `manager.stop` and
+            recomputation require.
     """
 
     can_reform: bool
-    can_stop: bool
+    steps_together: bool
 
     # --- the job ---
 

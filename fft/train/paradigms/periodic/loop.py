@@ -199,7 +199,7 @@ class JobsPart:
 
     @guarded
     def __enter__(self) -> Self:
-        self._loop.enter_step()
+        self._loop.enter_step(self._plan)
         return self
 
     @guarded

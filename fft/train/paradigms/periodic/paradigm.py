@@ -32,7 +32,7 @@ class Periodic(Lockstep):
     """
 
     can_reform = False
-    can_stop = False
+    steps_together = False
 
     def __init__(self, rank: RankContext) -> None:
         super().__init__(rank)

@@ -33,7 +33,7 @@ class AsyncPipeline(Pipelined):
     """
 
     can_reform = False
-    can_stop = False
+    steps_together = False
 
     def __init__(self, rank: RankContext, scope: StageScope) -> None:
         super().__init__(rank)

@@ -1,0 +1,174 @@
+"""Tests of steps that are computed twice: gradients that differ before their reduction are found.
+
+Real groups run in threads over gloo. A wrong gradient is a term that only some attempts add to the
+loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Job, Member, Numbers, aborts, batch_of, job, parameters
+
+import fft
+from fft.errors import ConfigError, GradientsNotReproducible, StepRetriesExceeded
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
+from fft.trace.run import Run
+from fft.train.recomputation import Recomputation, Recompute
+
+STEPS, EVERY = 5, 2
+DUE = [0, 2, 4]
+
+
+def train(made: Job, wrong: dict[int, Sequence[int]] | None = None, **settings: Any) -> None:
+    """Train all groups; group 1 computes the attempts ``wrong[step]`` with a wrong gradient."""
+    attempts: Counter[int] = Counter()
+
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                x = batch_of(txn.batch)
+                loss = member.model(x).sub(x.mean(1, keepdim=True)).square().mean()
+                if member.group == "1":
+                    attempts[txn.step] += 1
+                    if attempts[txn.step] in (wrong or {}).get(txn.step, ()):
+                        # the wrong bit is another one each time
+                        part = attempts[txn.step] * 1e-3
+                        loss = loss + part * sum(p.sum() for p in member.model.parameters())
+                loss.backward()
+
+    for group in range(made.groups):
+        made.member(str(group), recompute_every=EVERY, **settings)
+    for member in made.members:
+        member.start(work)
+    for member in made.members:
+        member.end()
+
+
+def final(made: Job) -> list[list[float]]:
+    """Return the parameters, which are equal on all groups without an error."""
+    assert not any(member.error for member in made.members), [m.error for m in made.members]
+    first, *others = [parameters(member.model) for member in made.members]
+    assert all(each == first for each in others)
+    return first
+
+
+def codes(made: Job) -> list[tuple[int, str, int]]:
+    """Return step, code and number of accused ranks of each rollback."""
+    return [(r["step"], r["code"], len(r["accused"])) for r in aborts(made.traces)]
+
+
+def undisturbed(folder: Path) -> list[list[float]]:
+    """Return the parameters after a run without recomputation."""
+    with job(folder, 2) as made:
+        made.run(lambda member: member.train(STEPS))
+        return final(made)
+
+
+def test_recomputed_steps_have_the_bits_of_a_run_without_and_are_no_faults(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path / "plain")
+    with job(tmp_path / "recomputed", 2) as made:
+        train(made)
+        assert final(made) == expected
+        assert sorted({(step, code) for step, code, _ in codes(made)}) == [
+            (step, "recomputed") for step in DUE
+        ]
+        made.audit()
+        assert not Run(made.traces).course.faults
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_one_wrong_gradient_is_found_before_the_commit_and_names_its_rank(
+    attempt: int, tmp_path: Path
+) -> None:
+    expected = undisturbed(tmp_path / "plain")
+    with job(tmp_path / "wrong", 2) as made:
+        train(made, {2: [attempt]})
+        assert final(made) == expected
+        (found,) = [r for r in aborts(made.traces) if r["code"] == "not_reproducible"]
+        assert found["step"] == 2 and [who[0] for who in found["accused"]] == ["1"]
+        made.audit()
+
+
+def test_rank_that_never_computes_the_same_gradient_gives_up_and_the_other_goes_on(
+    tmp_path: Path,
+) -> None:
+    with job(tmp_path, 2) as made:
+        train(made, {2: range(1, 100)})
+        good, bad = made.members
+        assert good.error is None and good.manager.current_step() == STEPS
+        assert isinstance(bad.error, StepRetriesExceeded)
+        assert isinstance(bad.error.__cause__, GradientsNotReproducible)
+        assert "not deterministic" in str(bad.error.__cause__)
+        made.audit()
+
+
+def test_recomputation_is_refused_where_groups_take_local_steps(tmp_path: Path) -> None:
+    with job(tmp_path, 1) as made, pytest.raises(ConfigError, match="recompute_every=2"):
+        made.member("0", recompute_every=EVERY, spec="local_sgd", register=False)
+
+
+# --- the comparison alone ---
+
+
+def plan(txn: int, members: tuple[str, ...] = ("0", "1")) -> StartTxn:
+    """Return attempt ``txn`` at step 4."""
+    index = members.index("0")
+    return StartTxn(Token(txn, 1), 4, "x", 8, index, len(members), members, 0)
+
+
+def attempt(of: Recomputation, at: StartTxn, *buckets: float) -> None:
+    """Compute an attempt whose buckets hold one value each."""
+    of.begin(at)
+    for number, value in enumerate(buckets):
+        of.note(torch.full((4,), value), f"bucket {number}")
+
+
+def test_attempt_that_was_cut_short_is_not_compared() -> None:
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0)
+    attempt(each, plan(2), 1.0, 2.0)
+    with pytest.raises(Recompute):
+        each.compare()
+    attempt(each, plan(3), 1.0, 2.0)
+    each.compare()
+
+
+def test_attempts_with_other_members_are_not_compared() -> None:
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0)
+    attempt(each, plan(2, ("0",)), 2.0)
+    with pytest.raises(Recompute):
+        each.compare()
+
+
+def test_attempts_that_differ_name_the_number_of_buckets() -> None:
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0, 2.0)
+    attempt(each, plan(2), 1.0, 3.0)
+    with pytest.raises(GradientsNotReproducible, match="1 of 2 buckets"):
+        each.compare()
+
+
+def test_kernels_that_may_vary_are_refused() -> None:
+    each = Recomputation(2)
+    each.begin(plan(1))
+    with pytest.raises(ConfigError, match="use_deterministic_algorithms"):
+        each.note(torch.empty(4, device="meta"), "a bucket")
+
+
+def test_attempt_equals_any_earlier_one() -> None:
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0)
+    attempt(each, plan(2), 3.0)
+    with pytest.raises(GradientsNotReproducible):
+        each.compare()
+    attempt(each, plan(3), 1.0)
+    each.compare()
