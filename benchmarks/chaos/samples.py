@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import psutil
@@ -55,13 +56,18 @@ class Sampler:
     """A sampler of the children of the process ``pid``, and of that process."""
 
     pid: int
-    worker: str
-    """Path of the training script, which identifies trainers."""
     _values: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     _places: dict[tuple[int, float], str | None] = field(default_factory=dict)
 
-    def sample(self, now: float, bus_keys: int) -> None:
-        """Take one sample of all processes at the wall-clock time ``now``, in seconds."""
+    def sample(self, now: float, bus_keys: int, trainers: Mapping[int, str]) -> None:
+        """Take one sample of all processes.
+
+        Args:
+            now: The wall-clock time in seconds.
+            bus_keys: Number of keys on the bus.
+            trainers: The trainers' places by process ID, from the job's records: a forked process
+                has the command line and the environment of its parent in /proc.
+        """
         self._values["the bus", "bus_keys"].append(bus_keys)
         try:
             root = psutil.Process(self.pid)
@@ -70,7 +76,7 @@ class Sampler:
             return
         for process in processes:
             try:
-                place = self._place(process)
+                place = self._place(process, trainers)
                 if place is None or now - process.create_time() < WARM_UP_S:
                     continue
                 with process.oneshot():
@@ -92,8 +98,10 @@ class Sampler:
             if len(values) >= LEAST
         ]
 
-    def _place(self, process: psutil.Process) -> str | None:
-        """Return the name of a process's place, or None for a short-lived process."""
+    def _place(self, process: psutil.Process, trainers: Mapping[int, str]) -> str | None:
+        """Return the name of a process's place, or None for any other process."""
+        if process.pid in trainers:
+            return f"trainer {trainers[process.pid]}"
         key = (process.pid, process.create_time())
         if key not in self._places:
             self._places[key] = self._name(process)
@@ -102,20 +110,10 @@ class Sampler:
     def _name(self, process: psutil.Process) -> str | None:
         if process.pid == self.pid:
             return "supervisor"
-        words = process.cmdline()
-        role = (
-            "trainer"
-            if self.worker in words
-            else "monitor"
-            if "fft.health.monitor" in words
-            else None
-        )
-        parent = process.parent()
-        is_forked = parent is not None and parent.pid != self.pid and parent.cmdline() == words
-        if role is None or is_forked:  # a forked one is a worker of a trainer's loader
+        if "fft.health.monitor" not in process.cmdline():
             return None
         env = process.environ()
-        return f"{role} {env.get('FFT_GROUP')}/{env.get('RANK')}"
+        return f"monitor {env.get('FFT_GROUP')}/{env.get('RANK')}"
 
 
 def _series(place: str, what: str, values: list[float]) -> Series:

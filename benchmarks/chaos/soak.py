@@ -116,7 +116,7 @@ def run(
     try:
         with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds, trainer) as job:
             job.settle("the whole job is at work", START_S)
-            sampler = Sampler(job.process.pid, str(job.script))
+            sampler = Sampler(job.process.pid)
             _Driver(job, soak, sampler, say).drive(seconds, seed)
             job.settle("the whole job is at work after the last fault")
             soak.series = sampler.series()
@@ -196,7 +196,13 @@ class _Driver:
         if self._job.whole_epoch() is None:
             return  # the number of connections depends on the number of processes
         keys = self._job.desk.bus.key_count(messages=False)
-        self._sampler.sample(time.time(), keys)
+        if (epoch := self._job.desk.job().epoch) is None:
+            return
+        entries = (*epoch.members, *(each.entry for each in epoch.standing))
+        trainers = {
+            rank.pid: f"{entry.group}/{rank.rank}" for entry in entries for rank in entry.ranks
+        }
+        self._sampler.sample(time.time(), keys, trainers)
 
 
 def with_drains(faults: Iterable[AnyFault]) -> Iterator[AnyFault]:
