@@ -49,6 +49,23 @@ def timeline(
     sys.stdout.write(f"open {out} in a browser\n")
 
 
+def export(
+    directory: Annotated[
+        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
+    ] = None,
+    otlp: Annotated[
+        str, typer.Option(help="Base URL of an OTLP/HTTP collector.", metavar="URL")
+    ] = "http://127.0.0.1:4318",
+) -> None:
+    """Send a run to an OpenTelemetry collector: spans of steps, rollbacks, transfers; figures."""
+    with plain_errors():
+        from fft.trace.otlp import export as send
+
+        folder = trace_folder(directory)
+        spans, figures = send(folder, otlp)
+    sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
+
+
 def report(
     directory: Annotated[
         Path | None,

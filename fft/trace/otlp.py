@@ -1,0 +1,262 @@
+"""``fft export --otlp``: send a run to an OTLP collector, from its trace files.
+
+Steps, rollbacks and transfers become spans with the times of the trace; the figures become metrics.
+Each batch is sent by this process before the next one is made, so nothing is dropped: a batch that
+the collector does not accept ends the export with an error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fft.errors import FftError
+from fft.protocol.roles import COMMITTING
+from fft.trace.course import plainly
+from fft.trace.figures import FIGURES, Figure, Figures
+from fft.trace.format import scope_folders
+from fft.trace.read import merged_lines
+from fft.trace.report import figures_of
+from fft.util.version import __version__
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.metrics import Observation
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExportResult
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+except ImportError as error:
+    raise FftError(
+        f"fft export --otlp needs OpenTelemetry ({error}): pip install 'fft-torch[otlp]'"
+    ) from error
+
+_BATCH = 512
+"""Least number of spans in a request."""
+_OPEN = 64
+"""Attempts of the job that are open at a time; their ranks end them at different times."""
+_BACK = {"aborting", "rolling_back"}
+
+
+# --- what happened, by the traces ---
+
+
+@dataclass
+class Happening:
+    """An attempt of a step, a rollback or a transfer on one rank. Times are in seconds."""
+
+    kind: str
+    rank: str
+    """``GROUP/RANK``."""
+    token: tuple[int, int]
+    """Epoch and number of the attempt."""
+    start: float
+    end: float = 0.0
+    voted: float | None = None
+    outcome: str = ""
+    """COMMIT or ABORT of a step; LOST if the process ended before that."""
+    facts: dict[str, str | int] = field(default_factory=dict)
+
+
+class Happenings:
+    """Finds what happened on each rank; `take` the lines of one scope in the order of time."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Happening] = {}
+        self._seen: dict[str, tuple[Path, float]] = {}
+        """Rank → file and time of its newest transition."""
+
+    def take(self, path: Path, line: dict[str, Any], at: float) -> Iterator[Happening]:
+        """Yield what a line has ended."""
+        if (roles := line.get("roles")) is None:
+            return
+        rank, event = f"{line['group']}/{line['rank']}", line.get("event") or {}
+        token = line["epoch"], line["txn"]
+        file, before = self._seen.get(rank, (path, at))
+        if file != path:  # another process has taken the place
+            yield from self._lost(rank, before)
+        self._seen[rank] = path, at
+        if event.get("type") == "healed" and event["bytes"]:
+            facts = {"fft.bytes": event["bytes"], "fft.source": event["source"]}
+            yield Happening("transfer", rank, token, before, at, facts=facts)
+        now = self._open.get(rank)
+        if now is not None and event.get("type") == "prepared" and event["yes"]:
+            now.voted = at
+            now.facts["fft.step"] = line["step"]  # a rank may have fetched the state meanwhile
+        if roles[0] == roles[1] or {*roles} <= _BACK:
+            return
+        if now is not None and roles[1] in COMMITTING:
+            now.outcome = "COMMIT"
+        elif now is not None and roles[1] != "voting":
+            now.end = at
+            if now.kind == "step":
+                now.outcome = now.outcome or "ABORT"
+            yield self._open.pop(rank)
+        if roles[1] == "training":
+            facts = {"fft.step": line["step"]}
+            self._open[rank] = Happening("step", rank, token, at, facts=facts)
+        elif roles[1] in _BACK:
+            cause = plainly(line.get("cause") or "")
+            facts = {"fft.cause": cause, "fft.cause_code": line.get("code") or "none"}
+            self._open[rank] = Happening("rollback", rank, token, at, facts=facts)
+
+    def end(self) -> Iterator[Happening]:
+        """Yield what had not ended when the traces end."""
+        for rank, (_, at) in self._seen.items():
+            yield from self._lost(rank, at)
+
+    def _lost(self, rank: str, at: float) -> Iterator[Happening]:
+        if (now := self._open.pop(rank, None)) is not None:
+            now.end, now.outcome = at, now.outcome or "LOST"
+            yield now
+
+
+def happenings(folder: Path) -> Iterator[Happening]:
+    """Yield what happened in one scope, in the order in which it ended."""
+    found = Happenings()
+    for at, path, line, _ in merged_lines(folder):
+        yield from found.take(path, line, at)
+    yield from found.end()
+
+
+# --- sending it ---
+
+
+class _Spans:
+    """The spans of one scope: one for each attempt of the job, with those of its ranks in it."""
+
+    def __init__(self, tracer: Any, send: Callable[[Any], None], scope: str) -> None:
+        self._tracer, self._send = tracer, send
+        self._scope = {"fft.scope": scope} if scope else {}
+        self._attempts: OrderedDict[tuple[int, int], list[Happening]] = OrderedDict()
+
+    def add(self, found: Happening) -> None:
+        """Take what happened in an attempt, and send the oldest attempt if many are open."""
+        self._attempts.setdefault(found.token, []).append(found)
+        if len(self._attempts) > _OPEN:
+            self._end(*self._attempts.popitem(last=False))
+
+    def end(self) -> None:
+        """Send the attempts that are left."""
+        while self._attempts:
+            self._end(*self._attempts.popitem(last=False))
+
+    def _end(self, token: tuple[int, int], parts: list[Happening]) -> None:
+        names = {"fft.epoch": token[0], "fft.txn": token[1], **self._scope}
+        start, end = min(part.start for part in parts), max(part.end for part in parts)
+        whole = self._tracer.start_span("attempt", start_time=_ns(start), attributes=names)
+        context = set_span_in_context(whole)
+        for part in parts:
+            self._send(self._part(part, context, names))
+            if part.kind == "step":
+                whole.set_attributes(part.facts)
+            if part.outcome in ("COMMIT", "ABORT"):  # not of a rank that was lost
+                whole.set_attribute("fft.outcome", part.outcome)
+        whole.end(_ns(end))
+        self._send(whole)
+
+    def _part(self, part: Happening, context: Any, names: dict[str, Any]) -> Any:
+        """Return the span of a rank."""
+        group, _, rank = part.rank.rpartition("/")
+        names = {**names, "fft.group": group, "fft.rank": int(rank), **part.facts}
+        if part.outcome:
+            names["fft.outcome"] = part.outcome
+        start = _ns(part.start)
+        span = self._tracer.start_span(part.kind, context, start_time=start, attributes=names)
+        if part.voted is not None:
+            span.add_event("vote", timestamp=_ns(part.voted))
+        if part.outcome not in ("", "COMMIT"):
+            span.set_status(Status(StatusCode.ERROR, part.outcome))
+        span.end(_ns(part.end))
+        return span
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+class _Sender:
+    """Sends spans in batches, and counts those that the collector has accepted."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._exporter = OTLPSpanExporter(endpoint=f"{url}/v1/traces")
+        self._waiting: list[Any] = []
+        self.sent = 0
+
+    def add(self, span: Any) -> None:
+        self._waiting.append(span)
+        if len(self._waiting) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the spans that wait. Raises FftError if the collector does not accept them."""
+        if not self._waiting:
+            return
+        if self._exporter.export(self._waiting) is not SpanExportResult.SUCCESS:
+            raise FftError(
+                f"{self._url}: the collector has accepted {self.sent} spans, and not the next "
+                f"{len(self._waiting)}; the log above has the reason. Export the run again"
+            )
+        self.sent += len(self._waiting)
+        self._waiting = []
+
+
+def _send_metrics(url: str, resource: Any, figures: Figures) -> int:
+    """Send the figures; return their number. Raises FftError if they are not accepted."""
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader], resource=resource)
+    meter = provider.get_meter("fft", __version__)
+    for figure in FIGURES:
+        is_counter = figure.kind == "counter"
+        make = meter.create_observable_counter if is_counter else meter.create_observable_gauge
+        make(f"fft.{figure.name}", [_observer(figure, figures)], description=figure.text)
+    data = reader.get_metrics_data()
+    sent = OTLPMetricExporter(endpoint=f"{url}/v1/metrics").export(data)
+    provider.shutdown()
+    if sent is not MetricExportResult.SUCCESS:
+        raise FftError(
+            f"{url}: the collector has not accepted the metrics; the log above has the reason"
+        )
+    return len(FIGURES)
+
+
+def _observer(figure: Figure, figures: Figures) -> Callable[[Any], list[Any]]:
+    def observe(_: Any) -> list[Any]:
+        values = figure.values(figures)
+        return [
+            Observation(value, dict(zip(figure.labels, of, strict=True))) for of, value in values
+        ]
+
+    return observe
+
+
+def export(directory: Path, url: str) -> tuple[int, int]:
+    """Send the run in ``directory`` to the collector at ``url``; return the spans and figures sent.
+
+    Args:
+        directory: The traces of one start of a job.
+        url: Base URL of the collector's OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``.
+            The variables ``OTEL_EXPORTER_OTLP_…`` set headers, certificates and timeouts.
+
+    Raises:
+        FftError: There is no trace, or the collector does not accept everything.
+    """
+    url = url.rstrip("/")
+    names = {"service.name": "fft", "service.instance.id": str(directory.resolve())}
+    resource = Resource.create(names)
+    sender = _Sender(url)
+    tracer = TracerProvider(resource=resource).get_tracer("fft", __version__)
+    for folder in scope_folders(directory):
+        spans = _Spans(tracer, sender.add, folder.name if folder != directory else "")
+        for found in happenings(folder):
+            spans.add(found)
+        spans.end()
+    sender.flush()
+    return sender.sent, _send_metrics(url, resource, figures_of(directory))
