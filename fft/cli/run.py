@@ -240,11 +240,11 @@ def serve(
     with_parent: _WITH_PARENT = False,
 ) -> None:
     """Serve bus and lighthouse until SIGINT, SIGTERM or SIGHUP, and print how to reach them."""
-    from fft.launch.services import handed_over, serve_forever, start_services
+    from fft.launch.services import SIGNALS, handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
 
     if with_parent:
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(SIGNALS)
     _calm_lighthouse()
     with plain_errors(), handed_over(token_file) as path:
         services = start_services(
@@ -457,7 +457,8 @@ def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:
     from fft.trace.starts import root_of
 
     folder = root_of(traces)
-    if serves or JobFile.read(folder) is None:
+    found = JobFile.read(folder)
+    if serves or found is None or found.settings.get("FFT_BUS") != reach["FFT_BUS"]:
         JobFile.of(traces, reach).write()
     sys.stderr.write(
         f"fft: to watch this job: fft watch {folder}; from another machine: {in_words(reach)}\n"

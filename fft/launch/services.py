@@ -26,7 +26,8 @@ from fft.errors import BusError, FftError
 from fft.util.remove_after_death import vanishing
 
 _FREE_S = 5.0  # maximum time until a lighthouse has released its port
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that end `serve_forever`, unless this process was started with them ignored."""
 T = TypeVar("T")
 
 
@@ -268,7 +269,7 @@ def serve_forever(services: Services, token_file: Path | None = None) -> None:
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         ended.set()
 
-    ends = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    ends = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
     previous: dict[int, Any] = {number: signal.signal(number, on_signal) for number in ends}
     previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

@@ -43,12 +43,18 @@ def ignore_warnings() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send ``number`` to this process when its parent ends.
+def end_with_parent(numbers: Sequence[signal.Signals]) -> None:
+    """Have the kernel send a signal to this process when its parent ends.
 
     The parent is the thread that started this process. Raises OSError if the kernel refuses.
+
+    Args:
+        numbers: The signal is the first of these that is not ignored, since a shell may start this
+            process with some ignored; if all are, it is SIGKILL.
     """
     parent = os.getppid()
+    heard = (number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
+    number = next(heard, signal.SIGKILL)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         error = ctypes.get_errno()

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fft.cli import app
+from fft.cli.run import _announce
 from fft.operate.client import OperatorError
 from fft.operate.job_file import NAME, JobFile, reach, refuse_ended, split_folder
 
@@ -58,6 +59,16 @@ def test_job_that_has_ended_receives_no_request(tmp_path: Path) -> None:
     assert result.exit_code == 2
     result = cli.invoke(app, ["watch", str(tmp_path)])
     assert result.exit_code == 0 and f"fft report {tmp_path}" in result.stdout
+
+
+def test_host_that_joins_renews_the_file_only_for_a_new_bus(tmp_path: Path) -> None:
+    started(tmp_path).note_end("drained before its end")
+    _announce(tmp_path, SETTINGS, serves=False)
+    assert (JobFile.read(tmp_path) or started(tmp_path)).ended, "another host has written it"
+    _announce(tmp_path, {"FFT_BUS": "tcp://127.0.0.1:2/job"}, serves=False)
+    found = JobFile.read(tmp_path)
+    assert found is not None
+    assert (found.settings["FFT_BUS"], found.ended) == ("tcp://127.0.0.1:2/job", "")
 
 
 def test_killed_supervisor_is_reported(tmp_path: Path) -> None:
