@@ -21,20 +21,27 @@ _GRACE_S = 10.0
 
 def drain(
     groups: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="GROUP… [DIR]", help="Replica groups, by name; then the job's trace directory."
         ),
-    ],
+    ] = None,
     bus: BusUrl = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait until they have left.")] = 60.0,
+    all_groups: Annotated[
+        bool, typer.Option("--all", help="All groups, which leave with one commit.")
+    ] = False,
 ) -> None:
     """Let groups leave a running job after a commit; no group rolls back for it."""
     from fft.operate.drain import drain as ask
     from fft.operate.job_file import split_folder
 
-    names, folder = split_folder(groups)
+    given = groups or []
+    if len(given) > 1 if all_groups else not given:
+        raise typer.BadParameter("expected names of groups, or --all and at most a directory")
+    names, folder = ([], next(map(Path, given), None)) if all_groups else split_folder(given)
     with job_client(bus, folder) as client:
+        names = names or sorted(client.job().groups)
         record = ask(client, names, wait)
     listed = ", ".join(names)
     sys.stdout.write(

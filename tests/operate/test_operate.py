@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from engine_job import LIMIT_S, EngineJob
 from rich.console import Console
+from typer.testing import CliRunner
 from waiting import wait_until
 
 from fft.bus import BusUnreachable, open_bus, open_job_bus, serve_tcp
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken
+from fft.cli import app
 from fft.health.hosts import ROLL, HostWatch, Process
 from fft.messages.commands import (
     Answer,
@@ -262,6 +264,22 @@ def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str
     assert record.kind == "commit" and record.leavers == ("1",)
     wait_until(lambda: job.members[1].ended is not None, "it has left")
     assert [m.restored for m in job.members] == [0, 0]
+
+
+def test_drain_of_all_groups_is_one_commit(
+    stack: ExitStack, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EngineJob(stack, memory, 2, 1).start()
+    job.train(2)
+    for member in job.members:
+        member.train(10_000)
+    monkeypatch.delenv("FFT_TOKEN", raising=False)
+    done = CliRunner().invoke(app, ["drain", "--all", "--bus", memory])
+    assert done.exit_code == 0 and done.stdout.startswith("group 0, 1 has left"), done.output
+    with open_bus(memory) as bus:
+        head = bus.read(HEAD)
+    assert head is not None and decode_packed(head).record.leavers == ("0", "1")
+    assert CliRunner().invoke(app, ["drain", "--bus", memory]).exit_code == 2
 
 
 def test_a_group_that_is_not_there_is_answered_with_those_that_are(
