@@ -129,15 +129,18 @@ class Answer:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Holder:
-    """The supervisor that claimed a group.
-
-    ``id`` names its inbox; ``free`` means that it has released the group.
-    """
+    """The supervisor that claimed a group."""
 
     id: Id
+    """Name of its inbox."""
     host: str
     pid: Count
     free: bool = False
+    """It has released the group."""
+    begun: Count = 0
+    """The step of the checkpoint that it began with."""
+    status: Count | None = None
+    """Its exit status, if it has ended in good order."""
     v: Literal[1] = 1
 
     def __str__(self) -> str:

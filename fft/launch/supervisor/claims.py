@@ -102,11 +102,30 @@ class Claims:
         """
         self._bus, self._wake, self._serves = bus, wake, serves
         self._me = Holder(fresh_id(), socket.gethostname(), os.getpid())
+        self.status: int | None = None
+        """Exit status of this supervisor, which `close` writes to the registers of its groups."""
         self._mine: dict[str, bytes] = {}
         """The groups claimed, with the values of their registers while this process holds them."""
         self._losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         self._inbox = f"supervisor/{self._me.id}"
         self._listener = bus.listen(self._inbox, self._hear, self._on_lost)
+
+    def begin(self, step: int) -> None:
+        """Name the step of the checkpoint that the job begins with, before groups are claimed."""
+        self._me = replace(self._me, begun=step)
+
+    def all_released(self, groups: Iterable[str]) -> bool:
+        """Return whether each of ``groups`` was claimed, and released by a supervisor that ended.
+
+        Raises:
+            BusError: The bus cannot be reached.
+            SupervisorError: A register cannot be read.
+        """
+        found = [(group, self._bus.read(holder_register(group))) for group in groups]
+        return all(
+            held is not None and self._holder(group, held).status is not None
+            for group, held in found
+        )
 
     def take(
         self, groups: Iterable[str], take_over: bool, is_asked: Callable[[], bool] = lambda: False
@@ -207,7 +226,7 @@ class Claims:
         self._listener.close()
         try:
             for group in list(self._mine):
-                self._release(group)
+                self._release(group, self.status)
             self._bus.delete(self._inbox)
         except BusError as error:  # the next claimant finds that this process is gone
             logger.warning("the claims of this job's groups stay on the bus: %s", error)
@@ -324,10 +343,10 @@ class Claims:
         word = encode_answer(Answer(claim.id, str(self._me), verdict, text))
         self._bus.send(answer_inbox(claim.id), word)
 
-    def _release(self, group: str) -> None:
+    def _release(self, group: str, status: int | None = None) -> None:
         held = self._mine.pop(group, None)
         if held is not None:
-            free = encode_holder(replace(self._me, free=True))
+            free = encode_holder(replace(self._me, free=True, status=status))
             self._bus.compare_set(holder_register(group), held, free)
 
     def _on_lost(self, error: BusError) -> None:

@@ -457,10 +457,11 @@ class Supervisor:
         try:
             self._links.open(self._services.bus_url)
             stops, takes_over = (lambda: self._ending.interrupted), self._config.take_over
+            self._links.claims.begin(self._config.resume_step or 0)
             self._links.claims.take(self._groups, takes_over, stops)
             if self._ending.interrupted:
                 text = "interrupted before anything was started"
-                return JobOutcome(True, (text,), status=ExitStatus.DRAINED)
+                return self._ended(JobOutcome(True, (text,), status=ExitStatus.DRAINED))
             self._launcher.open()
             for group in self._groups.values():
                 self._start(group)
@@ -476,9 +477,15 @@ class Supervisor:
             if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
             deaths = self._deaths.signatures(view) if lost else frozenset()
-            return replace(outcome, lost=lost, fired=frozenset(view.injected), deaths=deaths)
+            fired = frozenset(view.injected)
+            return self._ended(replace(outcome, lost=lost, fired=fired, deaths=deaths))
         finally:
             self._end()
+
+    def _ended(self, outcome: JobOutcome) -> JobOutcome:
+        """Have the claims of the groups name the exit status, from which `fft outcome` judges."""
+        self._links.claims.status = int(outcome.exit_status)
+        return outcome
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -830,13 +837,28 @@ class Supervisor:
         self._ending.look_over_at = now + _OVER_S
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
-        except (BusError, UnreadableMessage) as error:
+            have_all_ended = self._config.groups == 0 and self._have_others_ended()
+        except (BusError, UnreadableMessage, SupervisorError) as error:
             logger.warning("cannot see whether the job is over: %s", error)
             return
         if last is not None:
             self._end_who_waits(inside=last)
-        elif self._judgement.have_all_finished(self._tail.view, self._config.groups_in_all):
+        elif have_all_ended or self._judgement.have_all_finished(
+            self._tail.view, self._config.groups_in_all
+        ):
             self._end_who_waits(set())
+
+    def _have_others_ended(self) -> bool:
+        """Return whether no group runs here, and all supervisors of the other groups have ended.
+
+        Raises:
+            BusError: The bus cannot be reached.
+            SupervisorError: It cannot be read which supervisors there are.
+        """
+        if any(group.living or group.restart_at is not None for group in self._groups.values()):
+            return False
+        names = map(str, range(self._config.groups_in_all))
+        return self._links.claims.all_released(n for n in names if n not in self._groups)
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """End waiting processes of a job that is over, except the pids ``inside``, which leave."""
