@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from fft.cli import checkpoints, operate, prove, run, specs, traces
+from fft.cli import checkpoints, launch, operate, prove, run, specs, traces
 from fft.cli.shared import GroupedHelp
 from fft.launch.exit_status import IN_WORDS
 
@@ -25,6 +25,8 @@ app.command()(run.serve)
 app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(
     run.run
 )
+app.add_typer(launch.app, name="launch")
+app.command(epilog=IN_WORDS)(launch.outcome)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(traces.audit)
 app.command()(traces.report)

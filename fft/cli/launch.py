@@ -1,0 +1,119 @@
+"""The commands for schedulers: `fft launch slurm` submits a job, `fft outcome` judges its end."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fft.cli.run import own_folder
+from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
+from fft.train.checkpoint.plan import EVERY
+
+app = typer.Typer(help="Submit a job to a scheduler.", no_args_is_help=True)
+
+_SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
+_ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
+_GROUPS = Annotated[int, typer.Option(min=1, help="Replica groups.")]
+_RANKS = Annotated[int, typer.Option(min=1, help="Ranks per group.")]
+_NODES = Annotated[
+    int | None, typer.Option(min=1, help="Nodes for the groups. Default: one for each.")
+]
+_SPARE_NODES = Annotated[
+    int, typer.Option(min=0, help="More nodes, which take over groups of lost ones.")
+]
+_ARRAY = Annotated[bool, typer.Option("--array", help="Each group is a job of its own.")]
+_DIR = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir", metavar="DIR", help="Job's folder, on a shared disk. Default: runs/<time>."
+    ),
+]
+_CHECKPOINT = Annotated[
+    str | None,
+    typer.Option(metavar="DIR|URL", help="Place of checkpoints. Default: in the job's folder."),
+]
+_EVERY = Annotated[
+    str, typer.Option(metavar="INTERVAL", help="Between checkpoints: 100 (steps), 10m or 2h.")
+]
+_DRAIN = Annotated[float, typer.Option(min=1, metavar="S", help="Longest drain, in seconds.")]
+_SBATCH = Annotated[str, typer.Option(metavar="OPTIONS", help="More options of sbatch, quoted.")]
+_BUS_SBATCH = Annotated[
+    str | None,
+    typer.Option(metavar="OPTIONS", help="With --array: those of the bus. Default: the same."),
+]
+_RUN = Annotated[str, typer.Option(metavar="OPTIONS", help="More options of `fft run`, quoted.")]
+_PRINT = Annotated[bool, typer.Option("--print", help="Print the script, and submit nothing.")]
+
+
+@app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False})
+def slurm(
+    script: _SCRIPT,
+    arguments: _ARGUMENTS = None,
+    groups: _GROUPS = 1,
+    ranks: _RANKS = 1,
+    nodes: _NODES = None,
+    spare_nodes: _SPARE_NODES = 0,
+    array: _ARRAY = False,
+    folder: _DIR = None,
+    checkpoint: _CHECKPOINT = None,
+    every: _EVERY = EVERY,
+    drain_timeout: _DRAIN = 60.0,
+    sbatch: _SBATCH = "",
+    bus_sbatch: _BUS_SBATCH = None,
+    run: _RUN = "",
+    only_print: _PRINT = False,
+) -> None:
+    """Submit SCRIPT as a SLURM job that survives lost nodes and continues after its time limit.
+
+    The same command with the same --dir continues a job that has ended.
+    """
+    from fft.launch.placement import Placement
+    from fft.launch.slurm import SlurmError, SlurmJob, submit
+
+    with plain_errors():
+        if array and (nodes or spare_nodes):
+            raise SlurmError("--array gives each group a job: leave --nodes and --spare-nodes out")
+        if not script.is_file():
+            raise SlurmError(f"no script at {str(script)!r}; give the path of a Python file")
+        if folder is None and not only_print:
+            folder = own_folder(Path("runs"), f"{datetime.now():%Y%m%d-%H%M%S}")
+        place = (folder or Path("runs/<time>")).absolute()
+        job = SlurmJob(
+            placement=Placement(groups, ranks, nodes or groups, spare_nodes),
+            folder=place,
+            script=[str(script), *(arguments or [])],
+            checkpoint=["--checkpoint", checkpoint or str(place / "checkpoints"), "--every", every],
+            drain_timeout=drain_timeout,
+            sbatch=shlex.split(sbatch),
+            bus_sbatch=shlex.split(sbatch if bus_sbatch is None else bus_sbatch),
+            run=shlex.split(run),
+        )
+        if only_print:
+            scripts = [job.bus_script(), job.group_script()] if array else [job.batch_script()]
+            sys.stdout.write("\n".join(scripts))
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        ids = submit(job, array)
+    sys.stdout.write(
+        f"submitted as SLURM job {' and '.join(ids)}. Its output: {place}\n"
+        f"Watch it with: fft watch {place / 'traces'}\n"
+    )
+
+
+def outcome(
+    groups: Annotated[int, typer.Option(min=1, help="Number of groups of the job.")],
+    bus: BusUrl = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
+) -> None:
+    """Print how a job of several `fft run --join` has ended, and exit with its status."""
+    from fft.launch.outcome import Outcome, until_ended
+
+    with job_client(bus) as client:
+        found = until_ended(client.bus, groups) if wait else Outcome.read(client.bus, groups)
+    sys.stdout.write(f"the job has ended: {found}\n")
+    raise typer.Exit(int(found.status))

@@ -1,0 +1,111 @@
+"""The outcome of a whole job, judged from its bus after, or while, its supervisors end.
+
+Each `fft run` writes its exit status to the bus when it releases its groups. A scheduler does not
+know it: `srun`, for example, also returns 0 when a node was lost. Accesses only the bus.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fft.bus import ErrorBus
+from fft.errors import FftError
+from fft.launch.exit_status import IN_A_WORD, ExitStatus
+from fft.launch.supervisor.ending import head_of, last_epoch
+from fft.messages.commands import Holder, decode_holder, holder_register
+from fft.messages.protocol import UnreadableMessage
+
+_LOOK_S = 1.0
+"""Interval between two reads of the registers, in seconds; nothing announces a release."""
+_RELEASE_S = 20.0
+"""How long a supervisor may take to end after the last step, in seconds: it gives its processes
+time to write the last checkpoint. A supervisor that takes longer was lost with its host."""
+_DONE = (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job, or its present state while supervisors of groups run."""
+
+    holders: Mapping[str, Holder | None]
+    """The last supervisor of each group; None if there was none."""
+    step: int
+    is_over: bool
+    """All groups of the newest epoch have left."""
+
+    @classmethod
+    def read(cls, bus: ErrorBus, groups: int) -> Outcome:
+        """Read the outcome of a job of so many groups.
+
+        Raises:
+            FftError: The bus cannot be reached, or a register cannot be read without the token.
+        """
+        try:
+            head, is_over = head_of(bus), last_epoch(bus) is not None
+            held = {str(n): bus.read(holder_register(str(n))) for n in range(groups)}
+            holders = {g: None if v is None else decode_holder(v) for g, v in held.items()}
+        except UnreadableMessage as error:
+            raise FftError(
+                f"the job on {bus.url} cannot be read without its token: set FFT_TOKEN_FILE "
+                f"({error})"
+            ) from error
+        return cls(holders, 0 if head is None else head.step, is_over)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether each group had a supervisor, and all supervisors have ended in good order."""
+        return all(h is not None and h.status is not None for h in self.holders.values())
+
+    @property
+    def lost(self) -> list[str]:
+        """The groups whose supervisor has not ended in good order, or that were never started."""
+        return [g for g, h in self.holders.items() if h is None or h.status is None]
+
+    @property
+    def status(self) -> ExitStatus:
+        """The exit status of the whole job.
+
+        It is DRAINED if starting the job again can help: groups were drained, or lost with their
+        hosts, and steps were committed since the job has begun.
+        """
+        found = [h.status for h in self.holders.values() if h is not None and h.status is not None]
+        if any(status in _DONE for status in found):
+            is_whole = not self.lost and all(status == ExitStatus.COMPLETE for status in found)
+            return ExitStatus.COMPLETE if is_whole else ExitStatus.FEWER_GROUPS
+        begun = min((h.begun for h in self.holders.values() if h is not None), default=0)
+        can_help = self.lost or all(status == ExitStatus.DRAINED for status in found)
+        if can_help and self.step > begun:
+            return ExitStatus.DRAINED
+        return ExitStatus.FAILED
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"group {group}: {_in_words(h)}" for group, h in self.holders.items())
+        return f"{IN_A_WORD[self.status]}, at step {self.step} ({ends})"
+
+
+def _in_words(holder: Holder | None) -> str:
+    if holder is None:
+        return "never started"
+    if holder.status is None:
+        return f"not ended by its `fft run` (pid {holder.pid} on {holder.host})"
+    return IN_A_WORD[ExitStatus(holder.status)]
+
+
+def until_ended(bus: ErrorBus, groups: int) -> Outcome:
+    """Wait until the job has ended, and return its outcome.
+
+    A job has ended if all supervisors have ended in good order, or if all groups have left and the
+    remaining supervisors have not ended for 20 s, because they were lost with their hosts.
+
+    Raises:
+        FftError: See `Outcome.read`.
+    """
+    over_since: float | None = None
+    while True:
+        found, now = Outcome.read(bus, groups), time.monotonic()
+        over_since = (over_since or now) if found.is_over else None
+        if found.has_ended or (over_since is not None and now > over_since + _RELEASE_S):
+            return found
+        time.sleep(_LOOK_S)

@@ -1,0 +1,269 @@
+"""SLURM: write the batch scripts of a job, and submit them.
+
+The job is one allocation, or with an array one job for each group. A script sets its traps before
+anything else, because a signal that comes earlier would end it. It starts the bus and one
+`fft run --join` for each part of the placement, and asks `fft outcome` how the job has ended.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fft.errors import FftError
+from fft.launch.placement import BUS_NODE, Part, Placement
+
+_REQUEUE_S = 30
+"""Time between the end of the drain and the time limit, in seconds. SLURM's signals have a
+resolution of a minute at worst, and come early rather than late."""
+
+_HEAD = """\
+#!/bin/bash
+#SBATCH @OPTIONS@
+# A warning (USR1) drains the job and puts it back into the queue; SIGTERM drains it for good.
+stop= child=
+trap 'stop=requeue; ${child:+kill -USR1 $child}' USR1
+trap 'stop=${stop:-end}; ${child:+kill -USR1 $child}' TERM
+
+fft=(@PROGRAM@)
+run=@FOLDER@
+script=(@SCRIPT@)
+options=(@RUN_OPTIONS@)
+export FFT_TOKEN_FILE="$run/job.token"
+alive() { kill -0 "$@" 2>/dev/null; }
+# The last task of an array has the id of the whole array.
+id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+requeue() { scontrol requeue "${id:-$SLURM_JOB_ID}" && exit 0; }
+tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
+"""
+
+_SERVE = """
+# The bus ends with this shell. SIGTERM also reaches it when SLURM ends the job: a drain needs it.
+exec {bus}< <(trap '' TERM USR1; exec "${fft[@]}" serve --host 0.0.0.0 --no-lighthouse \\
+  --with-parent --token-file "$FFT_TOKEN_FILE")
+serve=$!
+until read -r line <&"$bus"; do alive "$serve" || exit 1; done
+export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
+"""
+
+_STEPS = """
+# One step for each group, and one for each spare node.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+steps=()
+step() {  # NAME NODE OPTION…
+  [ -z "$stop" ] || return
+  srun --nodes=1 --ntasks=1 --nodelist="${nodes[$2]}" --no-kill --input=none@SHARE@ \\
+    --open-mode=append --output="$run/$1.out" \\
+    "${fft[@]}" run "${options[@]}" "${@:3}" "${script[@]}" &
+  steps+=($!)
+}
+@PARTS@
+
+# The step of a lost node may end much later than the job, and srun returns 0 for it. So FFT judges.
+"${fft[@]}" outcome --groups @GROUPS@ --wait > /dev/null & over=$!
+drained=
+while alive "$over" && alive "${steps[@]}"; do
+  if [ -n "$stop" ]; then
+    # All groups leave with the same commit. The signal then reaches the steps, but not this shell.
+    [ -n "$drained" ] || "${fft[@]}" drain --all --wait 10
+    drained=1
+    scancel --quiet --signal=USR1 "$SLURM_JOB_ID"
+  fi
+  tick
+done
+kill "$over" 2>/dev/null
+
+"${fft[@]}" outcome --groups @GROUPS@
+status=$?
+case $stop:$status in
+  *:0 | *:3) exit 0 ;;         # complete, perhaps with fewer groups
+  requeue:* | :75) requeue ;;  # warned, or drained, or a lost node ended the job
+esac
+exit "$status"
+"""
+
+_BUS = """
+# The groups find the bus by this file.
+rm -f "$run/bus"
+printf 'FFT_BUS=%s\\n' "$FFT_BUS" > "$run/bus.new" && mv "$run/bus.new" "$run/bus"
+trap 'rm -f "$run/bus"' EXIT
+
+drained=
+while :; do
+  "${fft[@]}" outcome --groups @GROUPS@ --wait & over=$!
+  while alive "$over"; do
+    if [ -n "$stop" ] && [ -z "$drained" ]; then
+      "${fft[@]}" drain --all --wait 10
+      drained=1
+      scancel --quiet --batch --signal=USR1 "$(< "$run/array")"
+    fi
+    tick
+  done
+  wait "$over"
+  status=$?
+  [ "$status" = 75 ] && [ -z "$stop" ] || break
+  tick  # all groups were drained, and come back to this bus
+done
+case $stop:$status in
+  *:0 | *:3) touch "$run/complete"; scancel --quiet --state=PENDING "$(< "$run/array")"; exit 0 ;;
+  requeue:* | :2) requeue ;;  # warned, or the bus was lost
+esac
+exit "$status"
+"""
+
+_GROUP = """
+until [ -s "$run/bus" ]; do
+  if [ -e "$run/complete" ] || [ "$stop" = end ]; then exit 0; fi
+  if [ "$SECONDS" -gt 600 ]; then echo "no bus has come within 600 s" >&2; exit 1; fi
+  if [ "$stop" = requeue ]; then requeue; fi
+  tick
+done
+export "$(< "$run/bus")"
+"${fft[@]}" run "${options[@]}" --first-group "$SLURM_ARRAY_TASK_ID" --groups 1 "${script[@]}" &
+child=$!
+while alive "$child"; do wait "$child"; done
+wait "$child"
+status=$?
+child=
+case $stop:$status in
+  *:0 | *:3) exit 0 ;;
+  requeue:* | :75) requeue ;;
+esac
+# If the bus was lost, the job goes on when its bus is back.
+"${fft[@]}" outcome --groups @GROUPS@
+if [ $? = 2 ] && [ -z "$stop" ]; then requeue; fi
+exit "$status"
+"""
+
+
+class SlurmError(FftError):
+    """A job could not be submitted; the message names the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job for SLURM. All its starts use the same folder."""
+
+    placement: Placement
+    folder: Path
+    """Absolute path of the folder of the job, on a disk that all nodes share."""
+    script: Sequence[str]
+    checkpoint: Sequence[str]
+    """Options of `fft run` about checkpoints."""
+    drain_timeout: float = 60.0
+    sbatch: Sequence[str] = ()
+    """More options of sbatch, which override those given here."""
+    bus_sbatch: Sequence[str] = ()
+    """The same for the job of the bus, in the form with an array."""
+    run: Sequence[str] = ()
+    """More options of `fft run`."""
+
+    def batch_script(self) -> str:
+        """Return the script of a job that is one allocation."""
+        place = self.placement
+        options = [
+            *self._options("job.out"),
+            *(f"--nodes={place.nodes + place.spare_nodes}", "--no-kill"),
+            f"--ntasks-per-node={place.groups_per_node}",
+        ]
+        parts = "\n".join(self._step(part) for part in place.parts())
+        text = _SERVE + _STEPS.replace("@SHARE@", self._share()).replace("@PARTS@", parts)
+        return self._filled(text, [*options, *self.sbatch])
+
+    def bus_script(self) -> str:
+        """Return the script of the bus of a job whose groups are the tasks of an array."""
+        options = [*self._options("bus.out", "-bus"), "--nodes=1", "--ntasks=1"]
+        return self._filled(_SERVE + _BUS, [*options, *self.bus_sbatch])
+
+    def group_script(self) -> str:
+        """Return the script of the array whose tasks are the groups."""
+        options = [*self._options("group-%a.out"), "--nodes=1", "--ntasks=1"]
+        options.append(f"--array=0-{self.placement.groups - 1}")
+        return self._filled(_GROUP, [*options, *self.sbatch])
+
+    def _options(self, output: str, suffix: str = "") -> list[str]:
+        return [
+            f"--job-name={Path(self.script[0]).stem}{suffix}",
+            f"--output={self.folder / output}",
+            *("--open-mode=append", "--requeue"),
+            f"--signal=B:USR1@{round(self.drain_timeout) + _REQUEUE_S}",
+        ]
+
+    def _share(self) -> str:
+        """Return the options of srun that give each group its share of a node."""
+        count = self.placement.groups_per_node
+        if count == 1:
+            return ""  # the step has the whole node
+        return (
+            f' --exact --mem=0 --cpus-per-task="$((SLURM_CPUS_ON_NODE / {count}))"'
+            f" ${{SLURM_GPUS_ON_NODE:+--gpus=$((SLURM_GPUS_ON_NODE / {count}))}}"
+        )
+
+    def _step(self, part: Part) -> str:
+        return shlex.join(["step", part.name, str(part.node), *self.placement.options(part)])
+
+    def _filled(self, text: str, options: Sequence[str]) -> str:
+        run = [
+            *self.placement.common_options(),
+            *("--no-lighthouse", "--no-progress", "--trace-dir", str(self.folder / "traces")),
+            *("--drain-timeout", f"{self.drain_timeout:g}", "--resume", *self.checkpoint),
+            *self.run,
+        ]
+        values = {
+            "OPTIONS": "\n#SBATCH ".join(options),
+            "PROGRAM": shlex.join([sys.executable, "-m", "fft.cli"]),
+            "FOLDER": shlex.quote(str(self.folder)),
+            "SCRIPT": shlex.join(self.script),
+            "RUN_OPTIONS": shlex.join(run),
+            "GROUPS": str(self.placement.groups),
+        }
+        text = _HEAD + text
+        for name, value in values.items():
+            text = text.replace(f"@{name}@", value)
+        return text
+
+
+assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node
+
+
+def submit(job: SlurmJob, as_array: bool) -> list[str]:
+    """Write the scripts of the job into its folder, and submit them.
+
+    Returns:
+        The ids of the submitted SLURM jobs; with an array that of the bus first.
+
+    Raises:
+        SlurmError: sbatch is not installed, or refuses a script.
+    """
+    if not as_array:
+        return [_sbatch(_written(job.folder / "job.sbatch", job.batch_script()))]
+    bus = _sbatch(_written(job.folder / "bus.sbatch", job.bus_script()))
+    script = _written(job.folder / "group.sbatch", job.group_script())
+    array = _sbatch(script, f"--dependency=after:{bus}")
+    (job.folder / "array").write_text(array)
+    return [bus, array]
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def _sbatch(script: Path, *options: str) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(script)],
+            capture_output=True,
+            text=True,
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"sbatch is not installed here: submit {script} on a login node of SLURM"
+        ) from None
+    if done.returncode:
+        raise SlurmError(f"sbatch refuses {script}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
