@@ -26,7 +26,7 @@ from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course, Fault, plainly
 from fft.trace.figures import Figures, plain
-from fft.trace.format import REFUSED, scope_folders
+from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.read import (
     Clocks,
     Trace,
@@ -481,7 +481,7 @@ def refusals(directory: str | Path) -> str | None:
         for line in read_lines(folder, lambda line: _skip_in(line) is not None)
     }
     by_attempt: dict[tuple[int, str, str, str], list[str]] = {}
-    for line in _notes(directory, REFUSED):
+    for line in _notes(directory, RESULT_REFUSED):
         data = line["data"]
         norm = f"norm {data['grad_norm']:.3g}"
         values = ", ".join([norm, *(f"{k} {v:.3g}" for k, v in data["metrics"].items())])

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fft.errors import FftError, ResultRefused
 from fft.messages.effects import StartTxn
-from fft.trace.format import REFUSED
+from fft.trace.format import RESULT_REFUSED
 from fft.train.epoch_groups import EpochGroups
 from fft.train.local_tensors import leaves_of
 from fft.train.participation import Participation
@@ -160,7 +160,7 @@ class ResultJudge:
 
     def _react(self, plan: StartTxn, reaction: Reaction, why: str, norm: float) -> bool:
         note = {"token": list(plan.token), "reaction": reaction, "why": why, "grad_norm": norm}
-        self._job.note(REFUSED, {**note, "metrics": dict(self._metrics)})
+        self._job.note(RESULT_REFUSED, {**note, "metrics": dict(self._metrics)})
         if reaction == "skip":
             return True
         raise ResultRefused(why, ends_job=reaction == "stop")

@@ -20,6 +20,7 @@ from torch import nn
 import fft
 from fft.errors import FftError, ResultRefused, StepRetriesExceeded
 from fft.messages.causes import CauseCode
+from fft.trace.format import RESULT_REFUSED
 from fft.trace.report import refusals
 from fft.train.checkpoint.contents import read_tensors
 from fft.train.step_results import StepResult, sum_of_squares
@@ -160,7 +161,7 @@ def test_commit_policy_commits_a_nan(tmp_path: Path) -> None:
     with job(tmp_path, 2) as made:
         _run(made, _nan_at(1), on_nonfinite="commit", digest="never")
         assert not _finite(made)
-        assert not notes(tmp_path, "refused")
+        assert not notes(tmp_path, RESULT_REFUSED)
 
 
 def test_veto_of_one_rank_holds_for_all_groups(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_veto_of_one_rank_holds_for_all_groups(tmp_path: Path) -> None:
     attempts = Counter((result.step, result.grad_norm) for result in seen)
     # both groups see the norm of the same reduced gradients
     assert len(attempts) == STEPS + 1 and set(attempts.values()) == {2}
-    assert {note["group"] for note in notes(tmp_path, "refused")} == {"0"}
+    assert {note["group"] for note in notes(tmp_path, RESULT_REFUSED)} == {"0"}
 
 
 def test_veto_with_an_unknown_reaction_raises_and_names_the_choices(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_scaler_decides_about_its_own_overflow(tmp_path: Path) -> None:
     with job(tmp_path, 2) as made:
         made.run(work)
         made.audit()
-    assert not aborts(tmp_path) and not notes(tmp_path, "refused")
+    assert not aborts(tmp_path) and not notes(tmp_path, RESULT_REFUSED)
     assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
 
 

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
@@ -18,6 +19,8 @@ from fft.bus import ErrorBus, Subscription, open_bus, serve_tcp
 from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
+from fft.bus.sealed import SealedBus
+from fft.bus.token import JobToken
 from fft.engine.calls import Buses, Publish
 from fft.engine.core import EngineCore
 from fft.engine.loop import Command, Engine
@@ -36,6 +39,7 @@ from fft.messages.wire import (
 )
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config
+from fft.trace.report import refusals
 from fft.trace.writer import TraceWriter
 
 
@@ -324,6 +328,23 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
         engine.close()
         assert bus.key_count() == 0
     assert set(threading.enumerate()) <= threads
+
+
+def test_report_reads_the_trace_of_an_engine_that_dropped_a_message(tmp_path: Path) -> None:
+    name = f"engine-{uuid.uuid4().hex}"
+    config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
+    participant, trace = Participant(table_of(SPEC), config), TraceWriter(tmp_path, config.me)
+    with (
+        MemoryBus(name) as other_job,
+        SealedBus(MemoryBus(name), JobToken.fresh(), who="a test") as bus,
+        closing(Engine(participant, participant.initial(), Buses(bus), trace, Nothing())) as e,
+    ):
+        e.start()
+        other_job.broadcast(encode(Drain(("1",), "a test")))
+        wait_until(lambda: bus.refusals() == {"unsealed": 1}, "the message is dropped")
+    trace.close()
+    assert trace.path is not None and '"unsealed"' in trace.path.read_text()
+    assert refusals(tmp_path) is None
 
 
 def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
