@@ -59,9 +59,12 @@ class FFTStrategy(SingleDeviceStrategy):
     group evaluates the whole validation data, so the results are equal on all groups.
 
     Args:
-        manager: The manager to use; ``options`` are then not allowed.
+        manager: The manager to use, instead of one that is made from ``options``.
         device: Device of this rank. None: its GPU if there is one, else the CPU.
         options: Arguments of ``fft.ManagerFFT``.
+
+    Raises:
+        FftError: ``options`` are given together with a manager.
     """
 
     strategy_name = "fft"
@@ -73,6 +76,12 @@ class FFTStrategy(SingleDeviceStrategy):
         device: str | torch.device | None = None,
         **options: Any,
     ) -> None:
+        if manager is not None and options:
+            names = ", ".join(f"{name}=" for name in options)
+            raise FftError(
+                f"FFTStrategy: expected a manager or options for one, got manager= and {names}; "
+                "pass these options to ManagerFFT"
+            )
         if device is None:
             local = os.environ.get("LOCAL_RANK", "0")
             device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
@@ -92,7 +101,6 @@ class FFTStrategy(SingleDeviceStrategy):
         """The running step function. It is suspended between two micro-batches."""
         self._replayed: int | None = None
         """Number of the micro-batch that is repeated after a rollback, or None."""
-        self._stepped: list[torch.optim.Optimizer] = []
         self._on_sigterm: Any = None
 
     # --- set up ---

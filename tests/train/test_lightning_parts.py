@@ -189,3 +189,9 @@ def test_gathering_in_a_step_is_refused_with_the_fix() -> None:
     with pytest.raises(FftError) as raised:
         fit(Gathering())
     assert "manager.allreduce()" in "".join(map(str, (raised.value, raised.value.__cause__)))
+
+
+def test_strategy_rejects_options_next_to_a_manager() -> None:
+    manager: Any = object()
+    with pytest.raises(FftError, match="min_replica_size=, timeouts="):
+        FFTStrategy(manager=manager, min_replica_size=2, timeouts={})
