@@ -302,7 +302,7 @@ class EngineCore:
         """Events that result from replies to calls; handled before all others."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._chores: deque[Callable[[], Calls[None]]] = deque()
-        """Cleanup work, which runs when the core is idle."""
+        """Cleanup work, which runs when no event is queued."""
         self._records = _Records(self, wiring)
         self._ballots = _Ballots(self, wiring)
         self._told_held: TellHeld | None = None
@@ -789,7 +789,8 @@ def _slot(token: Token) -> str:
 
 
 def _old_slot(token: Token) -> str:
-    """Return a slot half a cycle away. A voter may still be adding to the txn's own slot."""
+    """Return the slot half a cycle away. Deleting the txn's own slot could delete the vote of a
+    slow voter."""
     return _slot(Token(token.epoch, token.txn + SLOTS // 2))
 
 

@@ -187,7 +187,7 @@ class Engine:
                 self._slot = None
 
     def superseded(self) -> bool:
-        """Return whether a newer command than the one in progress is waiting. Main thread only."""
+        """Return whether a newer command than the one in progress is waiting. Thread-safe."""
         return self._slot is not None or self._abandoned is not None
 
     def abandon(self, command: Finish) -> None:

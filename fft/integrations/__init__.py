@@ -1,4 +1,5 @@
 """Strategies and trainers of other frameworks on FFT's transactions, one module for each framework.
 
-This package imports none of them: ``from fft.integrations.lightning import FFTStrategy``.
+This package imports no framework; import the module that you need, such as
+``fft.integrations.lightning``.
 """

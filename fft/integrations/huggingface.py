@@ -42,7 +42,7 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Numbers of the Trainer itself that are part of the state of the job."""
 _OF_ONE_PROCESS = ("_runtime", "_per_second")
-"""Ends of the names of metrics that differ between the processes."""
+"""Suffixes of the names of metrics that differ between processes."""
 _Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens")
 """The results of a step function that its commit needs."""
 
@@ -92,7 +92,7 @@ class _Progress:
 
 
 def _common(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return log entries without what differs between the groups."""
+    """Return the log entries without the metrics that differ between processes."""
     return [{k: v for k, v in e.items() if not k.endswith(_OF_ONE_PROCESS)} for e in history]
 
 
@@ -106,8 +106,9 @@ def _loader(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
         return fft.StreamLoader(functools.partial(_stream, dataloader, per_step), seed=seed)
 
     def batches(data_epoch: int) -> list[list[int]]:
-        shard: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
-        for each in (dataloader, shard):  # Accelerate does not pass it on to its shard
+        # Accelerate's BatchSamplerShard does not forward set_epoch to the sampler that it wraps
+        inner: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
+        for each in (dataloader, inner):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(data_epoch)
         return list(dataloader.batch_sampler)
@@ -123,7 +124,8 @@ def _loader(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
 
 
 def _stream(dataloader: Any, per_step: int, first: int, stride: int) -> Iterator[list[Any]]:
-    """Return the batches of every ``stride``-th step of an endless stream, from ``first`` on."""
+    """Return the micro-batches of every ``stride``-th step of the repeated dataset, beginning with
+    step ``first``."""
 
     def batches() -> Iterator[Any]:
         for data_epoch in itertools.count():
@@ -149,11 +151,12 @@ class FFTTrainerMixin(_Base):
     control: Any
     current_flos: float
     _announced: int | None = None
-    """The step for which the callbacks have been told that it begins."""
+    """The step whose ``on_step_begin`` callbacks have run."""
 
     def __init__(self, *args: Any, manager: fft.ManagerFFT | None = None, **kwargs: Any) -> None:
         self._txns: Iterator[fft.Transaction] | None = None
-        self._own_files = f"group-{os.environ.get('REPLICA_GROUP_ID', '0')}"  # in checkpoints
+        self._own_files = f"group-{os.environ.get('REPLICA_GROUP_ID', '0')}"
+        """Folder of this group's random states in a checkpoint."""
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self.args)
         self.manager = manager or _manager(self.args)
@@ -176,7 +179,8 @@ class FFTTrainerMixin(_Base):
         return super().get_total_train_batch_size(args) * _groups()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the Trainer's values; an epoch has as many steps as all groups need for it."""
+        """Return the Trainer's values, with the number of steps that all groups together need for
+        an epoch."""
         values = super().set_initial_training_values(args, dataloader)
         if isinstance(dataloader.dataset, IterableDataset):
             return values
@@ -197,7 +201,8 @@ class FFTTrainerMixin(_Base):
         scheduler = self.lr_scheduler
         if isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR":
             extra["scheduler"], scheduler = scheduler, None  # the Trainer steps it by a metric
-        self.optimizer._opt_called = True  # FFT steps the wrapped one, which the scheduler misses
+        # FFT steps the inner optimizer, so the scheduler would warn that no step came before it
+        self.optimizer._opt_called = True
         scaler = self.accelerator.scaler
         self.manager.register(self.model, self.optimizer, scheduler, extra, scaler=scaler)
         self.manager.sync_gradients(self.model)
@@ -215,7 +220,8 @@ class FFTTrainerMixin(_Base):
         if not (folder / _MANAGER_FILE).exists():
             raise fft.FftError(
                 f"{folder}: expected {_MANAGER_FILE}, found none: the checkpoint is incomplete, or "
-                "not of an FFTTrainer. Pass another one, or load its weights by from_pretrained()"
+                "FFTTrainer did not write it. Pass another one, or load its weights with "
+                "from_pretrained()"
             )
         self.manager.load_state_dict(torch.load(folder / _MANAGER_FILE, weights_only=True))
         self._load_rng_state(str(folder / self._own_files))
@@ -300,8 +306,8 @@ class FFTTrainerMixin(_Base):
         has_ended = isinstance(self._items, fft.CursorLoader) and txn.ends_data_epoch
         if self.control.should_epoch_stop:
             raise fft.FftError(
-                "FFTTrainer: a callback has set control.should_epoch_stop, but data cannot be "
-                "left out; let it set control.should_training_stop instead"
+                "FFTTrainer: a callback has set control.should_epoch_stop, but FFT cannot skip "
+                "the rest of an epoch; set control.should_training_stop instead"
             )
         if has_ended or self.control.should_training_stop:
             self._event("on_epoch_end")
@@ -320,7 +326,7 @@ class FFTTrainerMixin(_Base):
         return self.manager.is_writer if self._txns else super().is_world_process_zero()
 
     def _take_role(self) -> None:
-        """Tell the callbacks whether this process logs, which changes if a group leaves."""
+        """Update whether this process logs; that changes when the writer's group leaves."""
         state, was_writer = self.state, self.state.is_world_process_zero
         is_writer = state.is_world_process_zero = state.is_local_process_zero = (
             self.manager.is_writer
@@ -360,7 +366,9 @@ class FFTTrainerMixin(_Base):
         while not done.exists() and time.monotonic() < end:
             time.sleep(0.1)  # another process writes it, which cannot notify this one
         if not done.exists():
-            raise fft.FftError(f"{done}: not found; give all groups one output_dir")
+            raise fft.FftError(
+                f"{done}: not found within ddp_timeout; give all groups the same output_dir"
+            )
         super()._load_best_model()
 
 

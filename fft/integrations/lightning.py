@@ -1,9 +1,10 @@
 """Lightning's Trainer on FFT's transactions; needs the extra ``lightning``.
 
-``Trainer(strategy=FFTStrategy())`` under ``fft run``. Drawing the first micro-batch of an optimizer
-step begins a transaction. `FFTStrategy.optimizer_step` (with manual optimization,
-`FFTStrategy.training_step`) runs its step function, votes, and repeats it after a rollback. All
-other code of Lightning runs between two transactions, once for each committed step.
+Pass ``Trainer(strategy=FFTStrategy())`` and start the script with ``fft run``. A transaction begins
+when Lightning draws the first micro-batch of an optimizer step. `FFTStrategy.optimizer_step` (with
+manual optimization, `FFTStrategy.training_step`) runs its step function, votes, and repeats it
+after a rollback. Lightning's other code, except the hooks around backward, runs between two
+transactions, once for each committed step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _UNFIT = {
     BatchSizeFinder: "find the batch size in a run without FFT",
     LearningRateFinder: "find the learning rate in a run without FFT",
 }
-"""Callbacks that cannot work, with the fix."""
+"""Unsupported callbacks, each with the fix for the error message."""
 
 
 class FFTStrategy(SingleDeviceStrategy):
@@ -100,7 +101,7 @@ class FFTStrategy(SingleDeviceStrategy):
         self._attempt: Generator[None, None, None] | None = None
         """The running step function. It is suspended between two micro-batches."""
         self._replayed: int | None = None
-        """Number of the micro-batch that is repeated after a rollback, or None."""
+        """Index of the micro-batch that a replay recomputes, or None outside a replay."""
         self._on_sigterm: Any = None
 
     # --- set up ---
@@ -180,7 +181,8 @@ class FFTStrategy(SingleDeviceStrategy):
         return self._data
 
     def on_train_start(self) -> None:
-        # Lightning would end the loop after a SIGTERM, in which this group is still to vote
+        # Lightning's handler would end the loop, but this group leaves with its next commit and
+        # must vote until then
         if callable(self._on_sigterm):
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -216,12 +218,13 @@ class FFTStrategy(SingleDeviceStrategy):
         self._logs.save()
 
     def _begin_again(self) -> None:
-        """Begin the next attempt after a rollback, or another step if this rank was left behind."""
+        """Begin the next transaction after a rollback: a replay, or a later step if the job
+        continued without this rank."""
         closures = self._closures
         try:
             self._begin()
         except StopIteration:
-            raise Drained("this replica group was left behind; the job has ended") from None
+            raise Drained("the job reached its last step without this replica group") from None
         self._closures = closures
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +271,8 @@ class FFTStrategy(SingleDeviceStrategy):
             self._replayed = 0
 
     def _run(self, optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
-        """One attempt of the step function, as a coroutine that ends with the transaction."""
+        """Run one attempt of the step function, as a generator that yields between two
+        micro-batches."""
         size, done = self._data.micro_batches, 0
         with self._txn:
             while True:
@@ -340,12 +344,13 @@ class FFTStrategy(SingleDeviceStrategy):
     def is_global_zero(self) -> bool:
         if self._txn is not None:
             return self.manager.is_writer
-        # no group has begun: the first one writes hyperparameters
+        # before the first transaction, group 0 writes the hyperparameters
         is_first = os.environ.get("REPLICA_GROUP_ID", "0") == "0"
         return is_first and os.environ.get("RANK", "0") == "0"
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        # only files are asked for: one that another group has just written is not there yet
+        # Lightning broadcasts only whether a file exists; a file that another group has just
+        # written counts as missing
         return False if isinstance(obj, bool) and not self.is_global_zero else obj
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -379,7 +384,7 @@ class FFTStrategy(SingleDeviceStrategy):
         if self._txns is None or self._txn is None:
             return
         if not self._data.is_last(self.manager.current_step()):
-            self.manager.stop()  # by early stopping, which all groups decide alike
+            self.manager.stop()  # early stopping, which all groups decide after the same step
         for _ in self._txns:
             raise FftError("FFTStrategy: a transaction has begun after the end of trainer.fit()")
 
@@ -397,7 +402,8 @@ def _make_manager(device: torch.device, options: Mapping[str, Any]) -> fft.Manag
     given: dict[str, Any] = {"min_replica_size": 1, "init_sync": False, **options}
     # the first step waits for all groups, whose imports of Lightning take different times
     given["timeouts"] = {"join_window": 30.0, **given.get("timeouts", {})}
-    # a group that joins waits for the state, which Lightning's counters belong to
+    # a joining group must fetch the state before it computes, because the state contains
+    # Lightning's counters
     config = given.pop("config", fft.ManagerConfig()).model_copy(update={"learners": "never"})
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         shard = fft.ShardProcessGroupNCCL if is_cuda else fft.ShardProcessGroupGloo

@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """Lightning's train dataloader: the micro-batches of this rank, in DDP's order.
+    """A replacement for Lightning's train dataloader, which yields this rank's micro-batches in
+    DDP's order.
 
-    An item of FFT has all micro-batches of a rank in one step. The steps of an epoch are fixed, so
-    that its length and the schedules do not depend on which groups are present.
+    One item of the FFT loader holds all micro-batches of a rank in one step. The number of steps in
+    an epoch is fixed, so it does not depend on the groups that are present.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Batches:
         return self._steps * self.micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        torch.empty((), dtype=torch.int64).random_()  # as DataLoader does: dropout masks then match
+        # DataLoader draws this number, too; without it the dropout masks would differ from DDP's
+        torch.empty((), dtype=torch.int64).random_()
         return self
 
     def __next__(self) -> Any:
@@ -163,10 +165,11 @@ def _collated(collate: Callable[[list[Any]], Any], size: int, samples: list[Any]
 
 
 class TrainerState:
-    """Counters of Lightning's loops, schedulers and callbacks, as registered state.
+    """The counters of Lightning's loops and the states of its schedulers and callbacks, registered
+    with FFT.
 
-    Lightning changes them outside of step functions. While a transaction is open, its counters are
-    ahead of the committed state by the micro-batches of this step.
+    Lightning changes them outside of step functions. During a transaction the live counters already
+    include this step's micro-batches, so `state_dict` returns the counters saved at its start.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -175,7 +178,7 @@ class TrainerState:
         """Counters at the begin of the open transaction; None between two transactions."""
 
     def begin(self) -> None:
-        """Note that a transaction, or a further attempt at it, has begun."""
+        """Save the counters when the first attempt at a step begins; a replay keeps them."""
         if self._begun is None:
             self._begun = self._trainer.fit_loop.state_dict()
 
@@ -210,7 +213,8 @@ class TrainerState:
 
 
 def _moved(loaded: Any, before: Any, now: Any) -> Any:
-    """Return ``loaded`` with the counters advanced as from ``before`` to ``now``."""
+    """Return ``loaded`` with each counter increased by its difference between ``before`` and
+    ``now``."""
     if isinstance(loaded, dict):
         both = before.keys() & now.keys()
         return {k: _moved(v, before[k], now[k]) if k in both else v for k, v in loaded.items()}
@@ -218,7 +222,8 @@ def _moved(loaded: Any, before: Any, now: Any) -> Any:
 
 
 def _keep_running(loop: _Loop) -> None:
-    """Reset the marks of a loop that was loaded before it runs: this one runs already."""
+    """Clear the restart flags that `load_state_dict` sets for a loop that has not started; this
+    loop is already running."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for each in vars(loop).values():
         if isinstance(each, _Loop):

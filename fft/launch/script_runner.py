@@ -1,9 +1,10 @@
 """Run a training script as ``python SCRIPT ARG…`` would, and record the error that ended it.
 
-Run as a file: ``runner.py SCRIPT ARG…``. If the script ends with an error of its own, the place of
-that error is written to the descriptor that ``FFT_LAST_WORDS_FD`` names, where the process that
-started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of the
-script alone. FFT is not loaded before the script has failed.
+Run as a file: ``script_runner.py SCRIPT ARG…``. If the script ends with an error of its own, the
+place of that error is written to the descriptor that ``FFT_LAST_WORDS_FD`` names, where the process
+that started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of
+the script alone. Until the script fails, this module imports FFT only in a spare or in the fork
+server.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORK_SERVER = "FFT_FORK_SERVER_FD"
 """Environment variable of the fork server: the descriptor of its socket to the supervisor."""
 
 READY = "ready"
-"""Sent by the fork server when it has loaded torch; otherwise it sends why it cannot fork."""
+"""Message of the fork server after its imports; if it cannot fork, it sends the reason instead."""
 
 _ALIKE = frozenset({"fft", "numpy", "torch", "torchft"})
 """Packages whose import does not depend on the rank's environment variables."""
@@ -115,7 +116,8 @@ def _await_role(number: int, path: str) -> None:
 
 
 def _serve_forks(number: int, path: str) -> None:
-    """Fork a rank for each request of the supervisor; this returns in the ranks only.
+    """Fork a rank for each request of the supervisor. This function returns only in the forked
+    ranks.
 
     Exits when the supervisor closes the socket.
     """
@@ -142,7 +144,7 @@ def _serve_forks(number: int, path: str) -> None:
 
 
 def _obstacle_to_forks() -> str | None:
-    """Return why a fork of this process might misbehave, or None if it will not."""
+    """Return why forking this process is unsafe, or None if it is safe."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"the imports of the script have started {threads - 1} threads"
@@ -159,7 +161,8 @@ def _obstacle_to_forks() -> str | None:
 def _fork_rank(fds: list[int]) -> int | None:
     """Fork a rank; return its process ID, or None in the rank.
 
-    The rank is forked by an intermediate process, whose end makes it a child of the supervisor.
+    An intermediate process forks the rank and exits, so the rank becomes a child of the supervisor,
+    the subreaper.
 
     Args:
         fds: Descriptors of the request (JSON) and of the log, and those that the rank inherits.
@@ -190,7 +193,8 @@ def _fork_rank(fds: list[int]) -> int | None:
 
 
 def _become_rank(fds: list[int]) -> None:
-    """Take over environment, log and descriptors, and end with the supervisor."""
+    """Apply the environment, log and descriptors of the request, and die together with the
+    supervisor."""
     import ctypes
     import json
     import signal
@@ -214,7 +218,8 @@ def _become_rank(fds: list[int]) -> None:
 
 
 def _seed_anew() -> None:
-    """Give this rank random numbers of its own, as imports of its own would have done.
+    """Reseed the generators of numpy and torch, as separate imports in each rank would have seeded
+    them.
 
     Python does this for `random`.
     """
@@ -225,16 +230,16 @@ def _seed_anew() -> None:
 
 
 def _load_imports_of(path: str, is_for_all: bool = False) -> None:
-    """Import the packages that the script imports before it does anything else.
+    """Import, in advance, the packages that the script imports before any other statement.
 
     This only saves time: the script imports them again and raises the error of a failed import
-    itself. Only installed packages are imported, because a module of the user may depend on the
-    role, which is still unknown, or on a search path that the script will set.
+    itself. Only installed packages are imported. A user's module may depend on the rank's role,
+    which is still unknown, or on a search path that the script sets.
 
     Args:
         path: The script.
-        is_for_all: The imports must suit every rank: stop at the first package that might depend
-            on the rank, or might change what a later import does.
+        is_for_all: Whether every rank will use these imports. Then stop at the first package that
+            may depend on the rank or affect a later import.
     """
     from importlib import import_module
 
@@ -360,7 +365,10 @@ class _Log(io.FileIO):
         size = len(memoryview(data).cast("B"))
         try:
             if self._lost:
-                super().write(b"\n[fft: %d bytes of output found no room here]\n" % self._lost)
+                super().write(
+                    b"\n[fft: %d bytes of output were lost here because the disk was full]\n"
+                    % self._lost
+                )
                 self._lost = 0
             written = super().write(data)
             self._lost += size - written

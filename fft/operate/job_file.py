@@ -38,7 +38,8 @@ class JobFile:
 
     @classmethod
     def of(cls, folder: Path, settings: Mapping[str, str]) -> Self:
-        """Return the file for a job that this process starts; paths are made absolute."""
+        """Return the file for a job that this process starts, with an absolute path of the token
+        file."""
         found = dict(settings)
         if path := found.get("FFT_TOKEN_FILE"):
             found["FFT_TOKEN_FILE"] = os.path.abspath(path)
@@ -70,7 +71,8 @@ class JobFile:
         replace(self, ended=text).write()
 
     def how_it_ended(self) -> str | None:
-        """Return how the job ended, and the commands to look further; None while it runs."""
+        """Return a sentence that says how the job ended and which commands show more, or None while
+        it runs."""
         ended = self.ended
         if not ended and self.host == socket.gethostname() and not is_there(self.pid):
             ended = f"its `fft run` (pid {self.pid}) was killed"
@@ -91,10 +93,11 @@ def look_further(folder: Path) -> str:
 def reach(
     bus: str | None, folder: Path | None, env: MutableMapping[str, str] = os.environ
 ) -> tuple[str, JobFile | None]:
-    """Return the URL of a job's bus, and its file if it was found by one; set the token's variable.
+    """Return the URL of a job's bus, and its `JobFile` if that named the bus; then also set
+    ``FFT_TOKEN_FILE``.
 
-    The job is that of ``folder``, or of ``bus`` (a URL, or a trace directory), or of ``FFT_BUS``,
-    or of the newest run in the current directory.
+    The first of these that is given selects the job: ``folder``, ``bus`` (a URL or a trace
+    directory), ``FFT_BUS``, the newest run in the current directory.
 
     Raises:
         OperatorError: No job is named or found.
@@ -127,7 +130,7 @@ def refuse_ended(job: JobFile | None) -> None:
 
 
 def split_folder(names: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Split names of groups from a trace directory at their end, if there is one."""
+    """Split a list of group names from the trace directory at its end, if there is one."""
     *groups, last = names
     if groups and (Path(last) / NAME).is_file():
         return groups, Path(last)

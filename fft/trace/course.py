@@ -1,4 +1,5 @@
-"""The course of a job by the records of its head register: steps, memberships, faults, goodput.
+"""The history of a job, computed from the records of its head register: steps, memberships, faults
+and goodput.
 
 Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report`` and
 ``fft timeline`` afterwards. Times are seconds on one clock; records arrive in the order of their
@@ -27,7 +28,7 @@ _PEER = re.compile(r"(?P<group>[^\s,;:(]+)/(?P<rank>\d+)#\d+")
 def plainly(cause: str) -> str:
     """Return the first line of a cause with the names of participants spelled out.
 
-    The author of a cause is left out if the cause itself names a participant.
+    The reporting participant is omitted if the text after it starts with another participant.
     """
     text = cause.partition("\n")[0]
     author, _, rest = text.partition(": ")
@@ -72,7 +73,7 @@ class Fault:
     epoch: int
     txn: int
     lost: tuple[str, ...] = ()
-    """Groups that are not in the next epoch."""
+    """Groups that the next epoch lacks, except those that left on purpose."""
     committed: float | None = None
     """Time of the next commit."""
     after: Phase | None = None
@@ -128,7 +129,8 @@ class Course:
     skipped: int = 0
     """Slices that were consumed without an optimizer step."""
     open: int = 0
-    """Slices before the cursor that are held, or were returned by lost groups, and not trained."""
+    """Slices before the cursor that no step has consumed: leased ones, and ones that lost groups
+    returned."""
     ended: bool = False
     """The job ended with a commit."""
     phases: list[Phase] = field(default_factory=list)
@@ -166,7 +168,7 @@ class Course:
         self.open = held
         return True
 
-    # --- what can be asked ---
+    # --- results ---
 
     @property
     def members(self) -> frozenset[str]:
@@ -190,7 +192,8 @@ class Course:
 
     @property
     def unused(self) -> int:
-        """Slices of a job that has ended that no group has trained, although later ones were."""
+        """Slices before the cursor that no group trained in a job that has ended; 0 while it
+        runs."""
         return self.open if self.ended else 0
 
     @property
@@ -207,7 +210,8 @@ class Course:
         return slices * self.goal.items * self.goal.samples
 
     def rates(self, now: float | None = None) -> tuple[float, float] | None:
-        """Return the recent steps and slices per second; None if there are too few commits."""
+        """Return the recent steps and slices per second; None if there are too few commits, or, at
+        ``now``, none in the last 10 s."""
         if len(self._recent) < 2 or (now is not None and now - self._recent[-1][0] > _STALE_S):
             return None
         (first, from_step, from_slice), (last, to_step, to_slice) = (
@@ -220,7 +224,8 @@ class Course:
 
     @property
     def share_done(self) -> float | None:
-        """The part of the planned work that is done: of the steps or the data, the larger part."""
+        """The completed fraction of the planned steps or of the planned data, whichever is
+        larger."""
         parts = []
         if self.goal.steps:
             parts.append(self.step / self.goal.steps)
@@ -249,7 +254,8 @@ class Course:
 
     @property
     def full(self) -> float | None:
-        """Slices per second of the epochs that had most members, without the time lost to faults.
+        """Slices per second in the epochs with the most members, from the first to the last commit
+        of each.
 
         This estimates the rate of an undisturbed run.
         """
@@ -347,7 +353,8 @@ class Course:
         self._pending.append(fault)
 
     def _commit(self, record: Mapping[str, Any], at: float) -> None:
-        if not self.phases:  # an observer that came in the middle has not seen the epoch
+        # an observer that started during an epoch has not received the epoch record
+        if not self.phases:
             self.phases.append(Phase(record["epoch"], frozenset(), at, record["step"]))
         phase, consumed = self.phases[-1], record["batches"] - self.batches
         self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
@@ -378,8 +385,8 @@ def _joins(group: str, again: bool) -> str:
 
 
 def _groups(record: Mapping[str, Any]) -> frozenset[str]:
-    """Return the groups of the job after an epoch record; in an asynchronous job also those that
-    compute by themselves."""
+    """Return the groups of the job after an epoch record; in an asynchronous job also those in
+    their local phase."""
     inside = {entry["group"] for entry in record["members"]}
     alone = {entry["group"] for entry, *_ in record.get("standing") or ()}
     return frozenset(inside | alone)

@@ -16,7 +16,7 @@ from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
 
 _OPEN = 64
-"""Transactions whose votes are compared at a time."""
+"""Maximum number of transactions whose votes are kept; beyond it, the oldest one is counted."""
 
 Values = Iterable[tuple[tuple[str, ...], float]]
 """Values of the labels, and the value of the figure."""

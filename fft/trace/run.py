@@ -1,7 +1,7 @@
 """The trace of a run for notebooks and scripts: `Run`, which ``fft.trace`` exports.
 
-Everything is read when it is asked for, line by line; only `faults`, `absences` and `summary` keep
-what they need of the whole run. pandas is needed for `frame` alone.
+Each access reads the traces line by line. Only `course`, `summary`, `report` and the tables of
+faults, absences and epochs collect figures of the whole run. pandas is needed for `frame` alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``fft timeline``: one offline page that shows a run, with a lane for each rank.
 
-Traces are read twice, block by block, and merged by time. The size of the page is bounded: if a
-run is long, the steps of a rank are merged into longer spans, and the newest events are kept.
+Traces are read twice, block by block, and merged by time. The size of the page is bounded. In a
+long run, the steps of a rank are merged into longer spans. The page keeps the first events, and the
+newest faults, epochs and changes.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Timeline:
         self.lanes: dict[str, Lane] = {}
         self.events: list[dict[str, Any]] = []
         self.left_out = 0
-        """Number of events that found no room."""
+        """Number of events beyond the maximum, which the page does not show."""
         self.figures = Figures()
         self._open: dict[str, tuple[float, str, int, int]] = {}
         """Lane → start, kind, step and line of the open span."""

@@ -1,4 +1,5 @@
-"""Functions of the user that run in each rollback, each with a limit: aborts and health checks."""
+"""The user's aborts, which run in each rollback, and health checks, which also run before the rank
+joins."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class _Functions:
     def _end(self, hangs: _Hook) -> None:
         """End this process, because waiting longer would hold up the other groups."""
         logger.critical(
-            "%s, added by %s, has not ended within %g s: this process ends now; a restarted "
+            "%s, added by %s, did not return within %g s; killing this process. A restarted "
             "process fetches the state",
             *(hangs.name, self._method, hangs.limit_s),
         )
@@ -71,7 +72,8 @@ class _Functions:
 
 
 class Aborts(_Functions):
-    """The user's aborts, which run on the engine's thread after FFT's own."""
+    """The user's aborts; they run on the engine's thread after FFT has aborted its own process
+    groups."""
 
     def __init__(self, job: Participation) -> None:
         super().__init__(job, "on_abort")
@@ -82,7 +84,7 @@ class Aborts(_Functions):
             with self._limited(each):
                 try:
                     each.function()
-                except Exception:  # the abort may have nothing left to release
+                except Exception:  # a failed abort must not keep the others from running
                     logger.exception("the abort %s, added by on_abort, has failed", each.name)
 
 
@@ -112,7 +114,7 @@ class HealthChecks(_Functions):
 
 
 class Hooks:
-    """The functions that a user has added to the rollbacks of one rank."""
+    """The user's aborts and health checks on one rank."""
 
     def __init__(self, job: Participation) -> None:
         self.aborts, self.checks = Aborts(job), HealthChecks(job)

@@ -63,7 +63,8 @@ class CommitExecutor:
 
         Args:
             command: The commit.
-            skip: Ends a skipped step; None: the update's own function, which restores no state.
+            skip: Called to end a skipped step. None calls ``updates.skip``, which restores no
+                state.
 
         Returns:
             Whether the update succeeded. If it failed, the next `Worker.begin` fetches the state
@@ -101,7 +102,7 @@ class CommitExecutor:
             self._state.checkpoints.before_change()
             self._run(update)
         except (Exception, Interrupted) as error:
-            logger.exception("optimizer step failed after COMMIT; this state is torn")
+            logger.exception("the update failed after COMMIT; the state of this rank is lost")
             self.fail(_hung(error) if isinstance(error, Interrupted) else error)
             return False
         return True
@@ -194,7 +195,7 @@ class CommitExecutor:
 
 
 def nothing() -> None:
-    """End a step that the script has stopped, so that a scaler keeps its scale."""
+    """Do nothing at the end of a stopped job's last txn, so that a scaler keeps its scale."""
 
 
 def _hung(hang: Interrupted) -> FftError:

@@ -1,9 +1,10 @@
-"""Live blocks: code that runs on all members of the live set, and that all finish or none.
+"""Live blocks: code that every member of the live set runs, and that either every member finishes
+or none.
 
-A block is two transactions of the job, which change no state of FFT. The first one commits when all
-members of the epoch have voted in it: they are in the entry of the block together, and the record
-of its epoch is their list. The second one commits when all have finished the block. If it does not
-commit, all that were in the block raise `LiveBlockFailed`.
+A block consists of two transactions of the job; neither changes FFT's state. The first one commits
+when all members of the epoch have voted, so all wait at the entry together. The epoch's record is
+the list of members. The second one commits when all have finished the block. If it does not commit,
+every member of the block raises `LiveBlockFailed`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fft.train.transaction import TransactionLoop
 from fft.train.unsafe_places import guarded
 
 LIVE = "live_block"
-"""Note in the trace: a live block is entered, is finished, or has failed."""
+"""Name of the trace note for a live block that is entered, finished or failed."""
 
 
 class LiveBlocks:
@@ -39,7 +40,7 @@ class LiveBlocks:
         self._plan: StartTxn | None = None
         self._members: tuple[Peer, ...] = ()
         self._raised_before = False
-        """Whether failed reductions raised before the open block."""
+        """The value of ``reductions.raises`` before the open block, which `_close` restores."""
 
     def block(self, frame: FrameType | None) -> LiveBlock:
         """Return a block that the code of ``frame`` enters."""
@@ -49,7 +50,7 @@ class LiveBlocks:
     # --- the entry ---
 
     def enter(self, place: str) -> tuple[Peer, ...]:
-        """Wait until all members are in the entry of the block. Return them."""
+        """Wait until all members have reached the entry of the block, and return them."""
         self._refuse_misuse(place)
         self._open = place
         self._raised_before, self._reductions.raises = self._reductions.raises, True
@@ -83,7 +84,8 @@ class LiveBlocks:
             self._watchers.monitor.pulse.atomic.__exit__()
 
     def _meet(self, place: str) -> tuple[Peer, ...]:
-        """Commit the txn of the entry, in an epoch that continues after it; return its members."""
+        """Repeat the entry's txn until one commits in an epoch that continues; return the members
+        of that epoch."""
         while True:
             if (plan := self._worker.begin()) is None:
                 raise Drained("this replica group has drained")
@@ -117,7 +119,8 @@ class LiveBlocks:
 
         Raises:
             LiveBlockFailed: A member has failed; the message names it.
-            StepRetriesExceeded: The block fails by the same error again and again on this rank.
+            StepRetriesExceeded: The block failed too many times in a row with the same error on
+                this rank.
         """
         try:
             if error is None:
@@ -169,12 +172,12 @@ class LiveBlocks:
         gone = [peer for peer in self._members if peer not in following.peer_set]
         failed = tuple(sorted({*gone, *cause.accused}))
         self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
-        names = ", ".join(map(str, failed)) or "no member is to blame"
+        names = ", ".join(map(str, failed)) or "none"
         members = ", ".join(map(str, self._members))
         return LiveBlockFailed(
-            f"the live block at {place} failed on all its members ({members}). Failed: {names}. "
-            f"Cause: {cause.text or 'unknown'}. Nothing of FFT's state has changed; undo what the "
-            "block has changed, and enter it again",
+            f"the live block at {place} failed on all its members ({members}). Failed members: "
+            f"{names}. Cause: {cause.text or 'unknown'}. FFT's state is unchanged; undo the "
+            "changes of the block, and enter it again",
             failed,
             self._members,
         )
@@ -204,7 +207,8 @@ class LiveBlocks:
             )
 
     def _refuse_disorder(self, place: str, members: tuple[Peer, ...]) -> None:
-        """Raise LiveBlockMisuse if other members did not enter this block, although they live."""
+        """Raise LiveBlockMisuse if a live member entered another block or a step, or did not enter
+        in time."""
         _, cause = self._rolled_back(self._worker.continue_epoch())
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)

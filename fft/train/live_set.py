@@ -1,4 +1,4 @@
-"""The live set of a program that is no trainer: a manager, and the process group of its blocks."""
+"""Live sets for programs without a training loop: a manager and the process group of its blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fft.train.manager import ManagerFFT
 
 
 class LiveSet:
-    """The live set of a program that is no trainer; `live_set` makes it.
+    """The live set of a program without a training loop, as `live_set` returns it.
 
     Attributes:
         group: Process group over the members of the open block, in the order of their list.
@@ -26,7 +26,7 @@ class LiveSet:
 
     @property
     def me(self) -> Peer:
-        """This process, as it is named in the lists of members."""
+        """The entry of this process in the member lists."""
         return self.manager.me
 
     def __call__(self) -> LiveBlock:
@@ -50,7 +50,8 @@ def live_set(
     min_members: int = 1,
     timeouts: Mapping[str, float] | None = None,
 ) -> LiveSet:
-    """Join the live set of a program that ``fft run --groups N script.py`` starts.
+    """Create the live set of a program that ``fft run --groups N script.py`` starts; the process
+    joins it at its first block.
 
     Args:
         group: A process group of torchft that is not configured yet; None means gloo.

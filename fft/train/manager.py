@@ -76,7 +76,8 @@ class ManagerFFT(TorchftInterface):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names of the arguments, before Python misses one that is only misspelt.
+        """Check the names of the arguments first; otherwise Python would report a misspelt argument
+        as a missing one.
 
         A subclass with a constructor of its own has arguments of its own.
         """
@@ -234,7 +235,8 @@ class ManagerFFT(TorchftInterface):
         torch_ddp.take_over(model, reducers[-1])
 
     def _take_over(self, wrapper: nn.Module) -> None:
-        """Average what DistributedDataParallel would, unless its module is synced already."""
+        """Average the gradients of a DistributedDataParallel wrapper in its place, unless
+        `sync_gradients` covers the module already."""
         reducers = self._parts.reductions.reducers
         if (reducer := next((r for r in reducers if r.covers(wrapper)), None)) is None:
             self.sync_gradients(wrapper)
@@ -245,8 +247,8 @@ class ManagerFFT(TorchftInterface):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Reduce the buckets of the last ``sync_gradients`` by ``hook(state, bucket)``.
 
-        As ``DistributedDataParallel.register_comm_hook``: ``bucket.buffer()`` holds the gradients,
-        The hook returns a Future of the tensor that replaces them. It reduces with
+        As with ``DistributedDataParallel.register_comm_hook``, ``bucket.buffer()`` holds the
+        gradients, and the hook returns a Future of the tensor that replaces them. It reduces with
         ``manager.allreduce``, so pass the manager in ``state``. If the hook keeps state between
         steps, such as an error feedback, register it: ``register(..., extra=…)``.
         """
@@ -296,9 +298,9 @@ class ManagerFFT(TorchftInterface):
     def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
         """Call ``function()`` in each rollback, after the process groups of FFT are aborted.
 
-        Use it to release what else the main thread may be blocked in: another process group, a
-        communication library. The functions run on a thread of FFT, in the order in which they were
-        added. The error of one is logged, and the next one runs.
+        Use it to unblock the main thread from calls that FFT cannot abort, such as those of another
+        process group or communication library. The functions run on a thread of FFT, in the order
+        in which they were added. The error of one is logged, and the next one runs.
 
         Args:
             function: Must be safe while the main thread is in the step function.
@@ -402,7 +404,7 @@ class ManagerFFT(TorchftInterface):
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
 
     def live(self) -> LiveBlock:
-        """A block that all members of the job finish, or that fails on all of them.
+        """Return a block that all members of the job finish, or that fails on all of them.
 
         ``with manager.live() as members:`` waits until every member has entered, and gives each of
         them the same list: one ``fft.Peer`` for each process, ordered by group and rank. At its end
@@ -450,7 +452,7 @@ class ManagerFFT(TorchftInterface):
         self._parts.leaving.drain(within, reason)
 
     def stop(self) -> None:
-        """Make the last commit the last one of the job, as early stopping needs it.
+        """End the job after the newest commit, for early stopping.
 
         Call it between two txns, on all ranks of all groups after the same step. The iterator of
         `transactions` then ends: all groups compare their replicas, take the final checkpoint and
@@ -484,11 +486,11 @@ class ManagerFFT(TorchftInterface):
     def is_writer(self) -> bool:
         """Whether this rank writes what the job writes once: log lines, exports, files.
 
-        It is rank 0 of the first participating group of the current transaction, and after the
-        transaction of that one. All ranks agree on it, so one rank writes for each committed step,
-        unless that rank dies first. If its group leaves, the next transaction has another writer.
-        No rank is the writer before its first transaction. It is a rank of the first stage in a
-        pipeline. An ``async`` job may have several writers at once.
+        It is rank 0 of the first participating group of the current transaction. Between two
+        transactions, the previous one decides. All ranks agree on it, so one rank writes for each
+        committed step, unless that rank dies first. If its group leaves, the next transaction has
+        another writer. No rank is the writer before its first transaction. It is a rank of the
+        first stage in a pipeline. An ``async`` job may have several writers at once.
         """
         return self._torchft.group_rank == 0 and self.participating_rank() == 0
 

@@ -229,7 +229,7 @@ def wait_for_donor(
         with JobClient(url, token=token, bus=opened) as client:
             _wait(client, job, limit_s, is_over)
     except (BusError, OperatorError) as error:  # the engine enforces the timeout of the bus
-        logger.warning("whether the ranks of the job can be reached is not known: %s", error)
+        logger.warning("cannot determine whether the ranks of the job are reachable: %s", error)
 
 
 def _wait(

@@ -391,9 +391,10 @@ class Reducer:
             return
         self._is_eager = False
         raise FftError(
-            f"the gradient of {slot.name!r} came in two parts in one backward, as it does where a "
-            "parameter is used inside and outside of a checkpoint with use_reentrant=True; from "
-            "now on gradients are reduced when all have come (use_reentrant=False overlaps again)"
+            f"the gradient of {slot.name!r} arrived in two parts in one backward. This happens if "
+            "a parameter is used inside and outside a checkpoint with use_reentrant=True. From now "
+            "on, gradients are reduced at the end of backward; use_reentrant=False restores the "
+            "overlap"
         )
 
     def _arm(self) -> None:

@@ -46,7 +46,8 @@ class TxnReductions:
         self.refused = ""
         """Why reductions are not allowed now; empty if they are."""
         self.reducers: list[Reducer] = []
-        """Their parameter hooks hold the manager, which the garbage collector cannot see."""
+        """The hooks of the reducers reference the manager in a cycle that the garbage collector
+        cannot see; `close` breaks it."""
         self.manifest = ManifestBuilder()
         self.has_user_reductions = False
         """User code has issued a reduction in this txn, besides the reducers."""
@@ -175,7 +176,7 @@ class TxnReductions:
             self._manager.report_error(error)
 
     def reset(self) -> None:
-        """After a rollback: nothing is pending."""
+        """Forget all pending reductions after a rollback."""
         self._works.clear()
         for reducer in self.reducers:
             reducer.reset()
@@ -237,10 +238,11 @@ class _TxnWork(_ManagedWork):  # type: ignore[misc]
     reducing: Callable[[], AbstractContextManager[None]]
     """Creates the context of a wait."""
     is_over = False
-    """A wait has succeeded and need not be repeated. With an accelerator, each stream waits."""
+    """Whether a wait succeeded and need not be repeated. It stays False with an accelerator,
+    because each stream must wait."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torchft's: False, and the error reported, if the work failed."""
+        """Wait as torchft does. Returns False, and reports the error, if the work failed."""
         if self.is_over and self._managed_fut_tail._fut is not None:
             return True
         with self.reducing():

@@ -1,8 +1,9 @@
-"""Judgement of a step's result before its vote: finite gradients, and the vetoes of the user.
+"""Checks of a step's result before its vote: finite gradients, and the user's vetoes.
 
-Runs on the main thread. The gradients are read once, and their norm is copied to the CPU once. The
-protocol spreads the reaction: a vote for a skip skips the step on all ranks, and a NO rolls it back
-on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job where a replay cannot help.
+Runs on the main thread. The gradients are read once, and only their norm is copied to the CPU; a
+norm that is not finite needs a second pass. One vote to skip makes all ranks skip the step, and one
+NO vote rolls it back on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job where a
+replay cannot help.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class StepResult:
         step: committed steps before this one.
         inner_step: local steps since the last synchronization; 0 in jobs without them.
         metrics: the values that this rank passed to ``txn.log`` in the step function.
-        grad_norm: L2 norm of the gradients that the optimizers would apply, over all ranks of the
-            replica group that share a process group of FFT's.
+        grad_norm: L2 norm of the gradients that the optimizers would apply, over the ranks of the
+            replica group's shard process group, if FFT has one.
         is_finite: whether these gradients contain neither NaN nor inf.
     """
 
@@ -84,8 +85,9 @@ class ResultJudge:
         """Raise FftError if there are vetoes, which a loop written for torchft does not call."""
         if self.vetoes:
             raise FftError(
-                "manager.veto() is for loops over manager.transactions(loader); in torchft's loop, "
-                "call start_quorum() instead of should_commit() to skip a step on all groups"
+                "manager.veto() is for loops over manager.transactions(loader); in a loop written "
+                "for torchft, skip a step on all groups by calling start_quorum() again without "
+                "should_commit()"
             )
 
     def begin(self, plan: StartTxn) -> None:
@@ -98,7 +100,7 @@ class ResultJudge:
         self._metrics.update(metrics)
 
     def must_skip(self, plan: StartTxn, updates: Updates, inner_step: int = 0) -> bool:
-        """Return whether the step must be skipped, by the scaler, the policy or a veto.
+        """Return whether the scaler, ``on_nonfinite`` or a veto requires that the step is skipped.
 
         Args:
             plan: The open txn.
@@ -118,7 +120,8 @@ class ResultJudge:
             return not updates.has_scaler and self.refuses(plan, gradients)
         norm, is_finite = self._measure(gradients)
         result = StepResult(plan.step, inner_step, dict(self._metrics), norm, is_finite)
-        # a rank that does not contribute has computed its loss on weights that are not the job's
+        # vetoes run only on contributing ranks: a joiner computed its loss on weights that are not
+        # the job's
         for veto in self.vetoes if plan.index is not None else ():
             if (reaction := veto(result)) is not None:
                 return self._react(
@@ -144,7 +147,8 @@ class ResultJudge:
         norm = math.sqrt(self._over_group(squares))
         if math.isfinite(norm):
             return norm, True
-        # squares overflow before the elements do; all ranks of the group come here together
+        # the squares may overflow although the elements are finite; all ranks of the group see the
+        # same sum, so all take this branch
         bad = torch.full_like(squares, not are_finite(gradients))
         return norm, self._over_group(bad) == 0
 
@@ -169,7 +173,8 @@ class ResultJudge:
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements, as a float64 scalar on their device.
 
-    It is NaN or inf if an element is. A DTensor counts once on all ranks that hold a copy together.
+    It is NaN or inf if an element is. Elements of a DTensor that several ranks hold are weighted so
+    that they count once in the sum over the group.
     """
     held: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:

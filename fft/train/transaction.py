@@ -149,7 +149,8 @@ class TransactionLoop:
             drawn_for: called with the slice of each txn before its step function runs.
 
         Returns:
-            True if this group is still a member: nothing is left to do, and no commit was the last.
+            True if nothing is left to do although no commit ended the job, so this group is still a
+            member.
         """
         step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
@@ -187,7 +188,7 @@ class TransactionLoop:
                 raise FftError("the step function of a txn must run inside `with txn:`")
             if txn.committed and drawn.is_last:
                 self._state.updates.lengths.data_ended()
-            # all ranks know it, so no further txn has to announce it
+            # all ranks see the end of the data themselves, so no further txn has to announce it
             if txn.skipped and drawn.is_last:
                 return True
         return False
@@ -210,7 +211,8 @@ class TransactionLoop:
         """
         txn.is_stop = True
         with txn:
-            self._reductions.manifest.add(torch.empty(0), "stop")  # a vote needs one; none is sent
+            # the vote's manifest must contain a reduction; no tensor is sent
+            self._reductions.manifest.add(torch.empty(0), "stop")
         if txn.committed:
             return
         error = FftError(
@@ -402,7 +404,8 @@ class TransactionLoop:
 
         Raises:
             StepRetriesExceeded: The exception keeps coming at one step.
-            DeviceLost: This process's device can compute no replay any more.
+            DeviceLost: The device of this process has failed for good, so it cannot compute a
+                replay.
         """
         try:
             accelerator.refuse_lost(error)
@@ -429,7 +432,7 @@ class TransactionLoop:
         where: str = "",
         counted: StepFailures | None = None,
     ) -> None:
-        """Raise StepRetriesExceeded if ``error`` keeps coming at the step of that ``number``.
+        """Raise StepRetriesExceeded if ``error`` recurred too many times at step ``number``.
 
         Args:
             where: Description of the step for the message; empty names its number.
@@ -661,7 +664,8 @@ class Transaction:
 
 
 class UnregisteredStepGuard:
-    """Rejects steps of unregistered optimizers in a step function, and warns of others."""
+    """A hook that rejects steps of unregistered optimizers on the job's parameters inside a step
+    function, and warns about others."""
 
     def __init__(self, state: RankState, reductions: TxnReductions) -> None:
         self._state = state

@@ -319,7 +319,8 @@ class Worker:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
-            self.step_aborted()  # if no vote was cast: the fetched state is missing
+            # no vote was cast if the fetched state is missing; then the txn is rolled back
+            self.step_aborted()
         command = self._wait(engine, limit)
         self._close_txn()
         self._voter.end()
@@ -344,7 +345,9 @@ class Worker:
             self.has_reported = True
         first, manager._torchft.errored = manager._torchft.errored is None, Reported(error)
         if self.txn is None:
-            logger.warning("failed between two txns, which changes no state: %s", text_of(error))
+            logger.warning(
+                "an error was reported between two txns; it rolls nothing back: %s", text_of(error)
+            )
         elif not isinstance(error, (TxnAborted, GroupAborted)):
             kind = type(error).__name__
             self._job.post(Fault(self.txn.token, text_of(error), code_of(error), kind))

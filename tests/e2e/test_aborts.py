@@ -76,7 +76,7 @@ def test_abort_that_hangs_is_named_and_ends_the_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = Forked(hang, str(tmp_path / "traces"), log=log)
     assert process.wait(30) == -signal.SIGKILL
-    assert "Event.wait(), added by on_abort, has not ended within 0.2 s" in log.read_text()
+    assert "Event.wait(), added by on_abort, did not return within 0.2 s" in log.read_text()
     (note,) = read_lines(tmp_path / "traces", lambda line: line.get("note") == HOOK_HANGS)
     assert note["data"] == {"hook": "Event.wait()", "limit_s": 0.2}
 

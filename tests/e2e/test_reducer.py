@@ -567,7 +567,7 @@ def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
     for mine in found:
         assert_equal(mine, wanted)
     causes = [record["cause"] for record in aborts(tmp_path)]
-    assert any("came in two parts in one backward" in cause for cause in causes), causes
+    assert any("arrived in two parts in one backward" in cause for cause in causes), causes
 
 
 def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_touched(

@@ -333,7 +333,7 @@ def test_a_script_does_not_end_because_its_log_finds_no_room(tmp_path: Path) -> 
         command = [sys.executable, script_runner.__file__, str(script)]
         done = subprocess.run(command, stdout=output, stderr=output, timeout=60, check=False)
     assert done.returncode == 0, log.read_text()
-    dropped = "[fft: {} bytes of output found no room here]"
+    dropped = "[fft: {} bytes of output were lost here because the disk was full]"
     lines = [line for line in log.read_text().splitlines() if line]
     assert lines == ["first", dropped.format(5000), "last", dropped.format(200), "and last"]
 

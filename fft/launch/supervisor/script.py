@@ -1,8 +1,8 @@
-"""The training script, started as processes: by a fork server if one can be had, else by exec.
+"""Start processes of the training script, by a fork server if possible, otherwise by exec.
 
-The fork server is a process that has imported torch and FFT, the first seconds of every rank. It
-forks each rank, which then runs the script from its first line; its other end is in
-`fft.launch.script_runner`. Linux only: a forked rank becomes a child of the supervisor, which is
+The fork server is a process that has imported torch and FFT, which takes the first seconds of every
+rank. It forks each rank, which then runs the script from its first line. `fft.launch.script_runner`
+contains the server's code. Linux only: a forked rank becomes a child of the supervisor, which is
 the subreaper of its descendants.
 """
 
@@ -25,7 +25,7 @@ from fft.util.die_with_parent import tied
 
 logger = logging.getLogger(__name__)
 
-_LOAD_S = 60.0  # until the fork server has imported torch and FFT, which takes some 5 s
+_LOAD_S = 60.0  # timeout for the fork server's imports of torch and FFT, which take about 5 s
 _FORK_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -73,8 +73,9 @@ class Script:
         Args:
             env: The complete environment.
             log: File to which output and errors are appended.
-            inherits: Descriptors that the process and its own children may use. Variables that end
-                in ``_FD`` and hold one of these numbers get the number it has in the process.
+            inherits: Descriptors that the process and its children inherit. If a variable named
+                ``…_FD`` holds one of these numbers, its value becomes the descriptor's number in
+                the new process.
 
         Raises:
             OSError: The process cannot be started.
