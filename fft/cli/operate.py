@@ -159,7 +159,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
 ) -> None:
     """Show a running job from its bus alone, until it ends or Ctrl-C."""
-    from fft.operate.job_file import reach
+    from fft.operate.job_file import find_job
     from fft.operate.watch import Watch, watch_job
 
     def stop_at_signals(watch: Watch) -> None:
@@ -167,7 +167,7 @@ def watch(
             signal.signal(number, lambda *_: watch.stop())
 
     with plain_errors():
-        url, job = reach(bus, folder)
+        url, job = find_job(bus, folder)
         how = None if job is None else job.how_it_ended()
         if how is None:
             how = watch_job(
@@ -177,7 +177,7 @@ def watch(
                 once=once,
                 as_json=as_json,
                 begin=stop_at_signals,
-                ended=(lambda: None) if job is None else job.again,
+                ended=(lambda: None) if job is None else job.reread_how_it_ended,
             )
     if how is not None and not as_json:
         sys.stdout.write(f"{how}\n")

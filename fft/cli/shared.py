@@ -121,10 +121,10 @@ def job_client(bus: str | None, folder: Path | None = None) -> Iterator[JobClien
         folder: The job's trace directory, if it is given by that.
     """
     from fft.operate.client import JobClient
-    from fft.operate.job_file import reach, refuse_ended
+    from fft.operate.job_file import find_job, refuse_ended
 
     with plain_errors():
-        url, job = reach(bus, folder)
+        url, job = find_job(bus, folder)
         refuse_ended(job)
         with JobClient(url) as client:
             yield client

@@ -1,7 +1,7 @@
 """Run a training script as ``python SCRIPT ARG…`` would, and record the error that ended it.
 
 Run as a file: ``script_runner.py SCRIPT ARG…``. If the script ends with an error of its own, the
-place of that error is written to the descriptor that ``FFT_LAST_WORDS_FD`` names, where the process
+place of that error is written to the descriptor that ``FFT_ERROR_FD`` names, where the process
 that started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of
 the script alone. Until the script fails, this module imports FFT only in a spare or in the fork
 server.
@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-LAST_WORDS = "fft-last-words"
+ERROR_REPORT = "fft-error-report"
 """Name of the memfd behind the descriptor."""
 
 LOADED_TORCH = b"loaded torch"
@@ -28,7 +28,7 @@ FORK_SERVER = "FFT_FORK_SERVER_FD"
 READY = "ready"
 """Message of the fork server after its imports; if it cannot fork, it sends the reason instead."""
 
-_ALIKE = frozenset({"fft", "numpy", "torch", "torchft"})
+_RANK_INDEPENDENT = frozenset({"fft", "numpy", "torch", "torchft"})
 """Packages whose import does not depend on the rank's environment variables."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,7 +53,7 @@ def main() -> None:
     if role := os.environ.pop("FFT_ROLE_FD", ""):
         _await_role(int(role), path)
     _copy_to_supervisor(os.environ.pop("FFT_TEE", ""))
-    paper, owner = _paper(), os.getpid()
+    error_fd, owner = _error_fd(), os.getpid()
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     module.__dict__.update(
@@ -74,17 +74,17 @@ def main() -> None:
             trace = trace.tb_next
         error.__traceback__ = trace
         is_good = isinstance(error, SystemExit) and error.code in (None, 0)
-        if paper is not None and os.getpid() == owner and not is_good:
-            _write(paper, error)
+        if error_fd is not None and os.getpid() == owner and not is_good:
+            _write(error_fd, error)
         if isinstance(error, SystemExit):
             raise
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
     finally:
-        is_torchs = "torch" in sys.modules and not had_torch
-        if is_good and is_torchs and paper is not None and os.getpid() == owner:
+        loaded_torch = "torch" in sys.modules and not had_torch
+        if is_good and loaded_torch and error_fd is not None and os.getpid() == owner:
             with suppress(OSError):  # the script has closed it
-                os.write(paper, LOADED_TORCH)
+                os.write(error_fd, LOADED_TORCH)
 
 
 def _await_role(number: int, path: str) -> None:
@@ -167,27 +167,27 @@ def _fork_rank(fds: list[int]) -> int | None:
     Args:
         fds: Descriptors of the request (JSON) and of the log, and those that the rank inherits.
     """
-    told, tell = os.pipe()
-    wait, go = os.pipe()
+    pid_read, pid_write = os.pipe()
+    start_read, start_write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    between = os.fork()
-    if between == 0:
+    intermediate = os.fork()
+    if intermediate == 0:
         if os.fork() != 0:
             os._exit(0)
         os.setsid()
-        os.write(tell, str(os.getpid()).encode())
-        for fd in (told, tell, go):
+        os.write(pid_write, str(os.getpid()).encode())
+        for fd in (pid_read, pid_write, start_write):
             os.close(fd)
-        if os.read(wait, 1) != b"g":
+        if os.read(start_read, 1) != b"g":
             os._exit(1)
-        os.close(wait)
+        os.close(start_read)
         _become_rank(fds)
         return None
-    os.waitpid(between, 0)  # from here on the rank is a child of the supervisor
-    pid = int(os.read(told, 32))
-    os.write(go, b"g")
-    for fd in (told, tell, wait, go, *fds):
+    os.waitpid(intermediate, 0)  # from here on the rank is a child of the supervisor
+    pid = int(os.read(pid_read, 32))
+    os.write(start_write, b"g")
+    for fd in (pid_read, pid_write, start_read, start_write, *fds):
         os.close(fd)
     return pid
 
@@ -199,15 +199,15 @@ def _become_rank(fds: list[int]) -> None:
     import json
     import signal
 
-    order, log, *inherited = fds
-    request = json.loads(os.pread(order, os.fstat(order).st_size, 0))
+    request_fd, log, *inherited = fds
+    request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != request["parent"]:
         os._exit(1)
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
-    os.close(order)
+    os.close(request_fd)
     os.environ.clear()
     os.environ.update(request["env"])
     for fd in inherited:
@@ -245,9 +245,11 @@ def _load_imports_of(path: str, is_for_all: bool = False) -> None:
 
     names = _imports_of(path)
     if is_for_all:
-        is_other = (n.partition(".")[0] not in _ALIKE | sys.stdlib_module_names for n in names)
+        is_other = (
+            n.partition(".")[0] not in _RANK_INDEPENDENT | sys.stdlib_module_names for n in names
+        )
         names = names[: next((at for at, other in enumerate(is_other) if other), len(names))]
-        names = [name for name in names if name.partition(".")[0] in _ALIKE]
+        names = [name for name in names if name.partition(".")[0] in _RANK_INDEPENDENT]
     if "fft" in names:  # `import fft` loads its parts lazily
         names.append("fft.train.manager")
     if "torch" in {name.partition(".")[0] for name in names}:
@@ -380,11 +382,11 @@ class _Log(io.FileIO):
             return size
 
 
-def _paper() -> int | None:
+def _error_fd() -> int | None:
     """Return the descriptor for the error; processes that the script starts do not inherit it."""
-    number = os.environ.pop("FFT_LAST_WORDS_FD", "")
+    number = os.environ.pop("FFT_ERROR_FD", "")
     try:
-        if os.readlink(f"/proc/self/fd/{number}").startswith(f"/memfd:{LAST_WORDS}"):
+        if os.readlink(f"/proc/self/fd/{number}").startswith(f"/memfd:{ERROR_REPORT}"):
             os.set_inheritable(int(number), False)
             return int(number)
     except (OSError, ValueError):  # a process between us and the supervisor has closed it
@@ -392,12 +394,12 @@ def _paper() -> int | None:
     return None
 
 
-def _write(paper: int, error: BaseException) -> None:
+def _write(error_fd: int, error: BaseException) -> None:
     sys.path.insert(0, os.path.dirname(_OUR_FOLDER))
     try:
         from fft.util.error_places import place_of
 
-        os.write(paper, place_of(error).to_json().encode())
+        os.write(error_fd, place_of(error).to_json().encode())
     except Exception as trouble:  # noqa: BLE001 - the script's own error is what counts
         sys.stderr.write(f"fft: the error could not be passed on to the supervisor: {trouble!r}\n")
     finally:

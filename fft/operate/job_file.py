@@ -80,7 +80,7 @@ class JobFile:
             return None
         return f"the job of {self.folder} has ended: {ended}. {look_further(self.folder)}"
 
-    def again(self) -> str | None:
+    def reread_how_it_ended(self) -> str | None:
         """Read the file again, and return `how_it_ended`."""
         return (JobFile.read(self.folder) or self).how_it_ended()
 
@@ -90,7 +90,7 @@ def look_further(folder: Path) -> str:
     return f"Look at it with: fft report {folder}; fft audit {folder}"
 
 
-def reach(
+def find_job(
     bus: str | None, folder: Path | None, env: MutableMapping[str, str] = os.environ
 ) -> tuple[str, JobFile | None]:
     """Return the URL of a job's bus, and its `JobFile` if that named the bus; then also set

@@ -24,7 +24,7 @@ from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessag
 from fft.messages.wire import Packed
 from fft.operate.client import Ear, JobClient, Word
 from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel, event_of
-from fft.trace.course import plainly
+from fft.trace.course import readable_cause
 from fft.trace.display import LiveTable, Row, Snapshot
 from fft.trace.display import render as show
 
@@ -209,7 +209,7 @@ def render(watch: JobModel, url: str, now: float, width: int = 80, height: int =
     if watch.head is None:
         parts.append(Text(f"{url}: no job has begun here", overflow="fold"))
     else:
-        elapsed = now - (watch.course.phases[0].formed if watch.course.phases else now)
+        elapsed = now - (watch.course.epochs[0].formed if watch.course.epochs else now)
         rows = [_row(watch, row) for row in watch.rows()]
         shot = Snapshot(elapsed, rows, 0, 0, watch.course, now, "fft watch")
         parts.append(show(shot, width, height))
@@ -230,7 +230,10 @@ def _row(watch: JobModel, row: GroupRow) -> Row:
     is_in = all(rank.state == IN_EPOCH for rank in row.ranks.values())
     pids = ", ".join(f"{rank.pid}@{rank.host}" for _, rank in sorted(row.ranks.items()))
     slow = watch.pace(row.group)
-    troubles = (plainly(row.why()), slow and f"slow, in multiples of the median time: {slow}")
+    troubles = (
+        readable_cause(row.why()),
+        slow and f"slow, in multiples of the median time: {slow}",
+    )
     state = "training" if is_in and row.state() == IN_EPOCH else row.state()
     step = head.step if head is not None and is_in else 0
     trouble = "; ".join(filter(None, troubles))

@@ -25,7 +25,7 @@ _PEER = re.compile(r"(?P<group>[^\s,;:(]+)/(?P<rank>\d+)#\d+")
 """Compact name of a participant: ``GROUP/RANK#INCARNATION``."""
 
 
-def plainly(cause: str) -> str:
+def readable_cause(cause: str) -> str:
     """Return the first line of a cause with the names of participants spelled out.
 
     The reporting participant is omitted if the text after it starts with another participant.
@@ -38,7 +38,7 @@ def plainly(cause: str) -> str:
 
 
 @dataclass(slots=True)
-class Phase:
+class EpochStats:
     """The commits of one epoch."""
 
     epoch: int
@@ -76,9 +76,9 @@ class Fault:
     """Groups that the next epoch lacks, except those that left on purpose."""
     committed: float | None = None
     """Time of the next commit."""
-    after: Phase | None = None
+    after: EpochStats | None = None
     """The epoch of the next commit."""
-    before: Phase | None = None
+    before: EpochStats | None = None
 
     @property
     def cost_s(self) -> float | None:
@@ -124,16 +124,16 @@ class Course:
     step: int = 0
     begun_step: int = 0
     cursor: int = 0
-    batches: int = 0
+    consumed_slices: int = 0
     """Slices that optimizer steps have consumed."""
     skipped: int = 0
     """Slices that were consumed without an optimizer step."""
-    open: int = 0
+    outstanding_slices: int = 0
     """Slices before the cursor that no step has consumed: leased ones, and ones that lost groups
     returned."""
     ended: bool = False
     """The job ended with a commit."""
-    phases: list[Phase] = field(default_factory=list)
+    epochs: list[EpochStats] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Course:
         held = len(record.get("leases") or ()) + len(record.get("returned") or ())
         if self._begun is None:
             self._begun = record["cursor"] - held, record["batches"]
-            self.begun_step, self.batches = record["step"], record["batches"]
+            self.begun_step, self.consumed_slices = record["step"], record["batches"]
         kind = record["kind"]
         if kind == "epoch":
             self._form(record, at)
@@ -164,8 +164,8 @@ class Course:
         else:
             self._commit(record, at)
         self.step, self.cursor = record["step"], record["cursor"]
-        self.batches = record["batches"]
-        self.open = held
+        self.consumed_slices = record["batches"]
+        self.outstanding_slices = held
         return True
 
     # --- results ---
@@ -173,12 +173,12 @@ class Course:
     @property
     def members(self) -> frozenset[str]:
         """Groups of the newest epoch."""
-        return self.phases[-1].members if self.phases else frozenset()
+        return self.epochs[-1].members if self.epochs else frozenset()
 
     @property
     def last(self) -> float | None:
         """Time of the newest commit."""
-        return next((phase.last for phase in reversed(self.phases) if phase.commits), None)
+        return next((stats.last for stats in reversed(self.epochs) if stats.commits), None)
 
     @property
     def steps(self) -> int:
@@ -188,20 +188,22 @@ class Course:
     @property
     def slices(self) -> int:
         """Slices that the steps of this start have consumed."""
-        return self.batches - (self._begun[1] if self._begun else 0)
+        return self.consumed_slices - (self._begun[1] if self._begun else 0)
 
     @property
     def unused(self) -> int:
         """Slices before the cursor that no group trained in a job that has ended; 0 while it
         runs."""
-        return self.open if self.ended else 0
+        return self.outstanding_slices if self.ended else 0
 
     @property
     def repeated(self) -> int:
         """Slices that were consumed more than once, by the counters of the records."""
         if self._begun is None:
             return 0
-        return max(0, self.slices + self.skipped - (self.cursor - self.open - self._begun[0]))
+        return max(
+            0, self.slices + self.skipped - (self.cursor - self.outstanding_slices - self._begun[0])
+        )
 
     def samples(self, slices: float | None) -> float | None:
         """Return the number of samples in ``slices``; None if the size of a batch is unknown."""
@@ -253,17 +255,17 @@ class Course:
         return self.cursor * goal.items // goal.epoch_items if goal.epoch_items else None
 
     @property
-    def full(self) -> float | None:
+    def undisturbed_rate(self) -> float | None:
         """Slices per second in the epochs with the most members, from the first to the last commit
         of each.
 
         This estimates the rate of an undisturbed run.
         """
-        timed = [phase for phase in self.phases if phase.rate is not None]
+        timed = [stats for stats in self.epochs if stats.rate is not None]
         if not timed:
             return None
-        most = max(len(phase.members) for phase in timed)
-        whole = [phase for phase in timed if len(phase.members) == most]
+        most = max(len(stats.members) for stats in timed)
+        whole = [stats for stats in timed if len(stats.members) == most]
         return sum(p.slices for p in whole) / sum(p.last - p.first for p in whole)
 
     @property
@@ -277,14 +279,14 @@ class Course:
         if self._first is None or not self.elapsed:
             return None
         _, step, slices = self._first
-        return (self.step - step) / self.elapsed, (self.batches - slices) / self.elapsed
+        return (self.step - step) / self.elapsed, (self.consumed_slices - slices) / self.elapsed
 
     @property
     def goodput(self) -> float | None:
         """Committed samples divided by those of an undisturbed run of the same length."""
-        if not self.full or self.mean_rates is None:
+        if not self.undisturbed_rate or self.mean_rates is None:
             return None
-        return min(1.0, self.mean_rates[1] / self.full)
+        return min(1.0, self.mean_rates[1] / self.undisturbed_rate)
 
     def lost_s(self) -> dict[str, float]:
         """Return the seconds lost compared with an undisturbed run, by cause.
@@ -297,23 +299,23 @@ class Course:
         aborted = {fault.epoch for fault in self.faults}
         step = self._typical_step()
         last, broke = 0.0, False
-        for phase in self.phases:
-            if phase.commits and last:
-                found["rollbacks" if broke else "changes"] += max(0.0, phase.first - last - step)
+        for stats in self.epochs:
+            if stats.commits and last:
+                found["rollbacks" if broke else "changes"] += max(0.0, stats.first - last - step)
                 broke = False
-            if phase.commits:
-                last = phase.last
-            broke |= phase.epoch in aborted
-            if self.full and phase.rate is not None:
-                share = max(0.0, 1.0 - phase.rate / self.full)
-                is_whole = len(phase.members) == max(len(p.members) for p in self.phases)
-                found["missing groups"] += 0.0 if is_whole else share * (phase.last - phase.first)
+            if stats.commits:
+                last = stats.last
+            broke |= stats.epoch in aborted
+            if self.undisturbed_rate and stats.rate is not None:
+                share = max(0.0, 1.0 - stats.rate / self.undisturbed_rate)
+                is_whole = len(stats.members) == max(len(p.members) for p in self.epochs)
+                found["missing groups"] += 0.0 if is_whole else share * (stats.last - stats.first)
         return found
 
     def _typical_step(self) -> float:
-        timed = [phase for phase in self.phases if phase.commits > 1]
-        count = sum(phase.commits - 1 for phase in timed)
-        return sum(phase.last - phase.first for phase in timed) / count if count else 0.0
+        timed = [stats for stats in self.epochs if stats.commits > 1]
+        count = sum(stats.commits - 1 for stats in timed)
+        return sum(stats.last - stats.first for stats in timed) / count if count else 0.0
 
     def away(self) -> Iterator[Absence]:
         """Yield the absences that are not over."""
@@ -326,7 +328,7 @@ class Course:
         gone = was - members
         for fault in self._pending:
             fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
-        came = tuple(sorted(members - was)) if self.phases else ()
+        came = tuple(sorted(members - was)) if self.epochs else ()
         for group in sorted(gone):
             planned = group in self._left
             absence = Absence(group, record["step"], at, planned, self._ended_by)
@@ -339,13 +341,13 @@ class Course:
             text = "; ".join(_joins(name, name in again) for name in came)
             self.changes.append(Change(record["step"], at, text, joined=came, n=record["n"]))
         self._left = ()
-        self.phases.append(Phase(record["epoch"], members, at, record["step"]))
+        self.epochs.append(EpochStats(record["epoch"], members, at, record["step"]))
 
     def _roll_back(self, record: Mapping[str, Any], at: float) -> None:
         if record.get("skip") or record.get("code") == CauseCode.RECOMPUTED:
             return
-        before = next((phase for phase in reversed(self.phases) if phase.rate is not None), None)
-        cause, code = plainly(record.get("cause", "")), record.get("code", CauseCode.NONE)
+        before = next((stats for stats in reversed(self.epochs) if stats.rate is not None), None)
+        cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
         place = record["epoch"], record["txn"]
         fault = Fault(record["n"], record["step"], at, cause, str(code), *place, before=before)
         self._ended_by = record["n"]
@@ -354,19 +356,19 @@ class Course:
 
     def _commit(self, record: Mapping[str, Any], at: float) -> None:
         # an observer that started during an epoch has not received the epoch record
-        if not self.phases:
-            self.phases.append(Phase(record["epoch"], frozenset(), at, record["step"]))
-        phase, consumed = self.phases[-1], record["batches"] - self.batches
+        if not self.epochs:
+            self.epochs.append(EpochStats(record["epoch"], frozenset(), at, record["step"]))
+        stats, consumed = self.epochs[-1], record["batches"] - self.consumed_slices
         self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
-        phase.commits += 1
-        phase.slices += consumed if phase.commits > 1 else 0
-        phase.first, phase.last = phase.first or at, at
+        stats.commits += 1
+        stats.slices += consumed if stats.commits > 1 else 0
+        stats.first, stats.last = stats.first or at, at
         for fault in self._pending:
-            fault.committed, fault.after = at, phase
+            fault.committed, fault.after = at, stats
         self._pending = []
         for absence in self.away():
             absence.steps += 1
-        if phase.commits == 1:
+        if stats.commits == 1:
             self._recent.clear()
         self._recent.append((at, record["step"], record["batches"]))
         self._first = self._first or self._recent[-1]

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.protocol.roles import Role
-from fft.trace.course import Absence, Course, Fault, plainly
+from fft.trace.course import Absence, Course, Fault, readable_cause
 from fft.trace.tail import JobView, RankView
 
 _STATES: dict[Role, str] = {
@@ -80,7 +80,7 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
     if not ranks:
         return Row(group, doing)
     first = ranks[0]
-    fault = next((plainly(rank.fault) for rank in ranks if rank.fault), "")
+    fault = next((readable_cause(rank.fault) for rank in ranks if rank.fault), "")
     step = min(rank.step for rank in ranks)
     fetches = next((rank.fetches for rank in ranks if rank.fetches), "")
     state = _STATES.get(first.role, first.role)
@@ -92,7 +92,9 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
 def _trouble_of(rank: RankView) -> str:
     """Return why a rank waits, or why it cannot join."""
     is_outside = rank.role == "joining" and not rank.is_injected
-    return plainly(rank.waits if rank.waits == rank.fault else rank.fault if is_outside else "")
+    return readable_cause(
+        rank.waits if rank.waits == rank.fault else rank.fault if is_outside else ""
+    )
 
 
 class Display(Protocol):

@@ -15,7 +15,7 @@ from fft.protocol.roles import COMMITTING
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
 
-_OPEN = 64
+_MAX_PENDING_TXNS = 64
 """Maximum number of transactions whose votes are kept; beyond it, the oldest one is counted."""
 
 Values = Iterable[tuple[tuple[str, ...], float]]
@@ -66,7 +66,7 @@ class Figures:
         elif kind == "decision" and record.get("kind") == "epoch":
             size = sum(len(group["ranks"]) for group in record["members"])
             self._sizes[scope, record["epoch"]] = size
-            if len(self._sizes) > _OPEN:
+            if len(self._sizes) > _MAX_PENDING_TXNS:
                 self._sizes.popitem(last=False)
         elif kind == "decision" and line["roles"][1] in COMMITTING:
             place = scope, line["epoch"], line["txn"]
@@ -82,7 +82,7 @@ class Figures:
 
     def _open(self, scope: str, epoch: int, txn: int) -> _Votes:
         votes = self._votes.setdefault((scope, epoch, txn), _Votes())
-        if len(self._votes) > _OPEN:
+        if len(self._votes) > _MAX_PENDING_TXNS:
             self._judge(*self._votes.popitem(last=False))
         return votes
 
@@ -134,7 +134,7 @@ def _rollback_seconds(of: Figures) -> Values:
 
 
 def _present(of: Figures) -> Values:
-    seen = frozenset[str]().union(*(phase.members for phase in of.course.phases))
+    seen = frozenset[str]().union(*(stats.members for stats in of.course.epochs))
     return [((group,), int(group in of.course.members)) for group in sorted(seen)]
 
 
@@ -155,7 +155,7 @@ FIGURES = (
     ),
     Figure(
         *("commits", "counter", "Committed transactions, with those that skip a batch.", ()),
-        lambda f: _one(sum(phase.commits for phase in f.course.phases)),
+        lambda f: _one(sum(stats.commits for stats in f.course.epochs)),
     ),
     Figure(
         *("commit_timestamp_seconds", "gauge", "Time of the newest commit (Unix time).", ()),

@@ -15,7 +15,7 @@ from typing import Any
 
 from fft.errors import FftError
 from fft.protocol.roles import COMMITTING
-from fft.trace.course import plainly
+from fft.trace.course import readable_cause
 from fft.trace.figures import FIGURES, Figure, Figures
 from fft.trace.format import scope_folders
 from fft.trace.read import merged_lines
@@ -102,7 +102,7 @@ class Happenings:
             facts = {"fft.step": line["step"]}
             self._open[rank] = Happening("step", rank, token, at, facts=facts)
         elif roles[1] in _BACK:
-            cause = plainly(line.get("cause") or "")
+            cause = readable_cause(line.get("cause") or "")
             facts = {"fft.cause": cause, "fft.cause_code": line.get("code") or "none"}
             self._open[rank] = Happening("rollback", rank, token, at, facts=facts)
 

@@ -24,7 +24,7 @@ from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.course import Course, Fault, plainly
+from fft.trace.course import Course, Fault, readable_cause
 from fft.trace.figures import Figures, plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.read import (
@@ -190,7 +190,7 @@ def summary(course: Course) -> dict[str, Any]:
         "samples": course.samples(course.slices),
         "steps_per_s": steps,
         "samples_per_s": course.samples(slices),
-        "undisturbed_samples_per_s": course.samples(course.full),
+        "undisturbed_samples_per_s": course.samples(course.undisturbed_rate),
         "goodput": course.goodput,
         "lost_s": course.lost_s(),
         "attempts_lost": len(course.faults),
@@ -221,7 +221,7 @@ def summary_lines(course: Course) -> list[str]:
         f"{course.steps} steps in {course.elapsed:.1f} s: {found['steps_per_s']:.2f} steps/s, "
         f"{speed:,.1f} {unit}/s"
     ]
-    if course.goodput is not None and course.full is not None:
+    if course.goodput is not None and course.undisturbed_rate is not None:
         whole = total / course.goodput
         lines.append(
             f"goodput {course.goodput:.1%}: {total:,.0f} {unit}; without faults {whole:,.0f} in "
@@ -257,7 +257,7 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
             continue
         fault = by_number.get(incident.n)
         named = incident.fault if incident.fault != "not injected" else ""
-        what = ": ".join(filter(None, (named, plainly(incident.noticed))))
+        what = ": ".join(filter(None, (named, readable_cause(incident.noticed))))
         step = "-" if fault is None else str(fault.step)
         costs = _seconds(incident.rolled_back_ms), _seconds(incident.next_commit_ms)
         without = _without(incident.n, course)

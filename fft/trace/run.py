@@ -88,16 +88,16 @@ class Run:
         """
         logged: dict[tuple[str, int, int], tuple[list[int], dict[str, Any]]] = {}
         for line in self.lines():
-            who = line["group"], line["rank"], line["inc"]
+            peer = line["group"], line["rank"], line["inc"]
             event = line.get("event") or {}
             if line.get("note") == "metrics":
                 token = [line["epoch"], line["txn"]]
-                place = {"group": who[0], "rank": who[1], "step": line["step"] + 1}
-                was, known = logged.get(who, (token, {}))
+                place = {"group": peer[0], "rank": peer[1], "step": line["step"] + 1}
+                was, known = logged.get(peer, (token, {}))
                 earlier = known if was == token else {}
-                logged[who] = token, {**earlier, **place, "at": line["wall"], **line["data"]}
-            elif event.get("type") == "applied" and who in logged:
-                token, row = logged.pop(who)
+                logged[peer] = token, {**earlier, **place, "at": line["wall"], **line["data"]}
+            elif event.get("type") == "applied" and peer in logged:
+                token, row = logged.pop(peer)
                 if token == event["token"] and row["step"] == line["step"]:
                     yield row
 
@@ -131,10 +131,10 @@ class Run:
             case "absences":
                 yield from summary(self.course)["absences"]
             case "epochs":
-                for phase in self.course.phases:
-                    told = {"epoch": phase.epoch, "at": phase.formed, "step": phase.step}
-                    groups = tuple(sorted(phase.members))
-                    yield {**told, "groups": groups, "commits": phase.commits}
+                for stats in self.course.epochs:
+                    row = {"epoch": stats.epoch, "at": stats.formed, "step": stats.step}
+                    groups = tuple(sorted(stats.members))
+                    yield {**row, "groups": groups, "commits": stats.commits}
             case _:
                 raise FftError(
                     f"no table {name!r}; expected steps, metrics, faults, absences or epochs"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.trace.course import Course, plainly
+from fft.trace.course import Course, readable_cause
 from fft.trace.display import cost
 from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
@@ -48,7 +48,7 @@ _NOTES = frozenset(
     {"inject", "fault", "checkpoint", "checkpoint_failed", "entry_made_anew", "drained", "notice"}
 )
 """Notes that are events on the page."""
-_BACK = ("aborting", "rolling_back")
+_ROLLBACK_ROLES = ("aborting", "rolling_back")
 
 
 def _name_of(note: str, data: dict[str, Any]) -> str:
@@ -151,8 +151,14 @@ class Timeline:
             return
         if roles[0] != roles[1] or lane not in self._open:
             self._move(lane, roles[1], line, at)
-            if roles[1] in _BACK and roles[0] not in _BACK and line.get("cause"):
-                self._event(lane, f"rollback: {plainly(line['cause'])}", path, line, at, text)
+            if (
+                roles[1] in _ROLLBACK_ROLES
+                and roles[0] not in _ROLLBACK_ROLES
+                and line.get("cause")
+            ):
+                self._event(
+                    lane, f"rollback: {readable_cause(line['cause'])}", path, line, at, text
+                )
 
     def _move(self, lane: str, role: str, line: dict[str, Any], at: float) -> None:
         """Close the open span of a lane, and open the next one."""
@@ -224,7 +230,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
     ]
     phases = [
         [phase.formed - zero, phase.epoch, sorted(phase.members), phase.step]
-        for phase in course.phases
+        for phase in course.epochs
     ]
     faults = [
         {

@@ -53,7 +53,7 @@ def test_forked_rank_has_its_own_environment_arguments_log_and_exit_code(
         "is_leader = os.getsid(0) == os.getpid()\n"
         "print(sys.argv[1:], os.environ['RANK'], __name__, is_leader, flush=True)\n"
         "print(os.getppid(), file=sys.stderr)\n"
-        "assert 'FFT_LAST_WORDS_FD' not in os.environ and 'FFT_FORK_SERVER_FD' not in os.environ\n"
+        "assert 'FFT_ERROR_FD' not in os.environ and 'FFT_FORK_SERVER_FD' not in os.environ\n"
         "os.fstat(int(os.environ['FFT_DEATH_MUTEX_FD']))\n"
         "sys.exit(3 + int(os.environ['RANK']))\n"
     )
@@ -62,7 +62,7 @@ def test_forked_rank_has_its_own_environment_arguments_log_and_exit_code(
         log = tmp_path / f"{rank}.log"
         child = run(script, log, rank)
         assert child.code == 3 + rank
-        assert child.last_words is not None and child.last_words.is_a(SystemExit)
+        assert child.error_place is not None and child.error_place.is_a(SystemExit)
         said = f"['--x', '1'] {rank} __main__ True\n{os.getpid()}\n"
         assert log.read_text() == said
     assert script.server_pid is not None

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.cli.run import _announce
 from fft.operate.client import OperatorError
-from fft.operate.job_file import NAME, JobFile, reach, refuse_ended, split_folder
+from fft.operate.job_file import NAME, JobFile, find_job, refuse_ended, split_folder
 
 SETTINGS = {"FFT_BUS": "tcp://127.0.0.1:1/job", "FFT_TOKEN_FILE": "t/job.token"}
 
@@ -27,33 +27,33 @@ def test_directory_names_bus_and_token(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     started(tmp_path / "t")
     env = {"FFT_BUS": "tcp://other:1/x", "FFT_TOKEN": "secret"}
-    url, job = reach(None, Path("t"), env)
+    url, job = find_job(None, Path("t"), env)
     assert (url, job is not None) == (SETTINGS["FFT_BUS"], True)
     assert env["FFT_TOKEN_FILE"] == str(tmp_path / "t" / "job.token") and "FFT_TOKEN" not in env
-    assert reach("t", None, {})[0] == url, "--bus may be a directory"
-    assert reach(None, None, {"FFT_BUS": "tcp://other:1/x"}) == ("tcp://other:1/x", None)
+    assert find_job("t", None, {})[0] == url, "--bus may be a directory"
+    assert find_job(None, None, {"FFT_BUS": "tcp://other:1/x"}) == ("tcp://other:1/x", None)
 
 
 def test_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OperatorError, match="no bus"):
-        reach(None, None, {})
+        find_job(None, None, {})
     started(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "a" / "g0r0i1.jsonl").touch()
-    assert reach(None, None, {})[0] == SETTINGS["FFT_BUS"]
+    assert find_job(None, None, {})[0] == SETTINGS["FFT_BUS"]
 
 
 def test_directory_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=f"has no {NAME}"):
-        reach(None, tmp_path, {})
+        find_job(None, tmp_path, {})
 
 
 def test_job_that_has_ended_receives_no_request(tmp_path: Path) -> None:
     job = started(tmp_path)
     refuse_ended(job)
-    assert job.again() is None, "this process runs it"
+    assert job.reread_how_it_ended() is None, "this process runs it"
     job.note_end("complete, at step 7 (exit status 0)")
-    assert "has ended: complete, at step 7" in str(job.again())
+    assert "has ended: complete, at step 7" in str(job.reread_how_it_ended())
     cli = CliRunner(env={"FFT_TOKEN_FILE": None})  # restored afterwards; the commands set it
     result = cli.invoke(app, ["drain", "1", str(tmp_path)])
     assert result.exit_code == 2

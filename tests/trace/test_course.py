@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.progress import Goal
-from fft.trace.course import Course, plainly
+from fft.trace.course import Course, readable_cause
 from fft.trace.report import course_of, fault_table, summary, summary_lines
 from fft.trace.starts import newest_run
 
@@ -72,7 +72,7 @@ def test_course_counts_steps_without_a_group() -> None:
 def test_course_compares_with_an_undisturbed_run() -> None:
     """From the first commit on, 50 slices were trained in 3.5 s; without faults 20 per second."""
     course = interrupted()
-    assert course.full == pytest.approx(20.0) and course.elapsed == pytest.approx(3.5)
+    assert course.undisturbed_rate == pytest.approx(20.0) and course.elapsed == pytest.approx(3.5)
     assert course.goodput == pytest.approx(50 / 70)
     lost = course.lost_s()
     assert lost["rollbacks"] == pytest.approx(0.4)
@@ -112,9 +112,9 @@ def test_course_of_traces_has_each_record_once(tmp_path: Path) -> None:
 
 
 def test_causes_name_ranks_in_words() -> None:
-    assert plainly("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
-    assert plainly("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
-    assert plainly("a/b 1/2") == "a/b 1/2"
+    assert readable_cause("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
+    assert readable_cause("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
+    assert readable_cause("a/b 1/2") == "a/b 1/2"
 
 
 # --- fft report ------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _LONGEST_LINE = 300
 MISMATCH = re.compile(r"collective mismatch|Mismatch between collective", re.IGNORECASE)
 """Messages of gloo and torch for ranks of a group that call different collectives."""
 _TELLING = re.compile(rf"{MISMATCH.pattern}|what\(\):|fatal|out of memory|error", re.IGNORECASE)
-_LONGEST_WORDS = 256 * 1024
+_LONGEST_ERROR = 256 * 1024
 
 
 class Child:
@@ -81,18 +81,18 @@ class Child:
         """It ended with exit status 0 in the middle of the job."""
         self.loaded_torch = False
         """It ended without an error and had loaded torch; set by `reap`."""
-        self.last_words: Place | None = None
+        self.error_place: Place | None = None
         """The error of its own that ended it; set by `reap`."""
         self._death_mutex = DeathMutex() if supported() else None
         if self._death_mutex is not None:
             inherits = (*inherits, self._death_mutex.fd)
             env = {**env, "FFT_DEATH_MUTEX_FD": str(self._death_mutex.fd)}
-        self._paper = os.memfd_create(script_runner.LAST_WORDS)
+        self._error_fd = os.memfd_create(script_runner.ERROR_REPORT)
         try:
-            env = {**env, "FFT_LAST_WORDS_FD": str(self._paper)}
-            self._process = script.start(env, log, (*inherits, self._paper))
+            env = {**env, "FFT_ERROR_FD": str(self._error_fd)}
+            self._process = script.start(env, log, (*inherits, self._error_fd))
         except BaseException:
-            os.close(self._paper)
+            os.close(self._error_fd)
             if self._death_mutex is not None:
                 self._death_mutex.close()
             raise
@@ -130,10 +130,10 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self.code = self._process.wait()
         if self.code > 0:
-            self.last_words = _read(self._paper)
+            self.error_place = _read(self._error_fd)
         elif self.code == 0:
-            self.loaded_torch = os.pread(self._paper, 16, 0) == script_runner.LOADED_TORCH
-        os.close(self._paper)
+            self.loaded_torch = os.pread(self._error_fd, 16, 0) == script_runner.LOADED_TORCH
+        os.close(self._error_fd)
         os.close(self.fd)
         if self._death_mutex is not None:
             self._death_mutex.close()
@@ -148,13 +148,13 @@ class Child:
     @property
     def failed_by_itself(self) -> bool:
         """Whether its script failed, rather than a machine or a peer; valid after `reap`."""
-        is_theirs = self.last_words is not None and self.last_words.may_pass
+        is_theirs = self.error_place is not None and self.error_place.may_pass
         return (self.code or 0) > 0 and not is_theirs
 
     @property
     def came_too_late(self) -> bool:
         """Whether it returned after all others had left, as after a hang; valid after `reap`."""
-        return self.last_words is not None and self.last_words.is_a(JobEnded)
+        return self.error_place is not None and self.error_place.is_a(JobEnded)
 
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
@@ -175,7 +175,7 @@ class Child:
         """
         where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
         line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"
-        if (words := self.last_words) is not None:
+        if (words := self.error_place) is not None:
             if words.signature in known:
                 return f"{line}; by the same error, at {words.where}"
             known.add(words.signature)
@@ -183,7 +183,7 @@ class Child:
 
     def last_said(self) -> str:
         """Return its traceback, or the last lines of its log if there is none or on SystemExit."""
-        words = self.last_words
+        words = self.error_place
         if words is None or words.is_a(SystemExit):
             return self._last_lines()
         return words.text.rstrip()
@@ -208,9 +208,9 @@ def reap_all(children: Sequence[Child]) -> None:
             logger.error("pid %d did not end within %g s of its SIGKILL", child.pid, _REAP_S)
 
 
-def _read(paper: int) -> Place | None:
+def _read(error_fd: int) -> Place | None:
     try:
-        return Place.from_json(os.pread(paper, _LONGEST_WORDS, 0))
+        return Place.from_json(os.pread(error_fd, _LONGEST_ERROR, 0))
     except ValueError:  # it recorded no error, or was killed while writing it
         return None
 

@@ -31,7 +31,7 @@ _ADDRESS_OF_RANK_0 = "manager_addr"
 
 _SUPERVISORS = frozenset(
     {
-        *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_LAST_WORDS_FD"),
+        *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_ERROR_FD"),
         *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD", "FFT_TEE"),
     }
 )
@@ -112,9 +112,9 @@ class Group:
         return bool(self.children) and not any(child.has_failed for child in self.children)
 
     @property
-    def last_words(self) -> Place | None:
+    def error_place(self) -> Place | None:
         """The error that ended one of its ranks, and with it the group."""
-        said = (child.last_words for child in self.children)
+        said = (child.error_place for child in self.children)
         return next((words for words in said if words is not None), None)
 
     def waiting(self, inside: Collection[int], view: JobView) -> list[Child]:
@@ -130,7 +130,7 @@ class Group:
     def start_later(self) -> None:
         """Schedule a restart after a pause, and log it if an error has ended the group."""
         self.restart_at = time.monotonic() + self.pauses.next()
-        if self.last_words is not None:
+        if self.error_place is not None:
             logger.warning("group %s is started again", self.name)
 
     @property

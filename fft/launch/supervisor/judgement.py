@@ -113,7 +113,7 @@ class Judgement:
         Later verdicts leave out the log of a process that ended with the same error.
         """
         place = mistake.place
-        child = next(child for child in group.children if child.last_words is place)
+        child = next(child for child in group.children if child.error_place is place)
         self.shown.add(place.signature)
         who = f"group {group.name} rank {child.rank}"
         text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
@@ -164,7 +164,7 @@ class Judgement:
             unfinished: The reason why the fault plan is not finished, or None.
         """
         lines, excused, remarks = self._ends(view, is_over)
-        words = [child.last_words for group in self.groups for child in group.children]
+        words = [child.error_place for group in self.groups for child in group.children]
         was_needed = any(w is not None and w.is_a(NotEnoughGroups) for w in words)
         early = [_left_early(group, view, was_needed) for group in self.groups]
         early += [_shard_was_short(group, view) for group in self.groups if was_needed]
@@ -578,7 +578,7 @@ class Deaths:
         """Log how a rank was lost, once per rank and cause."""
         self._note(child, group, view)
         cause = self._cause(child, group, view)
-        words = child.last_words
+        words = child.error_place
         same = (child.group, child.rank, cause.partition(";")[0])
         key = same if words is None else words.signature  # one message for one mistake
         if child.was_killed or key in self._told:
@@ -643,8 +643,8 @@ class Deaths:
     def _cause(self, child: Child, group: Group, view: JobView) -> str:
         if child.left_early:
             return "ended with exit status 0"
-        if child.last_words is not None:
-            return f"ended with {child.last_words.short()}"
+        if child.error_place is not None:
+            return f"ended with {child.error_place.short()}"
         text = f"died: {cause_of(child.code)}"
         if (why := self.suspected.get(child.pid)) is not None:
             return f"{text} by its monitor, because it hung ({why})"

@@ -726,7 +726,7 @@ class Supervisor:
             step = return_step(self._faults.plan, group.name, view, self._faults.drains_seen)
             group.return_at_step = step or group.return_at_step
             return
-        words = None if group.came_too_late and self._links.has_stages else group.last_words
+        words = None if group.came_too_late and self._links.has_stages else group.error_place
         mistake = self._mistakes.ended(group.name, words, view.committed)
         if mistake is None or not mistake.is_for_good(self._config):
             self._look_whether_state_is_lost(group)

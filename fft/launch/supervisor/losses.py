@@ -36,7 +36,7 @@ def loss_of(
             return ALL_DIED
         return f"no process has the state of rank {shard} any more: it was lost in all groups"
     stops = {NoState.__name__, *((InDoubt.__name__,) if config.can_resume else ())}
-    words = ended.last_words
+    words = ended.error_place
     if words is None or words.type not in stops:
         return None
     if any(view.committed_since(group.name, group.known_incs) for group in living):

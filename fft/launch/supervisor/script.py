@@ -126,22 +126,22 @@ class _ForkServer:
         """Fork a rank and return its process ID, or None if ranks are to start by exec."""
         names = {str(fd): at for at, fd in enumerate(inherits)}
         places = {n: names[v] for n, v in env.items() if n.endswith("_FD") and v in names}
-        order = os.memfd_create("fft-fork")
+        request_fd = os.memfd_create("fft-fork")
         try:
-            with log.open("ab") as output, os.fdopen(order, "wb", closefd=False) as file:
+            with log.open("ab") as output, os.fdopen(request_fd, "wb", closefd=False) as file:
                 request = {"env": dict(env), "fds": places, "parent": os.getpid()}
                 file.write(json.dumps(request).encode())
                 file.flush()
                 if not self._has_loaded():
                     return None
                 self._socket.settimeout(_FORK_S)
-                socket.send_fds(self._socket, [b"f"], [order, output.fileno(), *inherits])
+                socket.send_fds(self._socket, [b"f"], [request_fd, output.fileno(), *inherits])
                 answer = self._socket.recv(32)
         except OSError as error:  # a timeout among others
             logger.warning("ranks start without the fork server from now on: %s", error)
             return None
         finally:
-            os.close(order)
+            os.close(request_fd)
         if not answer:
             logger.warning("ranks start without the fork server from now on: it has ended")
         return int(answer) if answer else None
