@@ -41,7 +41,7 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 """Fields of the ``TrainerState`` that are part of the state of the job, with `_COUNTERS`."""
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Numbers of the Trainer itself that are part of the state of the job."""
-_OF_ONE_PROCESS = ("_runtime", "_per_second")
+_PER_PROCESS_SUFFIXES = ("_runtime", "_per_second")
 """Suffixes of the names of metrics that differ between processes."""
 _Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens")
 """The results of a step function that its commit needs."""
@@ -63,7 +63,7 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer, history = self._trainer, self._trainer.state.log_history
         if self._history[0] != len(history):
-            self._history = len(history), json.dumps(_common(history))
+            self._history = len(history), json.dumps(_without_process_metrics(history))
         return {
             "counters": {name: getattr(trainer.state, name) for name in (*_COUNTERS, *_BEST)},
             "history": self._history[1],
@@ -81,7 +81,9 @@ class _Progress:
             )
         for name, value in state["counters"].items():
             setattr(trainer.state, name, value)
-        if _common(trainer.state.log_history) != (history := json.loads(state["history"])):
+        if _without_process_metrics(trainer.state.log_history) != (
+            history := json.loads(state["history"])
+        ):
             trainer.state.log_history = history
         for name, one in self._exportable().items():
             saved = state["callbacks"].get(name, {})
@@ -91,9 +93,9 @@ class _Progress:
         trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
 
 
-def _common(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_process_metrics(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the log entries without the metrics that differ between processes."""
-    return [{k: v for k, v in e.items() if not k.endswith(_OF_ONE_PROCESS)} for e in history]
+    return [{k: v for k, v in e.items() if not k.endswith(_PER_PROCESS_SUFFIXES)} for e in history]
 
 
 def _loader(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
@@ -150,7 +152,7 @@ class FFTTrainerMixin(_Base):
 
     control: Any
     current_flos: float
-    _announced: int | None = None
+    _begun_step: int | None = None
     """The step whose ``on_step_begin`` callbacks have run."""
 
     def __init__(self, *args: Any, manager: fft.ManagerFFT | None = None, **kwargs: Any) -> None:
@@ -208,11 +210,11 @@ class FFTTrainerMixin(_Base):
         self.manager.sync_gradients(self.model)
         if resume is not None:
             self._resume(Path(resume))
-        self._items = _loader(dataloader, self.args)
-        self._txns = self.manager.transactions(self._items, max_steps=max_steps)
+        self._source = _loader(dataloader, self.args)
+        self._txns = self.manager.transactions(self._source, max_steps=max_steps)
         self._begun = next(self._txns, None)  # joins the job, and fetches its state if it runs
-        self._sums = _Progress(self).state_dict()
-        self._take_role()
+        self._progress_at_start = _Progress(self).state_dict()
+        self._update_writer()
         return prepared
 
     def _resume(self, folder: Path) -> None:
@@ -230,14 +232,16 @@ class FFTTrainerMixin(_Base):
         self, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **_: Any
     ) -> None:
         """Train to the end of the job. The Trainer calls this once, with its first epoch."""
-        _Progress(self).load_state_dict(self._sums)  # the Trainer has reset the sums meanwhile
-        while (txn := self._take()) is not None:
+        _Progress(self).load_state_dict(
+            self._progress_at_start
+        )  # the Trainer has reset the sums meanwhile
+        while (txn := self._next_txn()) is not None:
             with txn:
                 computed = self._compute(model, txn)
             if not txn.committed:
                 continue
-            self._announced = None
-            self._take_role()
+            self._begun_step = None
+            self._update_writer()
             report = functools.partial(
                 self._maybe_log_save_evaluate,
                 *(self._tr_loss, computed.grad_norm, model, trial, self.state.epoch),
@@ -250,11 +254,11 @@ class FFTTrainerMixin(_Base):
             self._end_epoch(txn, report)
         self.control.should_training_stop = True  # also if the job was drained
 
-    def _take(self) -> fft.Transaction | None:
+    def _next_txn(self) -> fft.Transaction | None:
         """Begin the next transaction, and tell the callbacks once for each step."""
         txn, self._begun = self._begun or next(self._txns or iter(()), None), None
-        if txn is not None and txn.step != self._announced:
-            self._announced = txn.step
+        if txn is not None and txn.step != self._begun_step:
+            self._begun_step = txn.step
             self._event("on_step_begin")
         return txn
 
@@ -290,7 +294,7 @@ class FFTTrainerMixin(_Base):
     def _count(self, txn: fft.Transaction, computed: _Computed) -> None:
         """Count a committed step."""
         self._event("on_optimizer_step")
-        loss, state, items = computed.loss, self.state, self._items
+        loss, state, items = computed.loss, self.state, self._source
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = self._tr_loss / (1 + state.global_step - self._globalstep_last_logged)
         self._tr_loss += loss
@@ -303,7 +307,7 @@ class FFTTrainerMixin(_Base):
 
     def _end_epoch(self, txn: fft.Transaction, report: Any) -> None:
         """End the data epoch, and the job, if it is time."""
-        has_ended = isinstance(self._items, fft.CursorLoader) and txn.ends_data_epoch
+        has_ended = isinstance(self._source, fft.CursorLoader) and txn.ends_data_epoch
         if self.control.should_epoch_stop:
             raise fft.FftError(
                 "FFTTrainer: a callback has set control.should_epoch_stop, but FFT cannot skip "
@@ -325,7 +329,7 @@ class FFTTrainerMixin(_Base):
     def is_world_process_zero(self) -> bool:
         return self.manager.is_writer if self._txns else super().is_world_process_zero()
 
-    def _take_role(self) -> None:
+    def _update_writer(self) -> None:
         """Update whether this process logs; that changes when the writer's group leaves."""
         state, was_writer = self.state, self.state.is_world_process_zero
         is_writer = state.is_world_process_zero = state.is_local_process_zero = (

@@ -43,7 +43,7 @@ import fft
 from fft.errors import Drained, FftError
 from fft.integrations.lightning_parts import Batches, Logs, TrainerState
 
-_UNFIT = {
+_UNSUPPORTED = {
     GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
     Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
     BatchSizeFinder: "find the batch size in a run without FFT",
@@ -100,7 +100,7 @@ class FFTStrategy(SingleDeviceStrategy):
         """The closures of the open transaction, one for each micro-batch so far."""
         self._attempt: Generator[None, None, None] | None = None
         """The running step function. It is suspended between two micro-batches."""
-        self._replayed: int | None = None
+        self._replay_index: int | None = None
         """Index of the micro-batch that a replay recomputes, or None outside a replay."""
         self._on_sigterm: Any = None
 
@@ -135,7 +135,7 @@ class FFTStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._refuse_unfit(trainer)
+        self._refuse_unsupported(trainer)
         module, optimizers = self.lightning_module, self.optimizers
         self._state, self._logs = TrainerState(trainer), Logs(trainer)
         extra: dict[str, Any] = {"lightning": self._state}
@@ -148,9 +148,9 @@ class FFTStrategy(SingleDeviceStrategy):
         self.manager.sync_gradients(module)
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def _refuse_unfit(self, trainer: Trainer) -> None:
+    def _refuse_unsupported(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:
-            for kind, fix in _UNFIT.items():
+            for kind, fix in _UNSUPPORTED.items():
                 if isinstance(callback, kind):
                     raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
         if trainer.reload_dataloaders_every_n_epochs:
@@ -205,10 +205,10 @@ class FFTStrategy(SingleDeviceStrategy):
     def _begin(self) -> None:
         """Begin the next transaction. Raises StopIteration after the last one, and Drained."""
         if self._txns is None:
-            last = self._data.last_step
+            last = self._data.total_steps
             self._txns = self.manager.transactions(self._data.source, max_steps=last)
         self._txn = next(self._txns, None)
-        self._closures, self._attempt, self._replayed = [], None, None
+        self._closures, self._attempt, self._replay_index = [], None, None
         if self._txn is None:
             if self._data.is_last(self.manager.current_step()):
                 raise StopIteration
@@ -229,12 +229,12 @@ class FFTStrategy(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._txn is None or not self._is_manual:
-            return super().training_step(*self._own(args), **kwargs)
+            return super().training_step(*self._with_txn_batch(args), **kwargs)
         is_replay = False
         while True:
             with self._txn:
-                self._replayed = 0 if is_replay else None
-                output = super().training_step(*self._own(args), **kwargs)
+                self._replay_index = 0 if is_replay else None
+                output = super().training_step(*self._with_txn_batch(args), **kwargs)
                 self._sync_logs()
             if self._txn.committed:
                 self._state.end()
@@ -268,7 +268,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 return results[0]
             self._logs.restore()
             self._begin_again()
-            self._replayed = 0
+            self._replay_index = 0
 
     def _run(self, optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
         """Run one attempt of the step function, as a generator that yields between two
@@ -278,12 +278,12 @@ class FFTStrategy(SingleDeviceStrategy):
             while True:
                 while done < len(self._closures):
                     is_last = done + 1 == size
-                    if self._replayed is not None:
-                        self._replayed = done
+                    if self._replay_index is not None:
+                        self._replay_index = done
                     with contextlib.nullcontext() if is_last else self.manager.no_sync():
                         self._closures[done]()
                     done += 1
-                self._replayed = None
+                self._replay_index = None
                 if done == size:
                     break
                 with self.manager.atomic():
@@ -294,11 +294,11 @@ class FFTStrategy(SingleDeviceStrategy):
             plugin._after_closure(self.lightning_module, optimizer)  # hooks, and clipping
             self._sync_logs()
 
-    def _own(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_txn_batch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of ``training_step`` with the batch of the open transaction."""
-        if self._replayed is None:
+        if self._replay_index is None:
             return args  # as Lightning has drawn it
-        module, batch = self.lightning_module, self._txn.batch[self._replayed]
+        module, batch = self.lightning_module, self._txn.batch[self._replay_index]
         batch = self.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = self.batch_to_device(batch, dataloader_idx=0)

@@ -102,7 +102,7 @@ class Batches:
         return self._draw()
 
     @property
-    def last_step(self) -> int | None:
+    def total_steps(self) -> int | None:
         """Number of steps of the whole job, or None if it is not known."""
         trainer = self._trainer
         epochs, steps = trainer.fit_loop.max_epochs, trainer.max_steps
@@ -113,7 +113,7 @@ class Batches:
 
     def is_last(self, step: int) -> bool:
         """Return whether the job is over after ``step`` steps."""
-        return self.last_step is not None and step >= self.last_step
+        return self.total_steps is not None and step >= self.total_steps
 
 
 def _refuse_unfit_loader(dataloader: Any) -> None:
@@ -206,18 +206,18 @@ class TrainerState:
         if loaded == (self._begun or now):
             return  # a rollback: only the step function has run since
         call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
-        loop.load_state_dict(loaded if self._begun is None else _moved(loaded, self._begun, now))
+        loop.load_state_dict(loaded if self._begun is None else _advanced(loaded, self._begun, now))
         self._begun = self._begun and loaded
         _keep_running(loop)
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
 
 
-def _moved(loaded: Any, before: Any, now: Any) -> Any:
+def _advanced(loaded: Any, before: Any, now: Any) -> Any:
     """Return ``loaded`` with each counter increased by its difference between ``before`` and
     ``now``."""
     if isinstance(loaded, dict):
         both = before.keys() & now.keys()
-        return {k: _moved(v, before[k], now[k]) if k in both else v for k, v in loaded.items()}
+        return {k: _advanced(v, before[k], now[k]) if k in both else v for k, v in loaded.items()}
     return loaded + now - before if type(loaded) is int else loaded
 
 

@@ -51,11 +51,11 @@ class LiveBlocks:
 
     def enter(self, place: str) -> tuple[Peer, ...]:
         """Wait until all members have reached the entry of the block, and return them."""
-        self._refuse_misuse(place)
+        self._raise_if_nested(place)
         self._open = place
         self._raised_before, self._reductions.raises = self._reductions.raises, True
         try:
-            self._members = self._meet(place)
+            self._members = self._commit_entry(place)
             self._note("entered", place)
             following = self._worker.continue_epoch()
             if not isinstance(following, StartTxn):
@@ -67,7 +67,7 @@ class LiveBlocks:
         return self._members
 
     @guarded
-    def open_body(self) -> None:
+    def enable_interrupts(self) -> None:
         """Allow interruptions of the block by a rollback."""
         if self._watchers.monitor is not None:
             self._watchers.monitor.pulse.atomic.__enter__()  # a block has no usual duration
@@ -76,14 +76,14 @@ class LiveBlocks:
             interrupter.enter(engine.superseded)
 
     @guarded
-    def close_body(self) -> None:
+    def disable_interrupts(self) -> None:
         """Disable interruptions: the block has returned or raised."""
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
         if self._watchers.monitor is not None:
             self._watchers.monitor.pulse.atomic.__exit__()
 
-    def _meet(self, place: str) -> tuple[Peer, ...]:
+    def _commit_entry(self, place: str) -> tuple[Peer, ...]:
         """Repeat the entry's txn until one commits in an epoch that continues; return the members
         of that epoch."""
         while True:
@@ -92,7 +92,7 @@ class LiveBlocks:
             members = self._members_of(plan)
             command = self._vote(f"{ENTRY}{place}")
             if command is None:
-                self._refuse_disorder(place, members)
+                self._raise_if_out_of_order(place, members)
             elif not command.record.change:
                 return members
 
@@ -192,7 +192,7 @@ class LiveBlocks:
 
     # --- misuse ---
 
-    def _refuse_misuse(self, place: str) -> None:
+    def _raise_if_nested(self, place: str) -> None:
         """Raise LiveBlockMisuse for a block within another one, or within a transaction."""
         self._paradigm.refuse_live()
         if self._open:
@@ -206,7 +206,7 @@ class LiveBlocks:
                 "transactions, after `with txn:` or after should_commit()"
             )
 
-    def _refuse_disorder(self, place: str, members: tuple[Peer, ...]) -> None:
+    def _raise_if_out_of_order(self, place: str, members: tuple[Peer, ...]) -> None:
         """Raise LiveBlockMisuse if a live member entered another block or a step, or did not enter
         in time."""
         _, cause = self._rolled_back(self._worker.continue_epoch())
@@ -232,7 +232,7 @@ class LiveBlock:
     @guarded
     def __enter__(self) -> tuple[Peer, ...]:
         members = self._blocks.enter(self._place)
-        self._blocks.open_body()
+        self._blocks.enable_interrupts()
         return members
 
     @guarded
@@ -242,5 +242,5 @@ class LiveBlock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._blocks.close_body()
+        self._blocks.disable_interrupts()
         self._blocks.leave(self._place, error)

@@ -117,7 +117,7 @@ class ResultJudge:
             return True
         gradients = updates.gradients()
         if not self.vetoes:
-            return not updates.has_scaler and self.refuses(plan, gradients)
+            return not updates.has_scaler and self.must_skip_nonfinite(plan, gradients)
         norm, is_finite = self._measure(gradients)
         result = StepResult(plan.step, inner_step, dict(self._metrics), norm, is_finite)
         # vetoes run only on contributing ranks: a joiner computed its loss on weights that are not
@@ -129,7 +129,7 @@ class ResultJudge:
                 )
         return not is_finite and self._react_to_nonfinite(plan, norm)
 
-    def refuses(self, plan: StartTxn, tensors: Sequence[torch.Tensor]) -> bool:
+    def must_skip_nonfinite(self, plan: StartTxn, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the step must be skipped because ``tensors`` are not finite.
 
         Raises:

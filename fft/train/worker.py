@@ -20,7 +20,6 @@ from fft.messages.causes import NO_CAUSE
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Fault, Record
 from fft.protocol.main_thread import NO_FACTS
-from fft.train.aborts import Hooks
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
@@ -28,6 +27,7 @@ from fft.train.healing import Healer
 from fft.train.leaving import Leaving
 from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
+from fft.train.rollback_hooks import Hooks
 from fft.train.state.step_state import TornState
 from fft.train.voting import Voter
 

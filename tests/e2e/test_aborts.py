@@ -16,7 +16,7 @@ from forked_run import fft as run_fft
 import fft
 from fft.errors import ConfigError
 from fft.trace.audit import read_lines
-from fft.train.aborts import CHECK_FAILED, HOOK_HANGS
+from fft.train.rollback_hooks import CHECK_FAILED, HOOK_HANGS
 
 
 def manager_of_one(traces: Path) -> fft.ManagerFFT:

@@ -89,7 +89,7 @@ def test_micro_batches_of_a_step_are_one_item_and_the_rest_is_left_out(
 def test_last_step_is_the_first_limit_of_the_trainer(
     limits: dict[str, int], expected: int | None
 ) -> None:
-    assert batches(DataLoader(SAMPLES, batch_size=4), **limits).last_step == expected
+    assert batches(DataLoader(SAMPLES, batch_size=4), **limits).total_steps == expected
 
 
 class Stream(IterableDataset[int]):
@@ -123,7 +123,7 @@ def test_fetched_counters_are_advanced_by_the_batches_of_the_open_step() -> None
     before = {"ready": 4, "total": {"done": 4}, "is_last": False}
     now = {"ready": 6, "total": {"done": 5}, "is_last": True}
     fetched = {"ready": 10, "total": {"done": 10}, "is_last": False}
-    moved = lightning_parts._moved(fetched, before, now)
+    moved = lightning_parts._advanced(fetched, before, now)
     assert moved == {"ready": 12, "total": {"done": 11}, "is_last": False}
 
 

@@ -143,7 +143,7 @@ class PeriodicLoop:
         self.reductions.refused = ""
         try:
             own = self.synchronizer.prepare().own()
-            if self.results.refuses(plan, own):
+            if self.results.must_skip_nonfinite(plan, own):
                 raise ResultRefused(NOT_FINITE, ends_job=False)  # no skip would mend the state
             self.synchronizer.launch()
         except ResultRefused as refused:

@@ -114,7 +114,7 @@ class Periodic(Lockstep):
 
     def must_skip(self, plan: StartTxn) -> bool:
         """See `Paradigm.must_skip`; the local steps were judged one by one."""
-        return self._rank.results.refuses(plan, self.reduced())
+        return self._rank.results.must_skip_nonfinite(plan, self.reduced())
 
     def digests_to_compare(self) -> None:
         """Compare nothing, because groups differ between two synchronizations."""

@@ -60,14 +60,14 @@ class _Functions:
         finally:
             watchdog.cancel()
 
-    def _end(self, hangs: _Hook) -> None:
+    def _end(self, hook: _Hook) -> None:
         """End this process, because waiting longer would hold up the other groups."""
         logger.critical(
             "%s, added by %s, did not return within %g s; killing this process. A restarted "
             "process fetches the state",
-            *(hangs.name, self._method, hangs.limit_s),
+            *(hook.name, self._method, hook.limit_s),
         )
-        self._job.note(HOOK_HANGS, {"hook": hangs.name, "limit_s": hangs.limit_s})
+        self._job.note(HOOK_HANGS, {"hook": hook.name, "limit_s": hook.limit_s})
         os.kill(os.getpid(), signal.SIGKILL)
 
 
