@@ -226,7 +226,7 @@ class Cluster:
         """
         core, done = node.core, len(node.outcomes)
         core.post(node.inbox.popleft())
-        while core.patience(0.0) == 0.0:
+        while core.time_to_next_work(0.0) == 0.0:
             call = core.step(0.0)
             while call is not None:
                 try:

@@ -4,7 +4,7 @@
 outcome and carries out the effects. It reads no clock, starts no thread and performs no I/O. The
 caller passes the time to ``step``, which returns each bus operation as a ``Call``. The caller
 passes the reply to the next ``step``, or the error to ``fail``. Requests to the process do not wait
-for other processes, so they are plain calls of the injected ``Host`` and ``Slot``.
+for other processes, so they are plain calls of the injected ``Host`` and ``CommandSlot``.
 
 Replies from the bus are handled first. Then follow cleanup work, if no event is queued, expired
 timers, and queued events. Commands for the main thread (restore, heal, apply, start a txn, finish)
@@ -106,7 +106,7 @@ logger = logging.getLogger("fft.engine")
 
 
 @dataclass(frozen=True)
-class Heard:
+class ScopeAnnouncement:
     """A record that another scope announced."""
 
     scope: str
@@ -118,7 +118,7 @@ class Close:
     """The last event from the caller: the core runs the pending cleanup work and closes."""
 
 
-Posted = Event | OperatorCommand | RollCall | Packed | Heard | Close
+Posted = Event | OperatorCommand | RollCall | Packed | ScopeAnnouncement | Close
 BusEffect = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBallot
 Command = Restore | Heal | Apply | StartTxn | Finish
 _Failed = (BusError, UnreadableMessage)
@@ -161,7 +161,7 @@ class Host(Protocol):
         """
 
 
-class Slot(Protocol):
+class CommandSlot(Protocol):
     """A one-entry mailbox that holds the newest command for the main thread."""
 
     def put(self, command: Command) -> None:
@@ -283,7 +283,7 @@ class EngineCore:
         participant: Participant,
         local: Local,
         host: Host,
-        slot: Slot,
+        slot: CommandSlot,
         trace: Trace,
         wiring: Wiring = Wiring(),
     ) -> None:
@@ -305,7 +305,7 @@ class EngineCore:
         """Cleanup work, which runs when no event is queued."""
         self._records = _Records(self, wiring)
         self._ballots = _Ballots(self, wiring)
-        self._told_held: TellHeld | None = None
+        self._reported_hold: TellHeld | None = None
         self._ended = False
 
     # --- the caller ---
@@ -346,7 +346,7 @@ class EngineCore:
         self._now = now
         return self._resume(self._turn.throw, error)
 
-    def patience(self, now: float) -> float | None:
+    def time_to_next_work(self, now: float) -> float | None:
         """Return the seconds until the next work without a new event, or None if no work is due."""
         if self._turn or self._answers or self._inbox or self._chores:
             return 0.0
@@ -380,8 +380,8 @@ class EngineCore:
                 self.closed = True
             case RollCall():
                 yield from self._answer_roll(posted)
-            case Heard():
-                yield from self._hear_other_scope(posted)
+            case ScopeAnnouncement():
+                yield from self._on_announcement(posted)
             case Packed():
                 yield from self._handle((yield from self._records.whole(posted)))
             case _ if isinstance(posted, COMMANDS):
@@ -403,18 +403,20 @@ class EngineCore:
         except BusError as error:
             self.answer(self._records.failed("roll call", error))
 
-    def _hear_other_scope(self, heard: Heard) -> Calls[None]:
+    def _on_announcement(self, announcement: ScopeAnnouncement) -> Calls[None]:
         try:
-            record = yield from self._others[heard.scope].take(heard.packed)
+            record = yield from self._others[announcement.scope].take(announcement.packed)
         except _Failed as error:  # a txn that waits for that scope reads the head register
-            self._wiring.log.warning("a record of scope %s cannot be read: %s", heard.scope, error)
+            self._wiring.log.warning(
+                "a record of scope %s cannot be read: %s", announcement.scope, error
+            )
             return
         if record is not None:
             yield from self._handle(record)
 
     def _handle(self, event: Event) -> Calls[None]:
         if isinstance(event, Decision) and event.record is not None:
-            event = self._records.believed(event, event.record)
+            event = self._records.check_decision(event, event.record)
         before, now = self.local, self._now
         after, out = self.participant.handle(before, event, now)
         self.local = after
@@ -431,7 +433,7 @@ class EngineCore:
             self._host.members_lost()
         if isinstance(event, Decision) and event.record is not None:
             self._host.decided(event.record)
-            yield from self._records.tidy(event.record)
+            yield from self._records.clean_up(event.record)
 
     # --- used by the components of the core ---
 
@@ -466,7 +468,7 @@ class EngineCore:
             case Broadcast() | Tell() | ReadHead() | ReadScope() | Decide() | CastVote():
                 yield from self._use_bus(effect)
             case TellHeld():
-                yield from self._tell_held(effect)
+                yield from self._report_hold(effect)
             case DropBallot():
                 self.add_chore(effect)
             case _:
@@ -488,10 +490,10 @@ class EngineCore:
         self._slot.put(effect)
         self._host.interrupt("this participant stops")
 
-    def _tell_held(self, held: TellHeld) -> Calls[None]:
-        if held == self._told_held:
+    def _report_hold(self, held: TellHeld) -> Calls[None]:
+        if held == self._reported_hold:
             return
-        self._told_held = held
+        self._reported_hold = held
         self._trace.note("held", asdict(held), self.local)
         self._wiring.log.warning(
             "step %d waits until scope %s has taken %d slices of the data; it has taken %d",
@@ -509,13 +511,13 @@ class EngineCore:
         begun = self._now
         self.at_bus = type(effect).__name__, begun
         try:
-            yield from self._ask(effect)
+            yield from self._perform(effect)
         except _Failed as error:
             self.answer(self._records.failed(type(effect).__name__, error))
         self.at_bus = None
-        self._excuse(self._now - begun)
+        self._postpone_timers(self._now - begun)
 
-    def _ask(self, effect: BusEffect) -> Calls[None]:
+    def _perform(self, effect: BusEffect) -> Calls[None]:
         records = self._records
         if isinstance(effect, ReadHead | Decide | CastVote):
             records.check_trust()
@@ -544,7 +546,7 @@ class EngineCore:
             case _:
                 assert_never(effect)
 
-    def _excuse(self, seconds: float) -> None:
+    def _postpone_timers(self, seconds: float) -> None:
         """Postpone all timers except the bus timers by the duration of a bus stall.
 
         No message arrived during the stall, and the core handles queued messages only after expired
@@ -593,7 +595,7 @@ class _Records:
         if self._distrusted:
             raise BusForgot(self._distrusted)
 
-    def believed(self, event: Decision, record: Record) -> Event:
+    def check_decision(self, event: Decision, record: Record) -> Event:
         """Return the decision, or a ``BusDown`` event if it contradicts a record seen before.
 
         In the latter case the earlier record is broadcast. A peer that received only one of the two
@@ -702,26 +704,26 @@ class _Records:
 
     # --- after a decision ---
 
-    def tidy(self, record: Record) -> Calls[None]:
+    def clean_up(self, record: Record) -> Calls[None]:
         """Publish this rank's epoch record for observers; delete the inboxes of excluded peers."""
         if record.kind == "epoch" and (self._epoch is None or record.n > self._epoch.n):
             before = frozenset() if self._epoch is None else self._epoch.peer_set
             self._gone = (self._gone | before) - record.peer_set
             self._epoch = record
             if record.by == self._me:
-                yield from self._tidy_bus([Write(EPOCH, self._wire.pack(record))])
+                yield from self._clean_up_bus([Write(EPOCH, self._wire.pack(record))])
         elif record.kind == "commit" and self._gone:
             gone = sorted(self._gone)[:_REMOVALS]
             self._gone.difference_update(gone)
             if self._epoch is not None and self._epoch.by == self._me:
-                yield from self._tidy_bus([Delete(inbox_name(peer)) for peer in gone])
+                yield from self._clean_up_bus([Delete(inbox_name(peer)) for peer in gone])
 
-    def _tidy_bus(self, calls: Iterable[Call]) -> Calls[None]:
+    def _clean_up_bus(self, calls: Iterable[Call]) -> Calls[None]:
         try:
             for call in calls:  # noqa: UP028  (a list cannot receive replies)
                 yield call
         except BusError as error:
-            self._core.answer(self.failed("tidy", error))
+            self._core.answer(self.failed("cleanup", error))
 
 
 class _Ballots:

@@ -82,7 +82,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._abandoned: Finish | None = None
         self._subscriptions: list[Subscription] = []
-        self._strange = LogSampler()
+        self._unreadable = LogSampler()
         self._thread = threading.Thread(
             target=self._run, name=f"fft-engine-{participant.config.me}", daemon=True
         )
@@ -102,19 +102,21 @@ class Engine:
     @property
     def unreadable(self) -> int:
         """The number of messages from the bus that could not be decoded."""
-        return sum(self._strange.counts().values())
+        return sum(self._unreadable.counts().values())
 
     def start(self) -> None:
         """Subscribe to the buses and start the thread."""
         self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
-        hear = partial(self._on_message, decode)
-        self._subscriptions.append(self.bus.listen(inbox_name(me), hear, self._on_lost))
+        on_message = partial(self._on_message, decode)
+        self._subscriptions.append(self.bus.listen(inbox_name(me), on_message, self._on_lost))
         # no on_lost for operator commands: the engine can run without them
-        obey, who = partial(self._on_message, decode_command), f"participant {me}"
+        on_command, who = partial(self._on_message, decode_command), f"participant {me}"
         self._subscriptions += [
-            ResubscribingListener(self.bus, "protocol", hear, who, self._on_missed, self._on_lost),
-            ResubscribingListener(self._buses.job, "commands", obey, who),
+            ResubscribingListener(
+                self.bus, "protocol", on_message, who, self._on_missed, self._on_lost
+            ),
+            ResubscribingListener(self._buses.job, "commands", on_command, who),
         ]
         if self._buses.job is not self.bus:
             self._subscriptions.append(
@@ -168,10 +170,10 @@ class Engine:
             False if a command arrived first; the command stays in the slot.
         """
         with self._changed:
-            self._changed.wait_for(lambda: done() or self.has_word())
-            return not self.has_word()
+            self._changed.wait_for(lambda: done() or self.has_command())
+            return not self.has_command()
 
-    def has_word(self) -> bool:
+    def has_command(self) -> bool:
         """Return whether ``wait_command`` would return or raise at once. Thread-safe."""
         return self.superseded() or self._failure is not None
 
@@ -202,7 +204,7 @@ class Engine:
         """Whether ``abandon`` was called, so the main thread stops without the engine."""
         return self._abandoned is not None
 
-    def held_up(self) -> str | None:
+    def describe_stall(self) -> str | None:
         """Describe the bus operation that blocks the engine thread, or return None. Thread-safe."""
         if (at := self._core.at_bus) is None or (took := time.monotonic() - at[1]) < SILENCE_S:
             return None
@@ -225,9 +227,9 @@ class Engine:
         ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
             subscription.close()
-        not_obeyed = {**self.bus.refusals(), **self._strange.counts()}
-        if ending and not_obeyed:
-            self.trace.note("not_obeyed", not_obeyed)
+        dropped_messages = {**self.bus.refusals(), **self._unreadable.counts()}
+        if ending and dropped_messages:
+            self.trace.note("dropped_messages", dropped_messages)
         if ending:
             with contextlib.suppress(BusError):  # if the bus is gone, so is the inbox
                 self.bus.delete(inbox_name(self.participant.config.me))
@@ -239,7 +241,7 @@ class Engine:
             if (event := read(payload)) is None:
                 return
         except UnreadableMessage as error:
-            if (count := self._strange.add("unreadable")) is not None:
+            if (count := self._unreadable.add("unreadable")) is not None:
                 reason = str(error)[:_SHOWN]  # the error may quote field names of any length
                 logger.warning("a message on the bus is not in FFT's format: %s", reason)
                 shown = payload[:_SHOWN].decode("utf-8", "replace")
@@ -260,7 +262,7 @@ class Engine:
     # --- engine thread ---
 
     def put(self, command: Command) -> None:
-        """Put a command into the slot of the main thread. Implements ``Slot`` for the core."""
+        """Put a command into the slot of the main thread; implements ``CommandSlot``."""
         with self._changed:
             self._slot = command
             self._changed.notify_all()
@@ -298,7 +300,7 @@ class Engine:
 
     def _wait(self) -> None:
         """Wait for an event or a timer, unless the core has work to do."""
-        limit = self._core.patience(time.monotonic())
+        limit = self._core.time_to_next_work(time.monotonic())
         if limit == 0.0:
             return
         with contextlib.suppress(queue.Empty):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fft.bus.base import ErrorBus, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.calls import SCOPE, Buses
-from fft.engine.core import Heard, ScopeReader
+from fft.engine.core import ScopeAnnouncement, ScopeReader
 from fft.messages.protocol import ScopeRecord, UnreadableMessage
 from fft.messages.wire import Packed, decode
 
@@ -27,7 +27,7 @@ class OtherScope:
         self._reader = ScopeReader(name, most, SCOPE)
         self.most = most
 
-    def listen(self, put: Callable[[Heard], None], who: str) -> Subscription:
+    def listen(self, put: Callable[[ScopeAnnouncement], None], who: str) -> Subscription:
         """Subscribe to the records of the scope. Raises ``BusError``."""
 
         def hear(payload: bytes) -> None:
@@ -36,7 +36,7 @@ class OtherScope:
             except UnreadableMessage:
                 return  # the ranks of that scope report the unreadable message
             if isinstance(message, Packed) and message.record.kind != "abort":
-                put(Heard(self.name, message))
+                put(ScopeAnnouncement(self.name, message))
 
         # missed records need no handler: a txn that waits for the scope reads the head register
         return ResubscribingListener(self.bus, "protocol", hear, f"{who}, of scope {self.name},")

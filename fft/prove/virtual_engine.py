@@ -42,7 +42,7 @@ class InertHost:
         """See ``Host.interrupt``."""
 
     def nudge(self) -> None:
-        """See ``Slot.nudge``."""
+        """See ``CommandSlot.nudge``."""
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
         """See ``Trace.note``."""
@@ -121,7 +121,7 @@ class VirtualEngine(InertHost, ABC):
     def _rest(self, now: float) -> None:
         """Wait for an event or a timer, unless the engine has work."""
         self._busy = False
-        wait = self.core.patience(now)
+        wait = self.core.time_to_next_work(now)
         if wait == 0.0:
             self._wake()
         elif wait is not None and now + wait < self._alarm:

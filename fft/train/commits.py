@@ -53,8 +53,10 @@ class CommitExecutor:
         if consumes:
             self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
-        if self._state.step is not None and not (record.skip and self._reductions.raises):
-            self._state.step.forget()
+        if self._state.registered_state is not None and not (
+            record.skip and self._reductions.raises
+        ):
+            self._state.registered_state.forget()
         if self._state.checks is not None:
             self._state.checks.committed()
 
@@ -95,7 +97,7 @@ class CommitExecutor:
         After a failure the state is lost, which is reported to the engine.
         """
         self._hung_at = None
-        self._job.thread.accept(command)
+        self._job.executor.accept(command)
         try:
             if self._injector is not None:
                 self._injector.at("apply")
@@ -119,7 +121,7 @@ class CommitExecutor:
         finally:
             interrupter.leave()
 
-    def hangs(self, reason: str) -> None:
+    def handle_hang(self, reason: str) -> None:
         """React to a hang of the update. Called on a thread of the monitor's client.
 
         The other groups exclude this one until it responds. Once their records show that they have
@@ -132,14 +134,14 @@ class CommitExecutor:
         self._hung_at = local.token, reason
         for event in local.deferred:
             if isinstance(event, Decision) and event.record is not None:
-                self.hear(event.record)
+                self.on_record(event.record)
 
-    def hear(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         """Interrupt a hanging update if the record shows that a peer has completed it.
 
         Called on the engine thread for each record of the job.
         """
-        if self._hung_at is None or self._job.thread.role != "applying":
+        if self._hung_at is None or self._job.executor.role != "applying":
             return
         (token, reason), me = self._hung_at, self._job.peer
         if record.token <= token:
@@ -151,26 +153,26 @@ class CommitExecutor:
 
     def apply_block(self, command: Apply) -> None:
         """Complete the commit of a live block, which changes no state of FFT."""
-        self._job.thread.accept(command)
+        self._job.executor.accept(command)
         self._watchers.txn_ended(committed=False)  # its duration is not that of a step
         self._committed = None  # no checkpoint is due
         self.finish()
 
     def leave_to_loop(self, command: Apply) -> None:
         """Let the user's loop make the update of a commit; `finish` completes it."""
-        self._job.thread.accept(command)
+        self._job.executor.accept(command)
         self._state.checkpoints.before_change()
         self.by_loop.begin()
 
     def finish(self) -> None:
         """Report to the engine that the pending update of the last commit is complete, if any."""
-        local, thread = self._job.local, self._job.thread
-        if thread.role != "applying" or local is None:
+        local, executor = self._job.local, self._job.executor
+        if executor.role != "applying" or local is None:
             return
         if (torn := self.by_loop.take_incomplete()) is not None:
             self.fail(RuntimeError(torn))
             return
-        if not thread.transition_if(
+        if not executor.transition_if(
             "applying", "applied"
         ):  # another thread has reported a failure of the update
             return
@@ -182,7 +184,7 @@ class CommitExecutor:
     def fail(self, error: BaseException) -> None:
         """Report to the engine that the pending update of the last commit failed, if any."""
         local = self._job.local
-        if local is None or not self._job.thread.transition_if("applying", "apply_failed"):
+        if local is None or not self._job.executor.transition_if("applying", "apply_failed"):
             return
         self.by_loop.failed()
         self._state.lost = error

@@ -201,7 +201,7 @@ class Healer:
             if command.send_to:
                 self._send(command)
             size, source = 0, ""
-            if self._job.thread.has_row("connected"):
+            if self._job.executor.has_row("connected"):
                 self._begin_background_fetch(command)
                 return
             if command.fetch_from is not None:
@@ -211,7 +211,7 @@ class Healer:
                 source = command.record.members[command.fetch_from].group
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
-            self._job.thread.report(HealFailed(epoch, text_of(error), torn=touched))
+            self._job.executor.report(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # If the state does not fit here, or no living peer is reachable, another attempt would
             # only abort the others again.
@@ -280,7 +280,9 @@ class Healer:
 
     def _healed(self, record: Record, size: int, source: str) -> None:
         self._state.set_position(record)
-        self._job.thread.report(Healed(record.epoch, size, source, self._state.digest_for_audit()))
+        self._job.executor.report(
+            Healed(record.epoch, size, source, self._state.digest_for_audit())
+        )
 
     def _may_overlap_fetch(self, command: Heal) -> bool:
         """Whether to fetch while the other groups compute; otherwise they wait for the fetch.
@@ -293,7 +295,7 @@ class Healer:
         # the step function would update such state, beyond buffers, from a wrong start
         may = self._learners == "always"
         may = may or (self._learners == "auto" and not state.paradigm.changes_extra)
-        own = state.step is not None and self.exchange.transfer is not None
+        own = state.registered_state is not None and self.exchange.transfer is not None
         own = own and not self._manager._torchft.user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)
 
@@ -308,7 +310,7 @@ class Healer:
             self.exchange.interrupt,
             engine.nudge,
         )
-        self._job.thread.report(Connected(command.record.epoch))
+        self._job.executor.report(Connected(command.record.epoch))
 
     def load_fetched(self) -> bool:
         """Load the state that arrived during the step. False after a rollback or a failure."""
@@ -324,7 +326,7 @@ class Healer:
             self._state.load(payload, record, keep_gradients=True)
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
-            self._job.thread.report(_heal_failed(record, error, torn=touched))
+            self._job.executor.report(_heal_failed(record, error, torn=touched))
             self._job.note_error(error)
             if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
                 raise

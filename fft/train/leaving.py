@@ -143,8 +143,8 @@ class _Leaver:
             return None
         local = engine.local
         text = waiting_for(local, engine.participant.config, time.monotonic())
-        if (held_up := engine.held_up()) is not None:
-            text = f"{held_up}; before that, {text}"
+        if (stall := engine.describe_stall()) is not None:
+            text = f"{stall}; before that, {text}"
         return f"{text}; its main thread is in {_calls_of(watchers.main)}"
 
     def leave(self, cause: str, limit_s: float) -> bool:

@@ -153,7 +153,7 @@ class LiveBlocks:
         assert self._plan is not None, "the block is open"
         self._worker.step_aborted()
         if isinstance(error, Exception):
-            self._loop.body_failed(self._plan, None, error)
+            self._loop.step_failed(self._plan, None, error)
         elif not isinstance(error, Interrupted):
             self._manager.report_error(RuntimeError(f"{type(error).__name__} left a live block"))
 

@@ -39,7 +39,7 @@ class Participation:
         self.trace = trace
         self.engine: Engine | None = None
         """None until the process has joined."""
-        self.thread = StepExecutor(self.post, self._take, threading.Lock())
+        self.executor = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
         """Whether the launcher may replace lost ranks of this group, according to the trace."""
         self.group_bus: ErrorBus | None = None

@@ -120,8 +120,8 @@ class Parts:
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
         store = store_address(manager, settings.bus_url)
-        alone, address = settings.is_replacement, own_address(settings.bus_url)
-        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone, address)
+        is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
+        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         recomputation = Recomputation(settings.config.recompute_every)
@@ -146,7 +146,7 @@ class Parts:
         self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
         self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
 
-    def hung(self, reason: str) -> None:
+    def handle_hang(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
 
         In FFT's own loop, the rollback interrupts the step function, and the rank joins the next
@@ -157,9 +157,9 @@ class Parts:
         job, plan, local = self.job, self.worker.txn, self.job.local
         if local is not None and local.role == "apart":  # lets waiting groups continue
             job.broadcast_hang(reason)
-        if job.thread.role == "applying":
-            self.commits.hangs(reason)
-        if plan is None or job.thread.role == "applying":
+        if job.executor.role == "applying":
+            self.commits.handle_hang(reason)
+        if plan is None or job.executor.role == "applying":
             return
         waits = self.groups.pending()
         if self.reductions.raises or waits or not job.broadcast_hang(reason):
@@ -198,8 +198,8 @@ class Parts:
 
 _ANSWER_S = 2.0
 """Timeout in seconds for a liveness reply from a rank of the job."""
-_AGAIN_S = 1.0
-_LOOKED_AT = 16
+_RETRY_S = 1.0
+_MAX_PROBES = 16
 """Maximum number of donor ranks that are probed; one reachable rank is enough."""
 
 
@@ -247,7 +247,7 @@ def _wait(
             logger.error("%s", text)
             job.note(UNREACHABLE, {"why": why})
             told = why
-        time.sleep(_AGAIN_S)  # poll: there is no event for a firewall change
+        time.sleep(_RETRY_S)  # poll: there is no event for a firewall change
 
 
 def _donors(client: JobClient, me: Peer) -> list[RankEntry]:
@@ -264,7 +264,7 @@ def _donors(client: JobClient, me: Peer) -> list[RankEntry]:
 
 def _unreached(donors: list[RankEntry]) -> str:
     """Return why none of ``donors`` is reachable; empty if one is, or if none can be probed."""
-    places = [urlsplit(donor.transport) for donor in donors[:_LOOKED_AT]]
+    places = [urlsplit(donor.transport) for donor in donors[:_MAX_PROBES]]
     known = [(p.hostname, p.port) for p in places if p.scheme == "http" and p.hostname and p.port]
     if len(known) < len(places) or not known:  # no donors, or a custom transport
         return ""
@@ -334,11 +334,11 @@ def join(manager: Manager, parts: Parts) -> Engine:
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
-    _warn_of_strangers(parts)
+    _warn_of_unreduced_parameters(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.rank.limits["bus_operation"].seconds)
     monitor = monitor_config(parts.rank.limits) if settings.monitor else None
-    watchers.watch(monitor, job.peer, settings.bus_url, parts.hung)
+    watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
         participant,
@@ -365,7 +365,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
 
 def _refuse_unfit(parts: Parts) -> None:
     """Raise FftError if the registered state cannot be trained. Called when it is complete."""
-    if (step := parts.state.step) is not None:
+    if (step := parts.state.registered_state) is not None:
         parts.state.refuse_unfit()
         parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
         parts.paradigm.refuse_unconnected()
@@ -457,7 +457,7 @@ def _can_reform(parts: Parts, config: Config) -> bool:
     return config.world > 1 and may and parts.groups.can_reform
 
 
-def _warn_of_strangers(parts: Parts) -> None:
+def _warn_of_unreduced_parameters(parts: Parts) -> None:
     """Warn about parameters that are stepped but not reduced, which makes groups diverge.
 
     Also warn about reduced parameters that no optimizer steps.
@@ -465,14 +465,14 @@ def _warn_of_strangers(parts: Parts) -> None:
     reducers = parts.reductions.reducers
     reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
     stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
-    if strangers := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
+    if unreduced := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
         logger.warning(
             "%d parameters of the optimizers are in no model of sync_gradients(), so "
             "their gradients are not averaged across the groups; shapes: %s",
-            len(strangers),
-            strangers[:_SHOWN],
+            len(unreduced),
+            unreduced[:_SHOWN],
         )
-        told = {"count": len(strangers), "shapes": [list(s) for s in strangers[:_SHOWN]]}
+        told = {"count": len(unreduced), "shapes": [list(s) for s in unreduced[:_SHOWN]]}
         parts.job.note("not_averaged", told)
     known = {id(p) for p in stepped}
     idle = [p for r in reducers for p in r.parameters() if p.requires_grad and id(p) not in known]
@@ -498,40 +498,40 @@ class EngineHost:
 
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:
-            parts.groups.abort(cause, may_defer=lambda: _may_meet(parts.job))
+            parts.groups.abort(cause, may_defer=lambda: _may_run_collectives(parts.job))
             parts.healer.exchange.interrupt()
             parts.worker.hooks.aborts.run()
             parts.paradigm.interrupted(cause)  # the call may come from a failing engine
 
     def members_lost(self) -> None:
-        if (parts := self._parts()) is not None and not _may_meet(parts.job):
+        if (parts := self._parts()) is not None and not _may_run_collectives(parts.job):
             parts.groups.run_deferred_abort()
 
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:
             return
         parts.voter.end()
-        if parts.job.thread.role != "applying":  # otherwise the command waits for the update
+        if parts.job.executor.role != "applying":  # otherwise the command waits for the update
             parts.watchers.interrupt(cause)
         parts.paradigm.interrupted(cause)
 
     def decided(self, record: Record) -> None:
         if (parts := self._parts()) is not None:
-            parts.commits.hear(record)
+            parts.commits.on_record(record)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:
             parts.commands.execute(command)
 
 
-def _may_meet(job: Participation) -> bool:
+def _may_run_collectives(job: Participation) -> bool:
     """Return whether the ranks of this group may still run collectives between two txns.
 
     The script may run an evaluation there, which FFT would not repeat after an abort. Until all
     ranks of the group have completed its collectives, no rank has started the aborted txn.
     """
     local, me = job.local, job.peer
-    if local is None or local.role != "rolling_back" or job.thread.role != "idle":
+    if local is None or local.role != "rolling_back" or job.executor.role != "idle":
         return False
     gone = local.dead | local.suspected
     return not any(peer.group == me.group and peer != me for peer in gone)

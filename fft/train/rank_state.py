@@ -84,7 +84,7 @@ class RankState:
         self._settings = settings
         self.models: list[nn.Module] = []
         self.pipelines: list[Rewindable] = []
-        self.step: StepState | None = None
+        self.registered_state: StepState | None = None
         self.updates = Updates()
         self.checks: EqualityChecks | None = None
         self._entries_checked: int | None = None
@@ -131,10 +131,14 @@ class RankState:
         self.updates = updates
         self.models = models
         self._entries_checked = None
-        self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
+        self.registered_state = StepState(
+            models, optimizers, schedulers, others, generators, self.pipelines
+        )
         self.refuse_unfit()
         self.paradigm.registered()
-        self.checks = EqualityChecks(self.step.fingerprint, self._settings.config.check_replicas)
+        self.checks = EqualityChecks(
+            self.registered_state.fingerprint, self._settings.config.check_replicas
+        )
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
@@ -144,15 +148,15 @@ class RankState:
 
         Only the scale of a scaler, the data position and the random generators move on.
         """
-        if self.step is not None:
-            self.step.skip()
+        if self.registered_state is not None:
+            self.registered_state.skip()
         self.updates.skip()
 
     @property
     def registered(self) -> StepState:
         """The registered state, which must exist."""
-        assert self.step is not None, "loops refuse to begin without one"
-        return self.step
+        assert self.registered_state is not None, "loops refuse to begin without one"
+        return self.registered_state
 
     def reshard_models(self) -> None:
         """Reshard FSDP2's modules after the last txn, because an evaluation may have gathered them.
@@ -185,14 +189,14 @@ class RankState:
         Raises TornState if part of it is lost for good.
         """
         self.updates.forget()
-        if self.step is None:
+        if self.registered_state is None:
             return
         self.checkpoints.before_change()
         # aborted before the capture: the state is that of the last commit
-        if not self.step.captured:
-            self.step.unwind()
+        if not self.registered_state.captured:
+            self.registered_state.unwind()
             return
-        self.step.restore()
+        self.registered_state.restore()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -210,9 +214,9 @@ class RankState:
 
     def digest(self) -> str:
         """Digest of parameters, optimizer state and buffers."""
-        if self.step is None:
+        if self.registered_state is None:
             raise FftError("call manager.register(model, optimizer) before digest()")
-        return self.step.digest()
+        return self.registered_state.digest()
 
     @property
     def traces_digests(self) -> bool:
@@ -232,11 +236,13 @@ class RankState:
 
         Checks the optimizer states again after each update that has added entries to them.
         """
-        if self.step is None or self._entries_checked == (count := self.step.count_entries()):
+        if self.registered_state is None or self._entries_checked == (
+            count := self.registered_state.count_entries()
+        ):
             return
         try:
-            self.step.export()
-            if (shared := self.shared) is not None and shared is not self.step:
+            self.registered_state.export()
+            if (shared := self.shared) is not None and shared is not self.registered_state:
                 shared.export()
         except TypeError as error:
             raise FftError(
@@ -254,7 +260,9 @@ class RankState:
         self.paradigm.refuse_sharded(kind)
         rank = self._manager._torchft.group_rank
         shelf = ShardStateStore(bus.read, bus.write)
-        return ShardedSource(loader, kind, group, rank, self.paradigm.takers, shelf, identify)
+        return ShardedSource(
+            loader, kind, group, rank, self.paradigm.items_per_step, shelf, identify
+        )
 
     def consumed(self, plan: StartTxn) -> None:
         """Mark the data of ``plan``, whose txn is committed, as consumed."""
@@ -265,8 +273,8 @@ class RankState:
         """Return this rank's inputs from ``source``."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
-        rank = self._manager._torchft.group_rank if self.paradigm.takers > 1 else 0
-        return Inputs(source, self.paradigm.takers, rank)
+        rank = self._manager._torchft.group_rank if self.paradigm.items_per_step > 1 else 0
+        return Inputs(source, self.paradigm.items_per_step, rank)
 
     def open_source(
         self,
@@ -281,7 +289,7 @@ class RankState:
             self.source, self.loader = made, loader
         if self._resume_at is not None:
             resume = getattr(self.source, "resume", self.source.load)
-            resume(self._resume_at, self.cursor * self.paradigm.takers)
+            resume(self._resume_at, self.cursor * self.paradigm.items_per_step)
             self._resume_at = None
         return self.source
 
@@ -291,7 +299,7 @@ class RankState:
             return None
         if isinstance(self.source, ShardedSource):
             return self.source.export_all()
-        return self.source.export(self.position.cursor * self.paradigm.takers)
+        return self.source.export(self.position.cursor * self.paradigm.items_per_step)
 
     # --- position ---
 
@@ -312,7 +320,7 @@ class RankState:
         if unused:
             found["returned"] = sorted(unused)
         if self.source is not None and not self.source.in_any_order:
-            found["data"] = self.source.export(cursor * self.paradigm.takers)
+            found["data"] = self.source.export(cursor * self.paradigm.items_per_step)
         return found
 
     def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
@@ -345,7 +353,7 @@ class RankState:
     def export(self, record: Record) -> dict[str, Any]:
         """Export the whole state for a peer that starts with ``record``."""
         manager, shared = self._manager, self.shared
-        position = record.cursor * self.paradigm.takers
+        position = record.cursor * self.paradigm.items_per_step
         return {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
@@ -360,7 +368,7 @@ class RankState:
         missing = [key for key in loads if key not in payload["user"]]
         if missing:
             raise FftError(f"the peer's state lacks {missing[0]!r}, which is registered here")
-        if self.step is None and not loads:
+        if self.registered_state is None and not loads:
             raise FftError(
                 "this rank must fetch state, but has nothing to load it into: pass state_dict and "
                 "load_state_dict, or call manager.register(model, optimizer)"
@@ -370,7 +378,7 @@ class RankState:
             load(payload["user"][key])
         self.paradigm.load_shared(payload["state"], keep_gradients)
         if self.source is not None:
-            self.source.load(payload["data"], record.cursor * self.paradigm.takers)
+            self.source.load(payload["data"], record.cursor * self.paradigm.items_per_step)
         self.lost = None
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class TransactionLoop:
     ) -> Iterator[Transaction]:
         """See ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
-        if state.step is None:
+        if state.registered_state is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
         self.paradigm.refuse_loop(loader)
         if self.is_over:
@@ -182,7 +182,7 @@ class TransactionLoop:
                 yield txn
             except GeneratorExit:
                 if not (is_last and txn.committed):
-                    self.left(self._manager._torchft.step)
+                    self.mark_left(self._manager._torchft.step)
                 raise
             if not txn.closed:
                 raise FftError("the step function of a txn must run inside `with txn:`")
@@ -326,7 +326,7 @@ class TransactionLoop:
         self.job.note_error(error)
         return error
 
-    def left(self, step: int) -> None:
+    def mark_left(self, step: int) -> None:
         """Record that the script left the loop after ``step``, before its end."""
         self._left_at = step
 
@@ -388,18 +388,20 @@ class TransactionLoop:
         if not tensor.is_floating_point():
             tensor = tensor.double()
         self._reductions.mean(tensor)
-        if self.paradigm.takers > 1:
+        if self.paradigm.items_per_step > 1:
             self._groups.average_in_group(tensor)
         return tensor
 
-    def unwound(self, plan: StartTxn, drawn: StepInput | None, error: BaseException) -> bool:
+    def handle_exception(
+        self, plan: StartTxn, drawn: StepInput | None, error: BaseException
+    ) -> bool:
         """Handle an exception that left the step function. Return whether to suppress it."""
         self.worker.step_aborted()
         if isinstance(error, Exception):
-            self.body_failed(plan, drawn, error)
+            self.step_failed(plan, drawn, error)
         return isinstance(error, Exception | Interrupted)
 
-    def body_failed(self, plan: StartTxn, drawn: StepInput | None, error: Exception) -> None:
+    def step_failed(self, plan: StartTxn, drawn: StepInput | None, error: Exception) -> None:
         """Report an exception of the step function.
 
         Raises:
@@ -420,10 +422,10 @@ class TransactionLoop:
         if isinstance(error, ResultRefused):  # counted on all ranks after the rollback
             self._manager.report_error(error)
             return
-        self.give_up_if_hopeless(plan, drawn, error, plan.step)
+        self.raise_if_retries_exceeded(plan, drawn, error, plan.step)
         self._manager.report_error(error)
 
-    def give_up_if_hopeless(
+    def raise_if_retries_exceeded(
         self,
         plan: StartTxn,
         drawn: StepInput | None,
@@ -636,7 +638,7 @@ class Transaction:
         loop.exit_step()
         self.closed = True
         if error is not None:
-            return loop.unwound(self._plan, self._drawn, error)
+            return loop.handle_exception(self._plan, self._drawn, error)
         if not self.is_stop and (mistake := loop.find_incomplete()) is not None:
             loop.worker.step_aborted()
             loop.raise_incomplete(self._plan, self._drawn, mistake)
@@ -672,14 +674,14 @@ class UnregisteredStepGuard:
         self._reductions = reductions
         self._thread = threading.get_ident()
         self._has_warned = False
-        self._hook = register_optimizer_step_pre_hook(self._look)
+        self._hook = register_optimizer_step_pre_hook(self._check_step)
 
     def close(self) -> None:
         """Remove the hook. Idempotent."""
         self._hook.remove()
 
-    def _look(self, optimizer: Any, *_: Any) -> None:
-        updates, step = self._state.updates, self._state.step
+    def _check_step(self, optimizer: Any, *_: Any) -> None:
+        updates, step = self._state.updates, self._state.registered_state
         if threading.get_ident() != self._thread or updates.has(optimizer):
             return
         if self._state.paradigm.is_outer(optimizer):
@@ -711,5 +713,5 @@ class UnregisteredStepGuard:
 
     def _of_the_job(self) -> set[torch.Tensor]:
         reduced = (p for r in self._reductions.reducers for p in r.parameters())
-        step = self._state.step
+        step = self._state.registered_state
         return {*reduced, *(() if step is None else step.parameters())}

@@ -126,8 +126,8 @@ class Voter:
             self._reductions.wait()
             self._await_preconditions(plan)
         self.inject("vote")
-        if self._state.step is not None:
-            self._state.step.note_edits()
+        if self._state.registered_state is not None:
+            self._state.registered_state.note_edits()
         if not self._has_state():
             return
         edited = not block and self._check_edits()
@@ -146,7 +146,7 @@ class Voter:
         if yes:
             self._state.checkpoints.before_vote(plan, last, skip)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
-        self._job.thread.report(vote)
+        self._job.executor.report(vote)
         self.inject("after_vote")
 
     def _gradients(self) -> str | None:

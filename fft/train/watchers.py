@@ -34,13 +34,15 @@ class Watchers:
         self.speed: ProgressReporter | None = None
         self._hold: Hold | None = None
 
-    def watch(self, config: MonitorConfig | None, peer: Peer, url: str, hung: HangCallback) -> None:
+    def watch(
+        self, config: MonitorConfig | None, peer: Peer, url: str, on_hang: HangCallback
+    ) -> None:
         """Start supervision of the calling thread; if ``config`` is None, without a monitor."""
         if threading.current_thread() is threading.main_thread():
             # Python runs signal handlers on the main thread only, so no other can be interrupted
             self.interrupter = Interrupter()
             if config is not None:
-                self.monitor = _start_monitor(config, peer, url, hung)
+                self.monitor = _start_monitor(config, peer, url, on_hang)
             self._hold = hold(os.environ.get("FFT_DEATH_MUTEX_FD"))
         self.main = threading.get_ident()
 
@@ -131,12 +133,12 @@ HangCallback = Callable[[str], None]
 
 
 def _start_monitor(
-    config: MonitorConfig, peer: Peer, url: str, hung: HangCallback
+    config: MonitorConfig, peer: Peer, url: str, on_hang: HangCallback
 ) -> MonitorClient | None:
     try:
         return MonitorClient(
             config,
-            hung,
+            on_hang,
             group=peer.group,
             rank=peer.rank,
             # under a supervisor, the supervisor reports deaths

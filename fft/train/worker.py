@@ -105,21 +105,21 @@ class Worker:
         Raises:
             TimeoutError: No txn could start within ``limit``; the call may be repeated.
         """
-        engine, thread = self._job.engine or self._join(), self._job.thread
+        engine, executor = self._job.engine or self._join(), self._job.executor
         self._commits.finish()
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()
         # detected late: a second optimizer stepped after the first one had been counted
         by_loop = self._commits.by_loop
-        thread.lost = by_loop.take_incomplete() or thread.lost
+        executor.lost = by_loop.take_incomplete() or executor.lost
         if by_loop.check_missed(self._manager._torchft.step - 1):
             self._job.note("no_optimizer_step", {"step": by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
             facts = self._healer.facts(command) if isinstance(command, Heal) else NO_FACTS
-            thread.execute(command, self._work, facts)
-            if isinstance(command, StartTxn) and thread.role == "computing":
+            executor.execute(command, self._work, facts)
+            if isinstance(command, StartTxn) and executor.role == "computing":
                 self._begun += 1
                 return command
             if isinstance(command, Finish):
@@ -134,14 +134,14 @@ class Worker:
             The txn, which has begun; the record of the next epoch, which is not built yet; or None
             if the job has ended for this rank.
         """
-        engine, thread = self._job.engine, self._job.thread
+        engine, executor = self._job.engine, self._job.executor
         assert engine is not None, "it has joined"
         while self._finish is None:
             command = self._wait(engine, None)
             if isinstance(command, Heal):
                 return command.record
-            thread.execute(command, self._work, NO_FACTS)
-            if isinstance(command, StartTxn) and thread.role == "computing":
+            executor.execute(command, self._work, NO_FACTS)
+            if isinstance(command, StartTxn) and executor.role == "computing":
                 self._begun += 1
                 return command
         return None
@@ -164,7 +164,7 @@ class Worker:
 
         Has no effect after a vote.
         """
-        self._job.thread.unwound()
+        self._job.executor.unwound()
 
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """Return the engine's next command. Raises TimeoutError, which names the awaited ranks."""
@@ -232,9 +232,9 @@ class Worker:
         manager._torchft.step = plan.step
         manager._torchft.participating_replica_rank = plan.index
         manager._torchft.participating_replica_world_size = plan.participants
-        if self._state.step is not None and not self._reductions.raises:
+        if self._state.registered_state is not None and not self._reductions.raises:
             # FFT's own loop captures after it loads the batch, which may consume RNG state
-            self._state.step.capture()
+            self._state.registered_state.capture()
         self.txn = plan
         self._voter.begin(plan.step)
         self._compare_updates(plan)
@@ -272,17 +272,17 @@ class Worker:
             self._state.paradigm.restore()
         except TornState as error:  # a peer can provide the state
             logger.warning("%s; this rank fetches the state", error)
-            self._job.thread.lost, self._state.lost = text_of(error), error
+            self._job.executor.lost, self._state.lost = text_of(error), error
         local = self._job.local
         assert local is not None
         if local.stuck:
             self._voter.pause()
         if (why := self._commits.by_loop.why_lost(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
-            self._job.thread.lost, self._state.lost = why, TornState(why)
+            self._job.executor.lost, self._state.lost = why, TornState(why)
         with self._watchers.waiting():  # checks have limits of their own
             self.hooks.checks.run()
-        self._job.thread.restored(command)
+        self._job.executor.restored(command)
 
     # --- the end of a txn ---
 
@@ -330,14 +330,14 @@ class Worker:
             self._commits.decided(command.record, plan, consumes=not block)
             return command
         if isinstance(command, Finish) and command.error is not None:
-            self._job.thread.execute(command, self._work)
+            self._job.executor.execute(command, self._work)
         return None
 
     # --- errors ---
 
     def report_error(self, error: Exception) -> None:
         """Implement ``ManagerFFT.report_error`` after the job is joined."""
-        if self._job.thread.role == "applying" and not self._commits.by_loop.is_made:
+        if self._job.executor.role == "applying" and not self._commits.by_loop.is_made:
             self._commits.fail(error)
             return
         manager = self._manager

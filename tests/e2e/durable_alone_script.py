@@ -89,10 +89,10 @@ def main() -> None:
                 F.mse_loss(model(txn.batch), txn.batch).backward()
                 if spec != "hsdp_diloco":
                     txn.weigh(1.0 + txn.inner_step + int(group))
-        assert manager._parts.state.step is not None
+        assert manager._parts.state.registered_state is not None
         found = {
             "shared": synchroniser.shared.digest(),
-            "own": manager._parts.state.step.digest(),
+            "own": manager._parts.state.registered_state.digest(),
             "step": manager.current_step(),
             "schedule": schedule.state_dict()["last_epoch"],
             "random": int(torch.get_rng_state().sum()),

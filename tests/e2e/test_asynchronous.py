@@ -247,7 +247,7 @@ def test_excluded_group_fetches_the_state_and_then_contributes(made: Job, tmp_pa
         if member.group == "2" and txn.step == 1 and not gone.is_set():
             mine = member.manager._parts.job  # its engine may still be at the last commit
             wait_until(lambda: mine.local is not None and mine.local.role == "apart", "it is apart")
-            member.manager._parts.hung("planted")
+            member.manager._parts.handle_hang("planted")
             assert gone.wait(LIMIT_S)
 
     _run(members, 8, body)

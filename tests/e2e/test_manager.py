@@ -409,7 +409,7 @@ def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> N
     for member in members:
         assert member.manager._parts.job.engine.unreadable == len(rubbish)
     assert [n["data"]["count"] for n in notes(two.traces, "unreadable")] == [1, 1]
-    totals = [n["data"] for n in notes(two.traces, "not_obeyed")]
+    totals = [n["data"] for n in notes(two.traces, "dropped_messages")]
     assert totals == [{"unreadable": len(rubbish)}] * 2
     report = two.audit()
     assert (report.commits, epochs(two.traces)) == (8, 1)
@@ -705,7 +705,7 @@ def test_a_checkpoint_resumes_step_lineage_and_data(tmp_path: Path) -> None:
         saved = [
             (
                 m.manager.state_dict(),
-                m.manager._parts.state.step.export(),
+                m.manager._parts.state.registered_state.export(),
                 m.model.generator.get_state(),
             )
             for m in first
@@ -716,7 +716,7 @@ def test_a_checkpoint_resumes_step_lineage_and_data(tmp_path: Path) -> None:
     with job(tmp_path / "second", 2) as made:
         members = [made.member(g) for g in "01"]
         for member, (values, state, noise) in zip(members, saved, strict=True):
-            member.manager._parts.state.step.load(state)
+            member.manager._parts.state.registered_state.load(state)
             member.model.generator.set_state(noise)
             member.manager.load_state_dict(values)
             assert member.manager.current_step() == 5

@@ -64,7 +64,7 @@ def test_commands_need_the_token(tmp_path: Path) -> None:
         tail.close()
     assert not any(record["kind"] == "abort" for record in records(traces))
     assert {n["data"]["reason"] for n in notes(traces, "refused")} == {"unsealed"}
-    assert [n["data"] for n in notes(traces, "not_obeyed")] == [{"unsealed": 3}] * 2
+    assert [n["data"] for n in notes(traces, "dropped_messages")] == [{"unsealed": 3}] * 2
     assert audit_dir(traces).ok
     assert not (traces / "job.token").exists()
     written = [p.read_text(errors="replace") for p in traces.rglob("*") if p.is_file()]

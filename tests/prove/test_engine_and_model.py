@@ -157,7 +157,7 @@ class Twin(Nothing):
             match call:
                 case None:
                     self.core._inbox.clear()  # messages to itself come back through the model
-                    if self.core.patience(0.0) != 0.0:
+                    if self.core.time_to_next_work(0.0) != 0.0:
                         break
                     call = self.core.step(0.0)
                 case Write(key=key, value=value):

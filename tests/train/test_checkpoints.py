@@ -569,7 +569,7 @@ def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_pa
     assert not list((tmp_path / "checkpoints").rglob("*.safetensors*"))
     failed = notes(tmp_path / "traces", "checkpoint_failed")
     assert [n["step"] for n in failed] == [4, 8, 9]
-    assert all(n["stage"] == "writing" for n in failed)
+    assert all(n["phase"] == "writing" for n in failed)
     assert (tmp_path / "log").read_text().count("no checkpoint of step") == 3
 
 

@@ -68,7 +68,7 @@ def test_model_that_an_evaluation_has_gathered_is_accepted(shard: ShardProcessGr
     with pytest.raises(FftError, match="in no registered optimizer"):
         check(model, optimizer)
     state = RankState.__new__(RankState)
-    state.models, state.step = [model], StepState([model], [optimizer])
+    state.models, state.registered_state = [model], StepState([model], [optimizer])
     state.refuse_unfit()
 
 

@@ -32,7 +32,7 @@ from fft.engine.calls import (
     Write,
     beside,
 )
-from fft.engine.core import Command, Heard, Posted, ScopeReader, Wiring
+from fft.engine.core import Command, Posted, ScopeAnnouncement, ScopeReader, Wiring
 from fft.engine.executor import StepExecutor, Work
 from fft.errors import BusError, ProtocolError
 from fft.messages.commands import Answer
@@ -757,7 +757,7 @@ class SimBus:
             for other in world.beside.values():
                 if any(bound.scope == world.name for bound in world.spec.bound_to(other.name)):
                     for listener in other.live():
-                        self._give(listener, Heard(world.name, message), alone=True)
+                        self._give(listener, ScopeAnnouncement(world.name, message), alone=True)
 
     def _give(self, listener: Process, message: Posted, alone: bool = False) -> None:
         world = self._world

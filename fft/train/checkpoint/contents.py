@@ -235,7 +235,7 @@ class Snapshot:
     ) -> None:
         tree, self._watched = _tree_of(state, shared, gives)
         self._data, live = packed(tree)
-        self._step = state.step if self._watched else None
+        self._step = state.registered_state if self._watched else None
         """The state whose parameters and optimizer state `copy` looks up."""
         self._late: dict[str, torch.Tensor] = {}
         # the shared state may contain no model parameters
@@ -393,7 +393,7 @@ def _tree_of(
     state: RankState, shared: bool, gives: range
 ) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
     """Return the contents of a rank's files, and the parameters by name."""
-    step = state.step
+    step = state.registered_state
     own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
     if step is not None:
         own["buffers"] = step.export_buffers()

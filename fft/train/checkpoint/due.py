@@ -251,7 +251,7 @@ def encode_announcements(words: Sequence[Announcement]) -> bytes:
     return json.dumps([[*word[:2], sorted(word.writer), *word[3:]] for word in words]).encode()
 
 
-def decode_words(data: bytes) -> tuple[Announcement, ...]:
+def decode_announcements(data: bytes) -> tuple[Announcement, ...]:
     """Decode the result of `encode_announcements`. Raises ValueError."""
     try:
         return tuple(
@@ -384,7 +384,7 @@ def report_skipped(note: Note, step: int, why: str, too_often: bool = False) -> 
 def announcements_on(bus: ErrorBus) -> tuple[Announcement, ...]:
     """Read the announcements on the bus of a scope. Raises BusError, ValueError."""
     held = bus.read(AT)
-    return () if held is None else decode_words(held)
+    return () if held is None else decode_announcements(held)
 
 
 def named_after(job: Participation, record: Record, epoch: Record) -> Named:

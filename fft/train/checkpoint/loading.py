@@ -100,7 +100,7 @@ class Loader:
         told = {"step": found.at.step, "lineage": found.at.lineage, "as": found.lineage}
         told |= {"place": self._checkpoints.store.url, "seconds": round(seconds, 3)}
         told["attempt"] = manifest.attempt
-        told["takes_same"] = self._state.paradigm.takers != self._ranks
+        told["takes_same"] = self._state.paradigm.items_per_step != self._ranks
         entries = [{"slice": number, "version": version} for number, version in found.entries]
         self._notes = [("resumed", told), *((RESTORED, entry) for entry in entries)]
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
@@ -210,12 +210,12 @@ class Loader:
                 f"the checkpoint has no state of {missing[0]!r}, which is registered here by "
                 "register_state_dict_fn() or state_dict=: resume with the script that wrote it"
             )
-        if state.step is None and not loads:
+        if state.registered_state is None and not loads:
             raise CheckpointError(
                 "a checkpoint is to be loaded, and there is nothing to load it into: pass "
                 "state_dict and load_state_dict, or call manager.register(model, optimizer)"
             )
-        if state.step is not None:
+        if state.registered_state is not None:
             if tree["state"] is None:
                 raise UnfitCheckpoint(
                     "the checkpoint was taken without register(), which this script calls: resume "
@@ -231,7 +231,10 @@ class Loader:
                 raise
         state.updates.loaded()
         if own is not None:
-            load_random(state.step.generators if state.step is not None else None, own["random"])
+            load_random(
+                state.registered_state.generators if state.registered_state is not None else None,
+                own["random"],
+            )
 
 
 def refuse_other_scopes(manifest: Manifest, scope: RankScope) -> None:
@@ -322,7 +325,7 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
     if manifest.ranks == ranks:
         return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
-    if state.paradigm.takers != ranks:  # all ranks of a group take the same item
+    if state.paradigm.items_per_step != ranks:  # all ranks of a group take the same item
         return Loaded(manifest, at, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks
     if manifest.returned:
@@ -435,14 +438,14 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str, Any]:
     """Return this rank's part of the full state of ``trees``. Raises CheckpointError."""
     whole = unsharded(trees)
-    if state.step is None:
+    if state.registered_state is None:
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
-    if (extra := state.step.sharded_extra()) is not None:
+    if (extra := state.registered_state.sharded_extra()) is not None:
         raise UnfitCheckpoint(
             f"extra[{extra!r}] is sharded over the ranks of a group, and such state is not "
             "resharded: resume with as many ranks"
         )
-    names = state.step.names()
+    names = state.registered_state.names()
 
     def mine(name: str, value: Any) -> Any:
         tensor = names.get(name)

@@ -40,7 +40,7 @@ from fft.train.checkpoint.files import (
 from fft.train.checkpoint.stores import MANIFEST
 from fft.util.version import __version__
 
-_BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
+_BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the step function")
 logger = logging.getLogger(__name__)
 
 
@@ -308,7 +308,7 @@ class RankWriter:
         self._group, self._rank = group or context.place[0], context.place[1]
         self._superseded = threading.Event()
         self._gathering = Gathering(context, attempt, self._superseded)
-        self._stage = ""
+        self._phase = ""
         self.has_delivered = threading.Event()
         """Set when this rank's part is written or has failed, so its copy is no longer needed."""
         self.is_over = False
@@ -385,11 +385,11 @@ class RankWriter:
             step,
             self._group,
             self._rank,
-            self._stage,
+            self._phase,
             text,
         )
-        self._context.note("checkpoint_failed", {**told, "stage": self._stage, "error": text})
-        if self._stage in _BEFORE_DELIVERY:
+        self._context.note("checkpoint_failed", {**told, "phase": self._phase, "error": text})
+        if self._phase in _BEFORE_DELIVERY:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
     def _or_passed(self, error: Exception) -> Exception:
@@ -406,8 +406,8 @@ class RankWriter:
             logger.debug("nor can be seen what others have written", exc_info=True)
         return error
 
-    def _at(self, stage: str) -> None:
-        self._stage = stage
+    def _at(self, phase: str) -> None:
+        self._phase = phase
 
     def _write(self, snapshot: Snapshot) -> tuple[File, ...]:
         """Write this rank's files and its receipt."""
@@ -422,7 +422,7 @@ class RankWriter:
             files=files,
             at=attempt.at if attempt.stages else None,
         )
-        self._at("waiting for the end of the body")
+        self._at("waiting for the end of the step function")
         snapshot.confirmed.wait()  # the update, a rollback or the end of the script sets it
         if snapshot.problem is not None:
             raise FftError(snapshot.problem)

@@ -52,7 +52,7 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     @property
     def shared(self) -> SharedState | None:
-        return self._rank.state.step
+        return self._rank.state.registered_state
 
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
         raise FftError(
@@ -71,7 +71,7 @@ class Lockstep(Paradigm[TransactionLoop]):
         return self._rank.results.must_skip(plan, self._rank.state.updates)
 
     def digests_to_compare(self) -> dict[str, str] | None:
-        step = self._rank.state.step
+        step = self._rank.state.registered_state
         return None if step is None else step.compared_digests()
 
     @property
@@ -82,13 +82,13 @@ class Lockstep(Paradigm[TransactionLoop]):
         self._rank.state.restore()
 
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
-        if self._rank.state.step is not None:
-            self._rank.state.step.load(state, keep_gradients)
+        if self._rank.state.registered_state is not None:
+            self._rank.state.registered_state.load(state, keep_gradients)
 
     # --- inputs and the loop ---
 
     @property
-    def takers(self) -> int:
+    def items_per_step(self) -> int:
         return 1 if self._rank.settings.spec.samples == "per_group" else self._rank.world
 
     def refuse_unregistered(self) -> None:
@@ -98,7 +98,7 @@ class Lockstep(Paradigm[TransactionLoop]):
             check_registered(self._rank.groups.stages)
 
     def refuse_sharded(self, kind: Sharded) -> None:
-        if kind == "rank" and self.takers == 1 < self._rank.world:
+        if kind == "rank" and self.items_per_step == 1 < self._rank.world:
             raise FftError(
                 "transactions(loader, sharded='rank'): with this spec all ranks of a group take "
                 "the same batch; pass sharded='group'"

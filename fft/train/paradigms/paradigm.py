@@ -223,13 +223,13 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @property
     @abstractmethod
-    def takers(self) -> int:
+    def items_per_step(self) -> int:
         """Number of items in a slice: one for each rank of a group, or 1 for all its ranks."""
 
     @property
     def items_in_slice(self) -> int:
         """Number of items that a group consumes in a txn of the job, over all local steps."""
-        return self.takers
+        return self.items_per_step
 
     def refuse_unregistered(self) -> None:
         """Raise FftError if the process has made objects that it should have registered."""

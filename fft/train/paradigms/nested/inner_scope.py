@@ -174,8 +174,8 @@ class InnerScope(InnerSteps):
         return engine
 
     @property
-    def _thread(self) -> StepExecutor:
-        return self._joined.thread
+    def _executor(self) -> StepExecutor:
+        return self._joined.executor
 
     # --- any thread ---
 
@@ -214,7 +214,7 @@ class InnerScope(InnerSteps):
         while (command := self._next()) is not None:
             if isinstance(command, StartTxn) and not self._groups.shard_aborted:
                 return True
-            self._thread.execute(command, self._work)
+            self._executor.execute(command, self._work)
         return False
 
     def leave(self) -> None:
@@ -230,7 +230,7 @@ class InnerScope(InnerSteps):
         command = self._engine.wait_command()
         if not isinstance(command, StartTxn):
             return False
-        self._thread.accept(command)
+        self._executor.accept(command)
         self._engine.take(command)
         self._token = command.token
         return True
@@ -254,7 +254,7 @@ class InnerScope(InnerSteps):
 
     def fail(self, cause: str, code: CauseCode, source: str) -> None:
         """Roll the step back on all ranks of the group, instead of a vote."""
-        self._thread.unwound()
+        self._executor.unwound()
         self._engine.post(Fault(self._token, cause, code, source))
 
     def vote(self, attempt: SharedInnerTransaction, skip: bool) -> None:
@@ -268,14 +268,14 @@ class InnerScope(InnerSteps):
         for parameter in self._state.updates.parameters():
             if parameter.grad is not None:
                 manifest.add(local_of(parameter.grad), "gradient")
-        self._thread.report(Prepared(self._token, True, manifest.build(), skip=skip))
-        while self._thread.role == "waiting" and (command := self._next()) is not None:
-            self._thread.execute(command, self._work)
+        self._executor.report(Prepared(self._token, True, manifest.build(), skip=skip))
+        while self._executor.role == "waiting" and (command := self._next()) is not None:
+            self._executor.execute(command, self._work)
 
     # --- commands of this scope's engine ---
 
     def _job_speaks(self) -> bool:
-        return self._job.engine is not None and self._job.engine.has_word()
+        return self._job.engine is not None and self._job.engine.has_command()
 
     def _next(self) -> Command | None:
         """Return the next command of this scope, or None if the job's engine has a command."""
@@ -303,7 +303,7 @@ class InnerScope(InnerSteps):
                 step.unwind()
         except TornState as error:
             self._begin_anew(text_of(error))
-        self._thread.restored(command)
+        self._executor.restored(command)
 
     def _connect(self, command: Heal) -> None:
         epoch, synchronizer = command.record.epoch, self.synchronizer
@@ -316,11 +316,11 @@ class InnerScope(InnerSteps):
             logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
             self._job.note_error(error)
             code = code_of(error, own=CauseCode.EPOCH_FAILED)
-            self._thread.report(HealFailed(epoch, text_of(error), code=code))
+            self._executor.report(HealFailed(epoch, text_of(error), code=code))
             return
         if unlike := {rank: note for rank, note in notes.items() if note != mine}:
             self._begin_anew(f"this rank stands at {mine}, others of its group at {unlike}")
-        self._thread.report(Healed(epoch))
+        self._executor.report(Healed(epoch))
 
     def _apply(self, command: Apply) -> None:
         """Apply the update of a committed step, unless its state has been discarded."""
@@ -333,7 +333,7 @@ class InnerScope(InnerSteps):
             assert self._plan is not None, "a txn of the job is open"
             text = "the update of an inner step has failed; its group begins anew"
             self._job.post(Fault(self._plan.token, text, CauseCode.SCOPE_RESET, "inner"))
-        if self._thread.transition_if("applying", "applied"):
+        if self._executor.transition_if("applying", "applied"):
             self._engine.post(Applied(self._engine.local.token))
 
     def _begin_anew(self, why: str) -> None:
@@ -409,7 +409,7 @@ class SharedInnerTransaction(InnerTransaction):
         self._inner.exit_step()
         self.closed = True
         if error is not None and not isinstance(error, Exception | Interrupted):
-            return self._loop.unwound(self._plan, self._drawn, error)
+            return self._loop.handle_exception(self._plan, self._drawn, error)
         periodic.watchers.body_done()
         if error is None:
             error = self._left_undone() or self._vote()

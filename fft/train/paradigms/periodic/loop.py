@@ -104,7 +104,7 @@ class PeriodicLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.loop.left(plan.step)
+                self.loop.mark_left(plan.step)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -116,7 +116,7 @@ class PeriodicLoop:
     def _is_superseded(self) -> bool:
         """Return whether the engine has superseded the job's txn; if so, abandon it."""
         engine = self.job.engine
-        if engine is None or not engine.has_word():
+        if engine is None or not engine.has_command():
             return False
         self.loop.worker.step_aborted()
         return True
@@ -213,7 +213,7 @@ class JobsPart:
         if error is None:
             return False
         self.failed = True
-        return self._loop.unwound(self._plan, None, error)
+        return self._loop.handle_exception(self._plan, None, error)
 
 
 class InnerTransaction(Transaction):
@@ -257,7 +257,7 @@ class InnerTransaction(Transaction):
         self.closed = True
         if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
             self.interrupted = True
-            return loop.unwound(self._plan, self._drawn, error)
+            return loop.handle_exception(self._plan, self._drawn, error)
         self._periodic.watchers.body_done()
         mistake = self._left_undone() if error is None else error
         if isinstance(mistake, Exception):
@@ -278,7 +278,7 @@ class InnerTransaction(Transaction):
         mistake = updates.scheduled_in_body()
         if mistake is None and not updates.have_gradients:
             mistake = FftError(
-                "no registered optimizer has a gradient at the end of the body (`break`, "
+                "no registered optimizer has a gradient at the end of the step function (`break`, "
                 "`continue` or `return` inside `with txn:`? no backward()? zero_grad() after it?): "
                 "the step would change nothing. Leave the loop between two transactions"
             )
@@ -352,7 +352,7 @@ class InnerTransaction(Transaction):
         number += 0 if in_update else self.inner_step
         where = f"step {self.step}, inner step {self.inner_step}"
         counted = self._periodic.update_failures if in_update else None
-        self._loop.give_up_if_hopeless(self._plan, self._drawn, error, number, where, counted)
+        self._loop.raise_if_retries_exceeded(self._plan, self._drawn, error, number, where, counted)
 
     def _begin_anew(self, error: Exception) -> None:
         """Restart from the last synchronization, because the state of the step is lost."""

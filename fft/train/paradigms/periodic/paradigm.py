@@ -146,7 +146,7 @@ class Periodic(Lockstep):
     @property
     def items_in_slice(self) -> int:
         assert self.synchronizer is not None, "looked at before"
-        return self.takers * self.synchronizer.schedule.steps
+        return self.items_per_step * self.synchronizer.schedule.steps
 
     def refuse_loop(self, loader: Any) -> None:
         if self.synchronizer is None:
@@ -160,9 +160,9 @@ class Periodic(Lockstep):
     ) -> Iterator[InnerTransaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
-        number = self._rank.manager._torchft.group_rank if self.takers > 1 else 0
+        number = self._rank.manager._torchft.group_rank if self.items_per_step > 1 else 0
         steps = self.synchronizer.schedule.steps
-        inputs = LeasedInputs(source, steps, self.takers, number)
+        inputs = LeasedInputs(source, steps, self.items_per_step, number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
         self._rank.state.reshard_models()
 

@@ -185,7 +185,7 @@ class Synchronizer(ABC):
                 f"{rank.settings.spec.name!r}, by which all groups step together"
             )
         rank.manager._parts.paradigm.refuse_synchronizer(self)
-        if rank.state.step is None or not rank.state.updates.has(inner):
+        if rank.state.registered_state is None or not rank.state.updates.has(inner):
             raise FftError(
                 f"call manager.register(model, inner_optimizer, …) before {self.name}(…), so "
                 "that a failed inner step can be rolled back"

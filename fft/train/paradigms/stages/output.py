@@ -176,7 +176,7 @@ class StageOutput:
                 f"StageOutput: expected one stage after {rank.scope.name!r} in the flow of the "
                 f"spec, got {after or 'none'}"
             )
-        if self._rank.state.step is None:
+        if self._rank.state.registered_state is None:
             raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
         self._after, self._produce = after[0], produce
         self._changed = threading.Condition()
@@ -280,7 +280,7 @@ class StageOutput:
         can begin here. The entry of slice ``computing`` is excluded, because its open txn sends it
         at its commit; the next stage may learn of that commit first, and request it.
         """
-        while not engine.has_word():
+        while not engine.has_command():
             with watchers.waiting():
                 is_due = engine.wait_for(
                     lambda: (
