@@ -61,7 +61,7 @@ class FFTStrategy(SingleDeviceStrategy):
 
     Args:
         manager: The manager to use, instead of one that is made from ``options``.
-        device: Device of this rank. None: its GPU if there is one, else the CPU.
+        device: Device of this rank. None selects its GPU, or the CPU if it has no GPU.
         options: Arguments of ``fft.ManagerFFT``.
 
     Raises:

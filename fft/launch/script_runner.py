@@ -1,10 +1,9 @@
 """Run a training script as ``python SCRIPT ARG…`` would, and record the error that ended it.
 
-Run as a file: ``script_runner.py SCRIPT ARG…``. If the script ends with an error of its own, the
-place of that error is written to the descriptor that ``FFT_ERROR_FD`` names, where the process
-that started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of
-the script alone. Until the script fails, this module imports FFT only in a spare or in the fork
-server.
+Run as a file: ``script_runner.py SCRIPT ARG…``. If the script ends with an error, the runner writes
+the place of that error to the descriptor that ``FFT_ERROR_FD`` names, where the process that
+started it (`fft.launch.supervisor`) reads it. Output, exit code and ``__main__`` are those of the
+script alone. Until the script fails, this module imports FFT only in a spare or in the fork server.
 """
 
 from __future__ import annotations
@@ -324,7 +323,7 @@ def _survive_a_full_disk() -> None:
 
 
 def _copy_to_supervisor(path: str) -> None:
-    """Send a copy of what is printed to the supervisor, if it has named its pipe."""
+    """Send a copy of the output to the supervisor, if it has named its pipe."""
     if not path:
         return
     log = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)

@@ -259,7 +259,7 @@ def serve_forever(services: Services, token_file: Path | None = None) -> None:
     """Print the announcement as one line, wait for SIGINT, SIGTERM or SIGHUP, and end the services.
 
     SIGUSR1 is ignored, because a scheduler may send it to all processes of a step as a warning.
-    Must be called on the main thread, because it sets signal handlers until it returns.
+    Call it on the main thread, because it sets signal handlers until it returns.
 
     Args:
         token_file: Announced as well; every process that may read it can take part in the job.

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def refuse_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Raise SupervisorError if another launcher starts several copies of this `fft run`.
 
-    Each copy would be a job of its own.
+    Each copy would be a separate job.
     """
     for name, sign, count, number in _LAUNCHERS:
         if environ.get(sign) and (found := environ.get(count, "1")) != "1":
@@ -87,7 +87,8 @@ def folder_for(root: Path, start: str | None) -> Path:
     """Return the folder in ``root`` for the traces of the start that begins now.
 
     Args:
-        start: Name of the start on the bus that this process joins; None for one of its own.
+        start: Name of the start on the bus that this process joins; None if this process starts the
+            job.
     """
     if start is not None:
         return folder_of(root, start)

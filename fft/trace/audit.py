@@ -250,7 +250,7 @@ class _Findings:
 
 
 class _Line:
-    """One trace of the run, and what has been read from it so far."""
+    """One trace of the run, and the position and results of reading it so far."""
 
     def __init__(self, path: Path, found: _Findings) -> None:
         self.file = TraceFile(path)

@@ -70,7 +70,7 @@ def execution_of(history: History) -> Execution:
     leave with it in their set, which is valid, and detect its failure later. It must not be a
     member without having entered.
 
-    The entry of a live block is a barrier of its own within the epoch: a participant enters it with
+    The entry of a live block is a separate barrier within the epoch: a participant enters it with
     its vote, and leaves it with the members of the epoch when it obeys the COMMIT.
 
     The order between participants is that of communication: a message is received after it was
@@ -133,9 +133,10 @@ class Barriers:
         that count only once per epoch."""
         self._ended: set[Peer] = set()
         self._said: set[int] = set()
-        """Hashes of what was sent in the previous part."""
+        """Hashes of the messages of the previous part."""
         self._repeatable: dict[Peer, set[int]] = defaultdict(set)
-        """Hashes of what was sent in any earlier part, by participants that may send it again."""
+        """Hashes of the messages of any earlier part, from participants that may send them
+        again."""
         self._lives, self._enough = 0, self.SOME
         """Number of lives kept, and the number at which to look for a part."""
         self._finding = Finding("barriers")

@@ -1,4 +1,4 @@
-"""Two ways to show what a running job is doing: a table in a terminal, lines in a log or a pipe.
+"""Two ways to show the state of a running job: a table in a terminal, lines in a log or a pipe.
 
 Writes to the terminal only.
 """

@@ -91,7 +91,7 @@ class Flow:
 
 
 def judge_flow(flows: Iterable[Flow]) -> Finding:
-    """Check guarantee 6: each scope has kept to what the other scopes had taken.
+    """Check guarantee 6: no scope exceeded the bound that the positions of the other scopes set.
 
     The check that a commit keeps to the positions it names is made scope by scope (``data_flow``).
     This function checks the rest. If two scopes are bound to each other, the headers of both must

@@ -19,7 +19,7 @@ SCOPES = "scopes"
 
 RUNS = 1024
 """Maximum number of runs kept when the record numbers of one kind are counted while traces are read
-side by side. If each commit ends an epoch, each record is a run of its own."""
+side by side. If each commit ends an epoch, each record is a separate run."""
 
 DIGESTS = "digests"
 """Key in ``owes`` of a header: whether each commit and each heal of the process has a digest."""

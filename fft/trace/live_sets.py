@@ -480,7 +480,7 @@ def unheard(execution: Execution) -> list[str]:
     """Return the answers with a member that the order does not show to have entered before.
 
     Such an execution may be valid, but only by luck: in another order the member came late. A
-    process that answers by messages alone can rely only on the messages it received. Raises
+    process that answers only by messages can rely only on the messages that it received. Raises
     ``ExecutionError``.
     """
     return list(_unheard(_Model(execution)))

@@ -180,7 +180,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def has_gap(path: Path) -> bool:
-    """Whether the file has a gap line. Does not check the chain."""
+    """Whether the file has a gap line. The chain is not checked."""
     return any(_IS_GAP.match(piece) for piece in TraceFile(path).pieces())
 
 
@@ -221,7 +221,7 @@ def trace_files(directory: str | Path) -> list[Path]:
 def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each record of a run's head register once, in order, with the time it first arrived.
 
-    Reads the traces twice, block by block, so memory use is independent of the length of a run.
+    It reads the traces twice, block by block, so memory use is independent of the length of a run.
     Lines are not checked against their digests. Raises FftError if there is no trace.
     """
     paths = trace_files(directory)

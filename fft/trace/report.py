@@ -99,7 +99,7 @@ class _End:
 def incidents(directory: str | Path) -> list[Incident]:
     """Return every fault of a run: injected faults, and ends of epochs without an injected fault.
 
-    If stages have scopes of their own, the incidents of each scope are determined separately.
+    If stages have their own scopes, the incidents of each scope are determined separately.
     """
     folders = scope_folders(Path(directory))
     found = [timed for folder in folders for timed in _incidents(folder)]

@@ -1,4 +1,5 @@
-"""``fft audit`` of a job that was started several times: judge each start and what it resumed from.
+"""``fft audit`` of a job that was started several times: check each start and the checkpoint that
+it resumed from.
 
 A start that begins at a step after 0 has the state of a checkpoint. An earlier start must have
 committed that state or begun with it: same step, lineage and place in the data. Groups with a
@@ -83,7 +84,7 @@ class JobAudit:
 
     @property
     def _has_violation(self) -> bool:
-        """Whether there is a violation in what concerns the job rather than one start."""
+        """Whether a guarantee is violated that concerns the job rather than one start."""
         return any(f.violation is not None for f in (self.resumed, self.ends))
 
     @property

@@ -63,7 +63,7 @@ class RankView:
     """It left with the commit of its last step, or because its shard had no more data: by itself,
     whether or not it was asked to leave."""
     has_shard: bool = False
-    """Its group draws from a shard of its own, which no other group trains."""
+    """Its group draws from its own shard, which no other group trains."""
     loop: str = ""
     """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
 
@@ -174,13 +174,13 @@ class JobView:
         return self.step, self.block
 
     def reached(self, number: int) -> int:
-        """Return the step of the ranks with that number, which may have a scope of their own."""
+        """Return the step of the ranks with that number, which may have their own scope."""
         own = [view.step for (_, rank), view in self.ranks.items() if rank == number]
         return max(own, default=0) if self.has_stages else self.step
 
 
 class TraceTail:
-    """A reader that follows all trace files of a directory; `poll` takes in what was appended."""
+    """A reader that follows all trace files of a directory; `poll` reads the appended lines."""
 
     def __init__(self, directory: Path, begun: int = 0, with_figures: bool = False) -> None:
         """Open no file yet.

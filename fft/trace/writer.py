@@ -82,8 +82,8 @@ class TraceWriter:
     """A writer of records to one participant's file. Thread-safe; ``close`` ends it.
 
     Args:
-        directory: The directory of the file; created if absent. None: nothing is written (and
-            nothing can be audited).
+        directory: The directory of the file; created if absent. None writes no trace, so the run
+            cannot be audited.
         peer: The participant.
         clocks: (wall, monotonic) clocks, in seconds.
 

@@ -225,7 +225,7 @@ class EpochGroups:
             torchft = self._manager._torchft
             self.shard.pg.use_fake_backend(torchft.group_rank, torchft.group_world_size)
         elif self.shard.pg._pg is None:
-            # A rank that is replaced alone has another incarnation, so the name has none then.
+            # the incarnation of a replaced rank differs from that of its peers
             start = os.environ.get("FFT_START") or self._peer.inc
             self._configure_shard(f"boot/{start}", 0)
         return self.shard.pg

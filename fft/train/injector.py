@@ -124,8 +124,8 @@ class Injector:
     ) -> Injector | None:
         """Create the injector that the environment configures, or return None if it enables none.
 
-        Reads FFT_FAULTS, FFT_INJECT (1: accept commands, as with a plan), REPLICA_GROUP_ID, RANK,
-        WORLD_SIZE and NUM_REPLICA_GROUPS. Raises ConfigError.
+        It reads FFT_FAULTS, FFT_INJECT (1: accept commands, as with a plan), REPLICA_GROUP_ID,
+        RANK, WORLD_SIZE and NUM_REPLICA_GROUPS. Raises ConfigError.
         """
         path = env.get("FFT_FAULTS")
         if not path and env.get("FFT_INJECT") != "1":
@@ -141,7 +141,7 @@ class Injector:
     def add(self, fault: Fault) -> None:
         """Queue a commanded fault. It fires at the next matching point of the training thread.
 
-        The fault must concern this participant and have a name of its own. Runs on any thread.
+        The fault must concern this participant and have an unused name. Call this from any thread.
         """
         self._incoming.put(fault)
 
@@ -201,8 +201,8 @@ class Injector:
         A compiled model has no hooks inside: Dynamo traces the hooks of the submodule and finds
         that they do nothing while it compiles, so the graphs are those of a run without faults. In
         a compiled model the gradients show the progress: the first gradient of any parameter shows
-        that forward is over, one of the submodule shows that backward has reached it. Does nothing
-        if no planned or commanded fault can use the hooks. `detach` reverses it.
+        that forward is over, one of the submodule shows that backward has reached it. It does
+        nothing if no planned or commanded fault can use the hooks. `detach` reverses it.
         """
         phases = {getattr(fault, "phase", None) for fault in self._mine}
         if not self.open and phases.isdisjoint(MODEL_PHASES):

@@ -2,8 +2,8 @@
 
 The head register decides the job's membership. If a lighthouse is given, it receives torchft's
 heartbeats. With ``membership="lighthouse"`` it is also asked in every txn, and no txn commits
-without a lighthouse quorum that lists every group of the epoch. This module uses torchft and
-threads of its own; it does not use the engine.
+without a lighthouse quorum that lists every group of the epoch. This module uses torchft and its
+own threads; it does not use the engine.
 
 Only the first rank of a group asks. COMMIT needs a YES from every rank, so one waiting rank delays
 all. torchft's own way, a call of every rank to the group's server, does not survive a rollback:
@@ -237,7 +237,7 @@ class QuorumListener(Protocol):
 
 
 class QuorumClient:
-    """Requests quorums from the lighthouse, on a thread of its own, while the manager lives.
+    """Requests quorums from the lighthouse, on a separate thread, while the manager lives.
 
     It also asks outside of txns and of the epoch: the lighthouse waits for every group whose
     heartbeats it gets, so a group that does not ask delays the others. It must also list a group
@@ -312,7 +312,7 @@ class QuorumClient:
         return None
 
     def end(self) -> None:
-        """End the txn, which was decided or rolled back. Runs on any thread."""
+        """End the txn, which was decided or rolled back. Thread-safe."""
         with self._changed:
             ask, self._ask = self._ask, None
             now = time.monotonic()

@@ -79,7 +79,7 @@ class ManagerFFT(TorchftInterface):
         """Check the names of the arguments first; otherwise Python would report a misspelt argument
         as a missing one.
 
-        A subclass with a constructor of its own has arguments of its own.
+        A subclass with its own constructor has its own arguments.
         """
         if cls.__init__ is ManagerFFT.__init__:
             refuse_unknown(ManagerFFT.__init__, args, kwargs)
@@ -437,7 +437,7 @@ class ManagerFFT(TorchftInterface):
         self._parts.watchers.ping()
 
     def drain(self, within: float | None = None, reason: str = "asked to") -> None:
-        """Leave the job with the next commit. May be called from any thread or a signal handler.
+        """Leave the job with the next commit. It may be called from any thread or a signal handler.
 
         Args:
             within: deadline, in seconds from now. If there is no commit until ``drain_margin``
@@ -475,7 +475,7 @@ class ManagerFFT(TorchftInterface):
             source: a signal (on the main thread only; an existing handler is still called), or an
                 object with ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
             within: deadline of a signal, in seconds; the notices of a source contain their own.
-            interval_s: seconds between two polls of a source, on a thread of its own.
+            interval_s: seconds between two polls of a source, on a separate thread.
         """
         if isinstance(source, int):
             self._parts.leaving.on_signal(self.drain, source, within)
@@ -484,7 +484,7 @@ class ManagerFFT(TorchftInterface):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes what the job writes once: log lines, exports, files.
+        """Whether this rank writes the output that the job writes once: log lines, exports, files.
 
         It is rank 0 of the first participating group of the current transaction. Between two
         transactions, the previous one decides. All ranks agree on it, so one rank writes for each

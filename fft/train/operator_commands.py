@@ -234,7 +234,7 @@ def make_injector(job: Participation, groups: EpochGroups) -> Injector | None:
 
 
 class _ConnectionFaults:
-    """Connection faults for the injector. Keeps neither job nor groups alive."""
+    """Connection faults for the injector. It keeps neither the job nor the groups alive."""
 
     def __init__(self, job: Participation, groups: EpochGroups) -> None:
         self._job, self._groups = weakref.ref(job), weakref.ref(groups)

@@ -1,7 +1,7 @@
 """Preemption notices: messages from outside that this process must end soon.
 
 A source is any object with ``poll``, such as a file or a cloud's metadata server. A `Poller` calls
-it repeatedly on a thread of its own and passes new notices on. `fft.train.drain_clock` decides what
+it repeatedly on a separate thread and passes new notices on. `fft.train.drain_clock` decides what
 follows. This module reads files, sends HTTP requests to the given addresses, and needs only the
 standard library.
 """

@@ -76,7 +76,7 @@ class ManagerConfig(BaseModel):
 
     ``auto``: it does, unless step functions change reduced gradients, for example by clipping: the
     change might depend on the weights, which are not the job's yet. ``always``: the change depends
-    on the gradients alone. ``never``: the group waits for the state first.
+    only on the gradients. ``never``: the group waits for the state first.
     """
     max_body_failures: int | None = None
     """Number of consecutive failures of this rank's step function at one step after which the error

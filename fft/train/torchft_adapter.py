@@ -2,7 +2,7 @@
 
 ``ManagerFFT`` is a subclass of torchft's manager, so both keep the same step counter, error and
 groups. torchft offers no public access to most of them. When a release of torchft renames one,
-`TorchftAdapter` refuses to start with the list of what is missing.
+`TorchftAdapter` refuses to start and lists the missing names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Overrides of methods of torchft's Manager, and what FFT's reducers need from a manager.
+"""Overrides of methods of torchft's Manager, and the methods that FFT's reducers need from a
+manager.
 
 Loops that are written for torchft call the former. The components of the manager
 (`fft.train.parts`) implement all of them.
@@ -59,7 +60,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
 
         Args:
             timeout: limit for waits on other ranks, for a new epoch or a decision. Work of this
-                process, such as fetching state, has limits of its own. None: only the spec's timers
+                process, such as fetching state, has its own limits. None: only the spec's timers
                 apply.
 
         Raises:

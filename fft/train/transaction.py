@@ -605,9 +605,10 @@ class Transaction:
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Return the mean of ``value`` over all ranks that contribute to this step.
 
-        It is a reduction of the step function, so all groups must call it alike. A group that
-        fetches its state gets the mean of the others. Integers are averaged in float64. The ranks
-        of one group are included if they have FFT's shard group, and a batch each.
+        It is a reduction of the step function, so all groups must call it equally often and in the
+        same order. A group that fetches its state gets the mean of the others. Integers are
+        averaged in float64. The ranks of one group are included if they have FFT's shard group, and
+        a batch each.
         """
         return self._loop.mean(value)
 

@@ -43,7 +43,7 @@ class Reach(enum.Enum):
     """The code that a rule covers."""
 
     FRAME = 0
-    """The bytecodes of the function itself; its callees have rules of their own."""
+    """The bytecodes of the function itself; its callees have their own rules."""
     CALLS = 1
     """The function and everything that it calls."""
 

@@ -217,7 +217,7 @@ _PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 def unwrapped(each: Any) -> Any:
     """Return the optimizer, scheduler or module inside the wrappers of Accelerate and Lightning.
 
-    Their ``step()`` belongs to another loop: it may do nothing, or count steps of its own.
+    Their ``step()`` belongs to another loop: it may do nothing, or count its own steps.
 
     Raises:
         FftError: ``each`` is torchft's wrapper, which votes in its ``step()``.

@@ -150,7 +150,8 @@ class Voter:
         self.inject("after_vote")
 
     def _gradients(self) -> str | None:
-        """Return the fingerprint of what a commit would apply, if the replicas compare it.
+        """Return the fingerprint of the tensors that a commit would apply, if the replicas compare
+        it.
 
         A torchft loop applies its gradients itself, and may average something else.
         """
@@ -204,7 +205,7 @@ class Voter:
         """Wait for a fetch; return whether this rank can vote. A NO vote needs no state."""
         if self._healer.background_fetch is None or self._manager._torchft.errored is not None:
             return True
-        with self._watchers.waiting():  # the fetch has limits of its own
+        with self._watchers.waiting():  # the fetch has its own limits
             return self._healer.load_fetched()
 
     def _check_edits(self) -> bool:

@@ -162,7 +162,7 @@ class Worker:
     def step_aborted(self) -> None:
         """Record that the step function ended without a vote. The txn will be rolled back.
 
-        Has no effect after a vote.
+        It has no effect after a vote.
         """
         self._job.executor.unwound()
 
@@ -280,7 +280,7 @@ class Worker:
         if (why := self._commits.by_loop.why_lost(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
             self._job.executor.lost, self._state.lost = why, TornState(why)
-        with self._watchers.waiting():  # checks have limits of their own
+        with self._watchers.waiting():  # checks have their own limits
             self.hooks.checks.run()
         self._job.executor.restored(command)
 

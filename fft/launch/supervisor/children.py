@@ -82,7 +82,7 @@ class Child:
         self.loaded_torch = False
         """It ended without an error and had loaded torch; set by `reap`."""
         self.error_place: Place | None = None
-        """The error of its own that ended it; set by `reap`."""
+        """The error in the script that ended the process; set by `reap`."""
         self._death_mutex = DeathMutex() if supported() else None
         if self._death_mutex is not None:
             inherits = (*inherits, self._death_mutex.fd)
@@ -137,7 +137,7 @@ class Child:
         os.close(self.fd)
         if self._death_mutex is not None:
             self._death_mutex.close()
-            self._death_mutex = None  # frees its page, which has a descriptor of its own
+            self._death_mutex = None  # frees its page, which has its own descriptor
         return self.code
 
     @property
@@ -157,7 +157,7 @@ class Child:
         return self.error_place is not None and self.error_place.is_a(JobEnded)
 
     def signal(self, number: int) -> None:
-        """Send a signal; a child that is already dead is left alone."""
+        """Send a signal, except to a child that is already dead."""
         self.was_asked |= number == signal.SIGTERM
         self.was_killed |= number == signal.SIGKILL
         pidfd.send(self.fd, number)

@@ -270,7 +270,7 @@ class Links:
 
     @property
     def has_stages(self) -> bool:
-        """Whether further stages with scopes of their own were found."""
+        """Whether further stages with their own scopes were found."""
         return bool(self._stages)
 
     def scopes(self) -> list[ErrorBus]:

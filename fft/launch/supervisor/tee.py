@@ -1,4 +1,4 @@
-"""Copies of what chosen ranks print, for the terminal of ``fft run``.
+"""Copies of the output of chosen ranks, for the terminal of ``fft run``.
 
 A rank writes each line to its log, and a copy to one pipe of the supervisor
 (`fft.launch.script_runner`). It never waits for the pipe: if the supervisor does not read, the copy

@@ -127,7 +127,7 @@ class CheckpointSchedule(ABC):
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
         """Yield the checkpoints of the remaining ranks until ``stops`` is set.
 
-        Runs on a separate thread.
+        It runs on a separate thread.
 
         Raises:
             BusError, UnreadableMessage, ValueError: The announcements cannot be read.

@@ -2,7 +2,7 @@
 
 This module does not import torch, because `fft run` and `fft checkpoint` use it, too. A checkpoint
 is a directory ``step-N`` with files of every rank and a manifest, which is written last. `contents`
-defines the contents of the ranks' files. Receipts and manifests are JSON with a digest of their own
+defines the contents of the ranks' files. Receipts and manifests are JSON with a digest of their
 contents, which detects edits. The format is strict: a reader rejects data with unknown fields.
 
 Jobs publish, replace and remove checkpoints while other processes read. A reader that finds a
@@ -249,7 +249,7 @@ class Checkpoints:
         self.store = store
 
     def found(self) -> list[Found]:
-        """Return all checkpoints by step, then the unfinished ones. Reads only manifests."""
+        """Return all checkpoints by step, then the unfinished ones. Only manifests are read."""
         entries = self._looked_at()
         whole = {e.step: e for e in entries if e.manifest is not None}
         entries = [

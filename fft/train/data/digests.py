@@ -72,8 +72,8 @@ def combined(digests: list[str]) -> str:
 def runs_no_code(data: Any) -> bool:
     """Return whether indexing ``data`` runs no code of the user, so that all reads are equal.
 
-    A dataset with code may augment its samples with a generator of its own, and two equal reads do
-    not rule that out.
+    A dataset with code may augment its samples with its own generator, and two equal reads do not
+    rule that out.
     """
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 

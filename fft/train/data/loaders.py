@@ -166,7 +166,7 @@ class _Loader(Identified):
 
     def _make(self) -> tuple[_Schedule, DataLoader[Any]]:
         schedule = _Schedule(self._samples, self._items, self._workers)
-        # a generator of its own, because torch draws a seed for the workers when they start
+        # a separate generator, because torch draws a seed for the workers when they start
         own = torch.Generator().manual_seed(self._seed)
         made: DataLoader[Any] = DataLoader(
             self._reader,
@@ -397,8 +397,8 @@ class CursorLoader(_Loader):
     def _probe(self) -> str | None:
         """Return a digest of the identity of item 0, or of its first sample without ``identify``.
 
-        None if ranks of a correct job could read different data, because the dataset has code of
-        its own or needs ``worker_init_fn``. An error of reading is raised, because a digest without
+        None if ranks of a correct job could read different data, because the dataset has its own
+        code or needs ``worker_init_fn``. An error of reading is raised, because a digest without
         the probe would differ from those of other ranks.
         """
         dataset = self._reader.data.origin
@@ -422,8 +422,9 @@ class StreamLoader(_Loader):
     Args:
         open: A function ``open_stream(first, stride)`` that returns an iterable of batches: items
             ``first``, ``first + stride``, ``first + 2 * stride`` and so on. All ranks number the
-            items of the whole data alike. Item ``n`` must be the same batch for every ``first`` and
-            ``stride``. If the iterator has ``close()``, it is called before another is opened.
+            items of the whole data in the same way. Item ``n`` must be the same batch for every
+            ``first`` and ``stride``. If the iterator has ``close()``, it is called before another
+            is opened.
         items: Number of items on all ranks together, or None if the stream never ends.
         seed: Seed of the global generators while an item is read; equal on all ranks.
         options: The options of `CursorLoader`.

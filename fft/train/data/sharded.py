@@ -1,4 +1,4 @@
-"""Loaders over a shard of the data: each group, or each rank, draws from a shard of its own.
+"""Loaders over a shard of the data: each group, or each rank, draws from its own shard.
 
 Every rank counts the slices that each group has consumed; the counts are part of the job's state.
 Only the processes of a group have the loader of its shard. So they publish its state on the bus
@@ -58,10 +58,10 @@ class ShardedSource:
     Args:
         loader: A loader of the batches of this shard, with ``state_dict`` and ``load_state_dict``.
         kind: ``"group"`` if the ranks of a group all draw the same shard and take an item each;
-            ``"rank"`` if each rank has a shard of its own.
+            ``"rank"`` if each rank has its own shard.
         group: The replica group of this process.
         rank: Number of this rank.
-        ranks: Number of ranks of a group that take items of their own.
+        ranks: Number of ranks of a group that take different items.
         shelf: The place where states are published.
         identify: The function for `StreamSource`.
 

@@ -172,7 +172,8 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @abstractmethod
     def reduced(self) -> list[torch.Tensor]:
-        """Return the local parts of what the commit of the open txn applies on this rank.
+        """Return the local parts of the tensors that the commit of the open txn applies on this
+        rank.
 
         They are equal on ranks of one number.
         """

@@ -2,8 +2,8 @@
 
 `AbortableGroup` adopts a torchft process group object of the user. For gloo it creates the device
 itself, so that it knows the addresses of the group's connections and can shut down exactly those.
-Nothing else frees a thread that waits in a gloo collective. Other backends have an abort of their
-own. `works` has the pending operations and their waits; `backend` tracks them.
+Nothing else frees a thread that waits in a gloo collective. Other backends have their own abort.
+`works` has the pending operations and their waits; `backend` tracks them.
 
 Accesses the adopted object (never its class or module), the group's own sockets, and the keys of
 the group's own rendezvous. One short-lived thread runs while a group is configured.
@@ -338,7 +338,7 @@ class AbortableGroup:
     def _build(
         self, generation: Generation, call: ConfigureCall, deadline: float, device: int | None
     ) -> None:
-        """Run the rendezvous and build the backend, on a thread of its own.
+        """Run the rendezvous and build the backend, on a separate thread.
 
         The thread outlives its configure() only if that call was aborted or has timed out.
         """

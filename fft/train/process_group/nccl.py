@@ -31,7 +31,7 @@ class ShardProcessGroupNCCL(ShardGroup):
     manager is constructed.
 
     Args:
-        timeout: Time limit for connecting. Ops have no limit of their own; a rollback ends them.
+        timeout: Time limit for connecting. Ops have no time limit; a rollback ends them.
         library: Creates communicators; NCCL by default.
     """
 
@@ -83,7 +83,7 @@ class ShardProcessGroupNCCL(ShardGroup):
     def _take_connecting(self, made: Communicator) -> bool:
         """Return whether ``made`` was still connecting and not aborted, and clear that state.
 
-        A later communicator may be connecting by now; it is left alone.
+        A later communicator may be connecting by now; it is not aborted.
         """
         with self._lock:
             is_mine = self._connecting is made

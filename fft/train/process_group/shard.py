@@ -73,8 +73,8 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
     def mesh(self, name: str = "shard") -> DeviceMesh:
         """Return a one-dimensional mesh over this group, with a dimension called `name`.
 
-        Needs no default process group. The mesh stays valid over later configurations of the same
-        shape. From now on functional collectives find the group by its name, and functions of
+        It needs no default process group. The mesh stays valid over later configurations of the
+        same shape. From now on functional collectives find the group by its name, and functions of
         ``torch.distributed`` take its ranks as global ones.
 
         Raises:

@@ -1,10 +1,10 @@
 """When a checkpoint is due if each stage has its own scope: a cut through all stages.
 
-No commit describes the state of all stages. A checkpoint has the state of each stage after a commit
-of its own, all at the same position in the data, so that no entry is in flight from one stage to
-the next. Before its vote, the first stage announces the txn with which it reaches that position, in
-the register of its scope. The next stage reads it there, since its own txns follow those of the
-first stage, and announces its own txn in turn.
+No commit describes the state of all stages. A checkpoint has the state of each stage after one of
+that stage's commits, all at the same position in the data, so that no entry is in flight from one
+stage to the next. Before its vote, the first stage announces the txn with which it reaches that
+position, in the register of its scope. The next stage reads it there, since its own txns follow
+those of the first stage, and announces its own txn in turn.
 
 Stages whose groups differed for a while may not reach the same position. Then a stage uses its last
 commit before the position of the stage before it, and the checkpoint includes the entries in
@@ -217,8 +217,8 @@ class LaterStageSchedule(CheckpointSchedule):
 
     def absent(self, named: Named, epoch: Record) -> frozenset[str]:
         """Return the groups that are waited for but, not being in ``epoch``, take no part in
-        ``named`` here. The first rank declines for them; other ranks get an empty set. Runs on any
-        thread."""
+        ``named`` here. The first rank declines for them; other ranks get an empty set.
+        Thread-safe."""
         local = self._job.local
         if local is None or not is_first(self._job.peer, epoch):
             return frozenset()
@@ -228,7 +228,7 @@ class LaterStageSchedule(CheckpointSchedule):
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
         """Yield the checkpoints that the remaining stages announce after this stage has ended.
 
-        Runs on a thread of its own until those stages have ended or ``stops`` is set. This stage
+        It runs on a separate thread until those stages have ended or ``stops`` is set. This stage
         had reached the position of each checkpoint when it ended, or before, and does not move.
 
         Raises:

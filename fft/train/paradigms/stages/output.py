@@ -56,7 +56,7 @@ class Unauthenticated(Exception):
 
 
 def refuse_other_spec(rank: RankContext) -> None:
-    """Raise FftError unless the stages of the spec have scopes of their own."""
+    """Raise FftError unless the stages of the spec have their own scopes."""
     if not rank.scope.by_rank:
         raise FftError(
             f"spec {rank.settings.spec.name!r} has no stages that commit independently: use "
@@ -157,7 +157,7 @@ class StageOutput:
     """The queue to the next stage. Create it once, after ``register``.
 
     Args:
-        manager: with a spec whose stages have scopes of their own, such as ``pipeline_ahead``.
+        manager: with a spec whose stages have their own scopes, such as ``pipeline_ahead``.
         produce: function without side effects that maps a batch to its entry. It recomputes a
             missing entry, between two transactions, without gradients. An entry is a tensor, or
             tuples, lists and dicts of tensors and plain values.
@@ -345,8 +345,8 @@ class StageOutput:
     def finish(self, leaves: bool, was_left: bool = False) -> None:
         """Serve the remaining requests until the next stage has ended, too.
 
-        Runs once, when the loop is over or this rank has left the job. Until then, a loop that was
-        left by `break` may continue.
+        It runs once, when the loop is over or this rank has left the job. Until then, a loop that
+        was left by `break` may continue.
 
         Args:
             leaves: this group drains, while the job may continue; the next stage of the group

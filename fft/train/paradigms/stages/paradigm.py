@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPipeline(Pipelined):
-    """Each stage has a scope of its own; queues connect each stage to the next one.
+    """Each stage has its own scope; queues connect each stage to the next one.
 
     Attributes:
         output: The queue to the next stage, or None before the script creates it.
