@@ -1,9 +1,9 @@
 """Begin a supervised job with a checkpoint, and resume it from one when its state is lost.
 
-Chooses the checkpoint, so that all groups begin with the same one. Creates a folder for the traces
-of each start, and one for the code that the processes of all starts compile. A job that has lost
-its state is restarted as a whole with an empty bus, so no process of the earlier start can take
-part in it.
+This module chooses the checkpoint, so that all groups begin with the same one. It creates a folder
+for the traces of each start, and one for the code that the processes of all starts compile. A job
+that has lost its state is restarted as a whole with an empty bus, so no process of the earlier
+start can take part in it.
 
 A process that replaces a lost one finds the code that torch's inductor compiled for the lost one.
 This module creates the folder for it, identifies the processor, and removes a folder that no later

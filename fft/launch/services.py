@@ -1,7 +1,7 @@
 """The services of a job in one process: FFT's bus and, on request, torchft's lighthouse.
 
-Opens and closes listening sockets and the native threads of the services. The only process-wide
-effect is the signal handling of `serve_forever`, which is a program's main loop.
+This module opens and closes the listening sockets and the native threads of the services. The only
+process-wide effect is the signal handling of `serve_forever`, which is a program's main loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two ways to show the state of a running job: a table in a terminal, lines in a log or a pipe.
 
-Writes to the terminal only.
+This module writes only to the terminal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describe ends of a job that violate nothing and are still not good, with their remedy. Pure.
 
-Reads the moves of a history; the texts are for ``fft audit`` and ``fft run``.
+The input is the moves of a history; the texts are for ``fft audit`` and ``fft run``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Report the cost of the faults of a run, one row per rollback or membership change, and the origin
 of each rank's own errors.
 
-Reads trace files only. Times are in milliseconds, on one clock for all hosts (`fft.trace.read`).
+This module reads only trace files. Times are in milliseconds, on one clock for all hosts
+(`fft.trace.read`).
 """
 
 from __future__ import annotations

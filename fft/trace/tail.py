@@ -1,7 +1,7 @@
-"""Show what a running job is doing, by tailing its trace files.
+"""Read the state of a running job, by tailing its trace files.
 
-Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl``. It judges nothing and skips a record or line
-that it cannot read (the audit reports it).
+The files are ``<dir>/g<group>r<rank>i<incarnation>.jsonl``. This module judges nothing, and skips
+records and lines that it cannot read (the audit reports them).
 """
 
 from __future__ import annotations

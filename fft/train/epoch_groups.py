@@ -1,7 +1,7 @@
 """The process groups of an epoch: across the replica groups, and inside of this one.
 
-Uses torch's process groups. `abort`, `run_deferred_abort` and `pending` are thread-safe; all other
-methods run on the main thread.
+`abort`, `run_deferred_abort` and `pending` are thread-safe; all other methods run on the main
+thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Drains of one participant, requested by a call, a signal or a notice.
 
-`fft.train.drain_clock` enforces the deadline. Runs on any thread and in signal handlers.
+`fft.train.drain_clock` enforces the deadline. This module runs on any thread and in signal
+handlers.
 """
 
 from __future__ import annotations

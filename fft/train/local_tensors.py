@@ -1,6 +1,6 @@
 """A rank's local shard of a tensor: its data as plain tensors, and its version.
 
-Reads and copies the tensors that it is given.
+This module only reads and copies the given tensors.
 """
 
 from __future__ import annotations

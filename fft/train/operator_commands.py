@@ -1,7 +1,7 @@
 """Commands of operators to a participant: inject a fault, run a diagnostic check.
 
-Runs on the engine's thread. Also creates the injector, which handles planned and commanded faults
-in the same way.
+This module runs on the engine's thread. It also creates the injector, which handles planned and
+commanded faults in the same way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The reductions of a txn: the issued ones for its vote, the pending ones for a rollback.
 
-Runs on the main thread and on autograd's; `TxnReductions.cancel` on the engine's.
+This module runs on the main thread and on autograd's threads; `TxnReductions.cancel` runs on the
+engine thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts the failures of the step function on this rank. Pure.
+"""Count the failures of the step function on this rank. Pure.
 
 Repeated failures distinguish a deterministic bug from transient faults.
 """

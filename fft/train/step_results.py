@@ -1,9 +1,9 @@
 """Checks of a step's result before its vote: finite gradients, and the user's vetoes.
 
-Runs on the main thread. The gradients are read once, and only their norm is copied to the CPU; a
-norm that is not finite needs a second pass. One vote to skip makes all ranks skip the step, and one
-NO vote rolls it back on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job where a
-replay cannot help.
+The checks run on the main thread. The gradients are read once, and only their norm is copied to the
+CPU; a norm that is not finite needs a second pass. One vote to skip makes all ranks skip the step,
+and one NO vote rolls it back on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job
+where a replay cannot help.
 """
 
 from __future__ import annotations

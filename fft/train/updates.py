@@ -1,7 +1,7 @@
 """The effect of a commit on the state of a rank: scaler, optimizers, schedules, user's functions.
 
-Also detects the steps of a loop that steps its optimizer itself, as torchft's loops do. Runs on the
-main thread; touches the given optimizers, schedulers and scaler.
+This module also detects the steps of a loop that steps its optimizer itself, as torchft's loops do.
+It runs on the main thread, and changes only the given optimizers, schedulers and scaler.
 """
 
 from __future__ import annotations

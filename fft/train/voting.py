@@ -1,6 +1,6 @@
 """Voting of one rank: the preconditions, the choice of YES or NO, and the content of the vote.
 
-Runs on the main thread. `fft.train.worker` waits for the decision.
+This module runs on the main thread. `fft.train.worker` waits for the decision.
 """
 
 from __future__ import annotations

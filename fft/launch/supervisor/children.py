@@ -1,7 +1,7 @@
 """One child process: starting it, detecting its death, ending it.
 
-Starts processes in sessions of their own and signals only those, by pidfd (Linux), so that a
-reused pid never receives a signal. Opens one log file per child.
+This module starts each process in a new session. It signals only these processes, by pidfd (Linux),
+so that a reused pid never receives a signal. Each child has one log file.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The register ``supervisor/GROUP`` names the holder of the group and the inbox at
 supervisors ask whether the holder lives. So a job's start waits only for groups that were claimed
 before.
 
-Owns one listener. Reads the clock and checks whether a process of this host exists. The supervisor
-handles groups that were taken over: it takes `losses` and calls `yielded`.
+The module owns one listener. It reads the clock and checks whether a process of this host exists.
+The supervisor handles groups that were taken over: it takes `losses` and calls `yielded`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configuration of a supervisor, and its checks. Accesses only the file system."""
+"""The configuration of a supervisor, and its checks. This module accesses only the file system."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Diagnosis of rollbacks that repeat at one step, beside the supervisor's loop, once per step.
 
-Owns one thread and its bus while a diagnosis runs. Writes ``diagnosis-STEP.json``. It evicts by the
-same command as an operator, which the loop then carries out.
+While a diagnosis runs, this module owns one thread and its bus. It writes ``diagnosis-STEP.json``,
+and evicts by the same command as an operator, which the loop then carries out.
 """
 
 from __future__ import annotations

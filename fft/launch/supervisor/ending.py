@@ -1,6 +1,6 @@
 """Read from the bus whether the job is over, which groups are missing, and the members.
 
-The supervisor uses the members where traces have gaps. Accesses only the bus.
+The supervisor uses the members where traces have gaps. This module accesses only the bus.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One supervised replica group: the processes of its ranks, its starts and its pauses.
 
-Starts processes and the group's rendezvous store (one fresh TCPStore per start).
+This module starts processes and the group's rendezvous store (one fresh TCPStore per start).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Services of a job that another process serves, for a supervisor on one of several hosts.
 
-Reads the given environment; opens the bus only to find the start of the job.
+This module reads the given environment, and opens the bus only to find the start of the job.
 """
 
 from __future__ import annotations

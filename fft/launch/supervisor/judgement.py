@@ -1,9 +1,9 @@
 """The judgement of the deaths of processes: mistakes, recurring deaths, the verdict on the job.
 
-Reads the logs of processes. `Mistakes` is pure: it distinguishes mistakes in the script from faults
-of a machine by the errors of processes. A mistake recurs wherever the script runs. So the failure
-of one group proves nothing once others have committed steps with the same script. Transient errors
-(a connection, a device) are left to restarts.
+This module reads the logs of processes. `Mistakes` is pure: it distinguishes mistakes in the script
+from faults of a machine by the errors of processes. A mistake recurs wherever the script runs. So
+the failure of one group proves nothing once others have committed steps with the same script.
+Transient errors (a connection, a device) are left to restarts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Only the processes of a group have the loader of its shard. So they publish its 
 from time to time, with the count that it belongs to. A restarted process loads the newest published
 state, and draws again the items that its group has consumed since.
 
-Runs on the main thread, between two step functions.
+This module runs on the main thread, between two step functions.
 """
 
 from __future__ import annotations

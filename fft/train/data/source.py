@@ -6,8 +6,8 @@ a txn the i-th participating group takes the i-th slice after the cursor. COMMIT
 by the number of participating groups; ABORT leaves it. If groups take local steps, a slice has the
 items of all steps up to the next synchronization, and a group takes the slice of its lease.
 
-Sources count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``. Accesses
-only the given loader, and runs on the training thread between two step functions.
+Sources count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``. This
+module accesses only the given loader, and runs on the training thread between two step functions.
 """
 
 from __future__ import annotations

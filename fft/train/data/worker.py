@@ -1,4 +1,4 @@
-"""Reads the items of a loader, in torch's worker processes or on the main thread.
+"""Read the items of a loader, in torch's worker processes or on the main thread.
 
 The content of an item depends only on (seed, item number), not on the process or the time, because
 the global random generators of torch, numpy and random are seeded for each item.

@@ -1,8 +1,8 @@
 """The checks of one rank: correct computation, reliable memory, and a connection to a partner.
 
-Uses at most `MEMORY_BYTES` of memory on the accelerator (or on the processor, if torch has none),
-one core, and one TCP connection; closes everything that it opens. Needs no process group. Imports
-torch when a check runs.
+A check uses at most `MEMORY_BYTES` of memory on the accelerator (or on the processor, if torch has
+none), one core, and one TCP connection. It closes everything that it opens, and needs no process
+group. torch is imported when a check runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""HSDP and DDP: every replica group takes part in each step. Also the base of other paradigms."""
+"""HSDP and DDP: every replica group takes part in each step. Other paradigms derive from
+`Lockstep`."""
 
 from __future__ import annotations
 

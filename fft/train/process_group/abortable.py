@@ -5,8 +5,8 @@ itself, so that it knows the addresses of the group's connections and can shut d
 Nothing else frees a thread that waits in a gloo collective. Other backends have their own abort.
 `works` has the pending operations and their waits; `backend` tracks them.
 
-Accesses the adopted object (never its class or module), the group's own sockets, and the keys of
-the group's own rendezvous. One short-lived thread runs while a group is configured.
+This module accesses the adopted object (never its class or module), the group's sockets, and the
+keys of the group's rendezvous. One short-lived thread runs while a group is configured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 torch's own store client waits until its timeout for a member that never comes, and does not delete
 the keys of a rendezvous. `RendezvousStore` polls for a key instead, so that it can be cancelled,
-and records its keys, so that they can be deleted. Accesses only keys of its own rendezvous.
+and records its keys, so that they can be deleted. The store accesses only the keys of its
+rendezvous.
 """
 
 from __future__ import annotations

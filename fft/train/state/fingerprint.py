@@ -5,7 +5,7 @@ fixed odd number that depends on its position, and all products are added modulo
 order of words matters, and every changed bit changes the sum. The order of summation does not
 matter, so each device can sum in its own way. Without the fold two flipped signs would cancel,
 because both change the sum by 2 ** 63. It reads the memory once and does not resist deliberate
-collisions. Accesses only the given tensors.
+collisions. This module accesses only the given tensors.
 """
 
 from __future__ import annotations

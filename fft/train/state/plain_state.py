@@ -1,6 +1,6 @@
 """State as plain data: export and load optimizers, check that a state fits, and feed its digest.
 
-Accesses optimizers by reference, and nothing else.
+This module accesses only the given optimizers, by reference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reset modules under FSDP2 (``fully_shard``) to their state between two steps: sharded and idle.
 
-Accesses FSDP2's private state of the modules by the attributes of torch 2.13.
+This module accesses FSDP2's private state of the modules by the attributes of torch 2.13.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ copies neither. It copies the state that a forward and a backward change (buffer
 registered objects) and that code around them may change (LR schedules, hyperparameters). In the
 first step all parameters are copied, which shows whether the step function changes parameters, for
 example by clamping weights. From then on only the changed ones are copied. `export` and `load`
-handle the whole state of this rank, for a peer that lost its own. Accesses the given modules,
-optimizers and generators by reference, and never a process group.
+handle the whole state of this rank, for a peer that lost its own. This module accesses the given
+modules, optimizers and generators by reference, and never a process group.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A subclass with ``__tensor_flatten__`` (torchao's quantized states, for example) is exported as the
 name of its class, its metadata, and the tensors inside. It is rebuilt by ``__tensor_unflatten__``
 of a class of that name that this process has already defined: nothing is imported, and the data
-hold no code. Accesses only the given tensors.
+hold no code. This module accesses only the given tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Input queue of a stage: a loader whose batches are the entries of the stage before.
 
-Runs on the main thread, except for the reader thread.
+This module runs on the main thread, except for the reader thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ committed, so that an attempt that is repeated reads it again. An entry that is 
 another group computed it, is recomputed from its slice with the current parameters. An entry that
 no step function has put is computed when its txn commits.
 
-Runs on the main thread, except for the threads that accept, receive and send.
+This module runs on the main thread, except for the threads that accept, receive and send.
 """
 
 from __future__ import annotations
