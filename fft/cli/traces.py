@@ -86,7 +86,7 @@ def report(
         shown: list[object] = [f"{folder}:", *of.summary_lines(course)]
         shown.append(of.fault_table(found, course) or "no fault was noticed in these traces")
         if has_gaps:
-            shown += ["these traces have gaps: faults, and what they cost, may be missing above"]
+            shown += ["these traces have gaps: faults and their costs may be missing above"]
         shown += of.change_lines(found, course)
         shown += [of.refusals(folder), of.fired(folder), of.place_table(folder)]
         shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]

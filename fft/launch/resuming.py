@@ -117,7 +117,7 @@ def _clear(checkpoints: Checkpoints) -> None:
             logger.warning("removed unfinished attempts and removals of earlier starts: %s", names)
     except OSError as error:
         raise CheckpointError(
-            f"what is unfinished at {checkpoints.store.url} cannot be removed: {error}"
+            f"unfinished checkpoints at {checkpoints.store.url} cannot be removed: {error}"
         ) from error
 
 

@@ -47,7 +47,7 @@ def refuse_launcher(environ: Mapping[str, str] = os.environ) -> None:
         if environ.get(sign) and (found := environ.get(count, "1")) != "1":
             raise SupervisorError(
                 f"{name} starts {found} copies of `fft run` (this is number "
-                f"{environ.get(number, '?')}), and each would be a job of its own: start `fft run` "
+                f"{environ.get(number, '?')}), and each would be a separate job: start `fft run` "
                 f"once, without {name}; it starts the ranks itself. For several hosts, start "
                 "`fft serve` once and `fft run --join` on each host"
             )

@@ -292,7 +292,7 @@ class _Line:
                 if (base := data.get("base")) is not None:
                     judge.contributed(self.peer, Token(*data["token"]), base, item.place)
         except (KeyError, TypeError) as error:
-            text = f"the note {item.line.get('note')!r} does not say what it must: {error!r}"
+            text = f"the note {item.line.get('note')!r} lacks a field or has a wrong one: {error!r}"
             self.inputs.finding.expect(False, text, item.place)
 
 

@@ -215,7 +215,9 @@ class Barriers:
         for peer, clock in zip(peers, clocks, strict=True):
             if len(clock) < len(turns[peer]):
                 place = turns[peer][len(clock)].place
-                raise ExecutionError(f"{peer} heard at {place} what was said only later")
+                raise ExecutionError(
+                    f"{peer} received at {place} a message that was sent only later"
+                )
         return _project(peers, turns, clocks)
 
     def finding(self, is_whole: bool) -> Finding:

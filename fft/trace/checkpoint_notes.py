@@ -19,8 +19,8 @@ ABOUT_TOO_OFTEN = (
     "on, take them less often (--every)"
 )
 _BUT_FOR_GAPS = (
-    ", as far as the traces tell; they have gaps, so that more may have been taken, left out, or "
-    "have failed: `fft checkpoint list` shows what is there"
+    ", according to the traces, which have gaps: more checkpoints may have been taken, skipped, or "
+    "have failed; `fft checkpoint list` shows the existing ones"
 )
 _NAMED = 8
 """Maximum number of checkpoints that a report lists one by one; it lists the newest."""

@@ -83,7 +83,7 @@ class Ends:
         if not record.diverged:
             given_up = f"the state of {names} was given up for that of most"
             return f"{what}; the job went on, and {given_up}"
-        whose = f"most agree, and {names} differ" if odd else "nobody has a majority"
+        whose = f"most agree, and {names} differ" if odd else "no state has a majority"
         return f"{what}; {whose}, and the job ended with Diverged"
 
     def without_state(self) -> str | None:

@@ -117,7 +117,7 @@ def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None
         found.expect(back is not None and bool(back) != bool(ahead), text, place)
     if (record := flow.unnamed.get(name)) is not None:
         place = f"record {record.n} of scope {flow.scope}"
-        text = f"{place} does not say what it has seen of {name}, with {ahead} ahead"
+        text = f"{place} names no position of {name}, with {ahead} ahead"
         found.expect(False, text, place)
     if (record := flow.seen.get(name)) is None or (other is not None and not other.is_whole):
         return

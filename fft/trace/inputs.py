@@ -247,9 +247,9 @@ class Inputs:
             return
         loop = self._loop_of(token)
         text = f"txn {token} took slice {number} here, and was committed; "
-        said = f"the loop {loop!r} has run it" if loop else "no note says which loop has run it"
+        said = f"the loop {loop!r} has run it" if loop else "no note names the loop that ran it"
         is_loop = loop == owed.only_loop if owed.only_loop else loop in (TRANSACTIONS, TORCHFT)
-        need = f", and its job has the loop {owed.only_loop!r} alone" if owed.only_loop else ""
+        need = f", and its job has only the loop {owed.only_loop!r}" if owed.only_loop else ""
         self.finding.expect(is_loop, text + said + need, place)
         alike = f"{text}{said}, and on another rank it was {{was}}"
         weigh(self.finding, Same(("loop", token), loop or "none", alike), place)

@@ -254,8 +254,8 @@ class _Model:
             for event in line:
                 if strangers := event.members - set(self.names):
                     raise ExecutionError(
-                        f"process {name} was given {_names(strangers)}, of which nothing is told; "
-                        "a process that never ran has an empty line"
+                        f"process {name} was given {_names(strangers)}, which has no line; "
+                        "a process that never ran needs an empty one"
                     )
 
     def _needs(self, before: Iterable[tuple[Mark, Mark]]) -> list[list[Cut]]:

@@ -388,7 +388,7 @@ def fired(directory: str | Path) -> str | None:
     if missing:
         names = "".join(f"\n  {in_words(fault)}" for fault in missing)
         count = f"{len(missing)} of {asked} faults"
-        return f"{count} did not fire, so this run says nothing of them:{names}"
+        return f"{count} did not fire, so this run does not test them:{names}"
     return f"all {asked} faults that were planned or commanded have fired"
 
 

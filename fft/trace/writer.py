@@ -132,7 +132,7 @@ class TraceWriter:
             self.close()
             raise FftError(
                 f"{self.path} already has lines: expected a new or empty file; give each job "
-                "a directory of its own (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
+                "its own directory (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
             )
 
     def on_lost(self, hear: Callable[[str], None]) -> None:

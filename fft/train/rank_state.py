@@ -246,7 +246,7 @@ class RankState:
                 shared.export()
         except TypeError as error:
             raise FftError(
-                f"what is registered cannot be sent to a group that joins: {error}"
+                f"the registered state cannot be sent to a group that joins: {error}"
             ) from error
         self._entries_checked = count
 

@@ -428,7 +428,7 @@ class Reducer:
         if torch.is_grad_enabled():
             self._refused = (
                 "backward(create_graph=True): averaging across the groups would drop the graph of "
-                "the gradients, and what is computed from .grad would have none. Compute a penalty "
+                "the gradients, and values computed from .grad would have none. Compute a penalty "
                 "on gradients from torch.autograd.grad(loss, parameters, create_graph=True), add "
                 "it to the loss, and call backward() once on the sum"
             )

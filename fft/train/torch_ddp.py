@@ -79,7 +79,7 @@ def _refuse_unfit(wrapper: Any) -> None:
     if (size := wrapper.process_group.size()) > 1:
         raise FftError(
             f"DistributedDataParallel averages over a process group of {size} ranks, which FFT "
-            "cannot abort when one of them fails: let each rank be a replica group of its own "
+            "cannot abort when one of them fails: make each rank a separate replica group "
             "(`fft run --groups N --ranks 1`, which gives init_process_group() a world of one), "
             "or pass process_group=torchft.process_group.ProcessGroupDummy(0, 1)"
         )
@@ -98,7 +98,7 @@ def _refuse_unfit(wrapper: Any) -> None:
         )
     if wrapper.mixed_precision is not None:
         raise FftError(
-            "DistributedDataParallel(mixed_precision=…) reduces by hooks of its own: use autocast, "
+            "DistributedDataParallel(mixed_precision=…) reduces by its own hooks: use autocast, "
             "and sync_gradients(model, reduce_dtype=…) to reduce in another type"
         )
 

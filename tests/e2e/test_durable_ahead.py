@@ -258,4 +258,4 @@ def test_it_is_no_checkpoint_of_torchs(tmp_path: Path) -> None:
     done = fft(
         "checkpoint", "export", place, "4", str(tmp_path / "dcp"), folder=tmp_path, within=60
     )
-    assert done.returncode == 2 and "each with a step of its own" in done.stderr
+    assert done.returncode == 2 and "each at its own step" in done.stderr

@@ -77,7 +77,7 @@ def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
     gaps = re.findall(r"the trace of rank (\d/0) cannot be written: .*File too large", said)
     assert sorted(gaps) == ["0/0", "1/0"], said
     told = report(tmp_path)
-    assert "as far as the traces tell; they have gaps" in told
+    assert "according to the traces, which have gaps" in told
     newest = "step-20" if room else "step-4"
     behind = "of the last step of" if room else "16 steps behind the last one of"
     (line,) = [line for line in said.splitlines() if "the newest checkpoint is" in line]

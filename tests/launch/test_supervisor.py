@@ -349,7 +349,7 @@ def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
         verdict = job.verdict()
     assert verdict.ok
     assert verdict.lines == (
-        "faults that did not fire, so this run says nothing of them: "
+        "faults that did not fire, so this run does not test them: "
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )

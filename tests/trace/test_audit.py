@@ -207,7 +207,7 @@ def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     text = report.render()
     good = "good on 0/0#1" if groups == 2 else "good on 0/0#1 2/0#1"
     assert f"replicas differ after step 2: rank 0: {good}; bad on 1/0#1" in text
-    most = "nobody has a majority" if groups == 2 else "most agree, and 1/0#1 differ"
+    most = "no state has a majority" if groups == 2 else "most agree, and 1/0#1 differ"
     assert most in text
     assert text.splitlines()[-1].startswith("verdict: DIVERGED: the job ended")
     assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1

@@ -130,12 +130,12 @@ FORGED: dict[str, tuple[Callable[[], Change], str]] = {
     "of the next txn": (lambda: nth_note("consumed", 1, later), "0 notes 'consumed'"),
     "of no txn": (
         lambda: nth_note("consumed", 1, lambda r: [{**r, "data": {"slice": r["data"]["slice"]}}]),
-        "the note 'consumed' does not say what it must",
+        "the note 'consumed' lacks a field or has a wrong one",
     ),
-    "no loop": (lambda: without("loop"), "no note says which loop has run it"),
+    "no loop": (lambda: without("loop"), "no note names the loop that ran it"),
     "a loop that begins later": (
         lambda: nth_note("loop", 0, lambda r: saying(**{"from": [1, 3]})(r)),
-        "no note says which loop has run it",
+        "no note names the loop that ran it",
     ),
     "a loop that there is not": (
         lambda: nth_note("loop", 0, saying(runs="mine")),
@@ -276,14 +276,14 @@ OWES_NOTHING: dict[str, tuple[Callable[[], Change], str, str]] = {
     "no notes": (
         lambda: in_turn(without("loop"), without("consumed"), without("entry")),
         "inputs",
-        "no note says which loop has run it, and its job has the loop 'transactions' alone",
+        "no note names the loop that ran it, and its job has only the loop 'transactions'",
     ),
     "torchft's loop": (
         lambda: in_turn(
             nth_note("loop", 0, saying(runs="torchft")), without("consumed"), without("entry")
         ),
         "inputs",
-        "the loop 'torchft' has run it, and its job has the loop 'transactions' alone",
+        "the loop 'torchft' has run it, and its job has only the loop 'transactions'",
     ),
     "no entries": (lambda: without("entry"), "inputs", "0 notes 'entry'"),
     "no stage": (

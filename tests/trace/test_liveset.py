@@ -545,7 +545,7 @@ def test_one_heard_before_it_was_said(run: Job, group: str, word: str) -> None:
     moves[:] = heard + moves
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
-    assert "what was said only later" in finding.violation
+    assert "a message that was sent only later" in finding.violation
 
 
 def test_one_entered_after_the_others_had_moved_on(run: Job) -> None:
@@ -560,7 +560,7 @@ def test_one_entered_after_the_others_had_moved_on(run: Job) -> None:
     run.record.moves[peer] = [*rest, *late]
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
-    assert "what was said only later" in finding.violation, finding
+    assert "a message that was sent only later" in finding.violation, finding
 
 
 def test_each_epoch_is_judged_in_the_time_of_the_ones_before() -> None:

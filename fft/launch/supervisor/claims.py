@@ -314,7 +314,7 @@ class Claims:
         try:
             claim = _CLAIMS.decode(payload)
         except UnreadableMessage as error:
-            logger.warning("what another supervisor says is not in FFT's format: %s", error)
+            logger.warning("a message of another supervisor is not in FFT's format: %s", error)
             return
         held = [group for group in claim.groups if group in self._mine]
         kept = [g for g in held if self._bus.read(holder_register(g)) == self._mine[g]]

@@ -142,9 +142,9 @@ class Group:
     def why_not_back(self) -> str:
         """Message for a group that came too late while the job continues."""
         return (
-            f"group {self.name} came back when a later stage had ended, whose state nobody gives "
-            "any more: it is not started again, and the others go on without it; give all stages "
-            "as many steps, or start the job again with --resume"
+            f"group {self.name} came back after a later stage had ended, so no process has the "
+            "state of that stage: the group is not started again, and the others continue without "
+            "it; give all stages the same number of steps, or start the job again with --resume"
         )
 
     def doing(self) -> str:

@@ -181,7 +181,7 @@ class Judgement:
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
-            remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
+            remarks.append(f"faults that did not fire, so this run does not test them: {names}")
         return JobOutcome(
             not lines,
             (*filter(None, early), *lines, *remarks),  # the cause comes first

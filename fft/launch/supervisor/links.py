@@ -187,7 +187,7 @@ class ProgressEar:
                         continue
                     logger.warning(
                         "the trace of rank %s/%d cannot be written: %s; training continues, and "
-                        "`fft audit` and `fft report` will lack what is lost",
+                        "`fft audit` and `fft report` will lack the lost lines",
                         word.group,
                         word.rank,
                         word.why,

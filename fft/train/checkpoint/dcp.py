@@ -51,8 +51,8 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
     manifest = checkpoints.verify(step)
     if len(manifest.scopes) > 1:
         raise CheckpointError(
-            f"{name_of(step)} has the stages {', '.join(manifest.scopes)}, each with a step of its "
-            "own, and torch's format has one state: resume from it with as many ranks"
+            f"{name_of(step)} has the stages {', '.join(manifest.scopes)}, each at its own "
+            "step, and torch's format has one state: resume from it with as many ranks"
         )
     ranks = range(manifest.ranks)
     trees = [tree_of(checkpoints, manifest, manifest.writer, rank) for rank in ranks]

@@ -605,7 +605,7 @@ def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None
     if manifest is None:
         if left := [entry.name for entry in checkpoints.found() if entry.step is None]:
             names = ", ".join(left)
-            logger.warning("%s has only what was never finished: %s", checkpoints.store.url, names)
+            logger.warning("%s has only unfinished checkpoints: %s", checkpoints.store.url, names)
     elif (name := checkpoints.directory(manifest)) != name_of(manifest.step):
         logger.warning(
             "the checkpoint of step %d is in %s: whole, but cut off before it got its name",

@@ -394,8 +394,8 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
     if "plan" in first["state"]:
         raise CheckpointError(
-            "the groups that wrote it step alone, and each has a state of its own: it is not put "
-            "together from shards; resume with as many ranks"
+            "the groups that wrote it take local steps, so each has its own state, which cannot be "
+            "resharded; resume with as many ranks"
         )
     _refuse_stages(trees)
     layouts = [_layouts(tree) for tree in trees]
@@ -475,7 +475,7 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
 
 
 def _refuse_marked(name: str, value: Mapping[str, Any]) -> None:
-    kind = f"of class {value[CLASS]}" if CLASS in value else "with a layout of its own"
+    kind = f"of class {value[CLASS]}" if CLASS in value else "with its own layout"
     raise UnfitCheckpoint(
         f"{name}: a tensor {kind} cannot be resharded; resume with as many ranks per group as the "
         "checkpoint has"

@@ -363,7 +363,7 @@ def as_source(
             loader.identify = identify
         elif identify is not None and not hasattr(loader, "ids"):
             logger.warning(
-                "transactions() ignores identify= for %s, a data source of its own: define "
+                "transactions() ignores identify= for %s, because it is a data source: define "
                 "ids(batch) in it, which returns the sample ids for the trace",
                 named(loader),
             )

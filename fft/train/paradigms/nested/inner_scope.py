@@ -439,6 +439,6 @@ class SharedInnerTransaction(InnerTransaction):
         self._note("inner_abort", cause=text)
         if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):
             return
-        self._give_up_if_hopeless(error)
+        self._raise_if_retries_exceeded(error)
         logger.warning("an inner step failed here and is computed again: %s", text)
         periodic.job.note_error(error)

@@ -107,7 +107,7 @@ class PeriodicLoop:
                 self.loop.mark_left(plan.step)
                 raise
             if not txn.closed:
-                raise FftError("the body of a txn must run inside `with txn:`")
+                raise FftError("the step function of a txn must run inside `with txn:`")
             if txn.interrupted:
                 return None
             waited_ms += drawn.waited_ms if txn.committed else 0.0
@@ -315,7 +315,9 @@ class InnerTransaction(Transaction):
         except FftError:
             raise
         except Exception as error:
-            logger.exception("the optimizer step of an inner step failed; this state is torn")
+            logger.exception(
+                "the optimizer step of an inner step failed; the state of this rank is lost"
+            )
             self._begin_anew(error)
             return False
         self.committed = True
@@ -331,7 +333,7 @@ class InnerTransaction(Transaction):
     def _roll_back(self, error: Exception) -> None:
         """Restore the state at the start of the step. Other groups are not involved."""
         periodic, step = self._periodic, self._periodic.state.registered
-        self._give_up_if_hopeless(error)
+        self._raise_if_retries_exceeded(error)
         logger.warning("an inner step failed here and is computed again: %s", text_of(error))
         periodic.state.updates.forget()
         try:
@@ -343,7 +345,7 @@ class InnerTransaction(Transaction):
             periodic.job.note_error(error)
         periodic.watchers.txn_ended(committed=False)
 
-    def _give_up_if_hopeless(self, error: Exception, in_update: bool = False) -> None:
+    def _raise_if_retries_exceeded(self, error: Exception, in_update: bool = False) -> None:
         """Raise StepRetriesExceeded if ``error`` recurs at this inner step.
 
         With ``in_update`` it counts the errors of all updates in this window.
@@ -357,10 +359,10 @@ class InnerTransaction(Transaction):
     def _begin_anew(self, error: Exception) -> None:
         """Restart from the last synchronization, because the state of the step is lost."""
         periodic = self._periodic
-        self._give_up_if_hopeless(error, in_update=True)
+        self._raise_if_retries_exceeded(error, in_update=True)
         logger.error(
-            "%s; this group begins anew from what was synchronised last, with inner optimizers "
-            "that have stepped nothing yet: %d inner steps of this slice are computed again",
+            "%s; this group restarts from the last synchronization, with new inner optimizers: "
+            "%d inner steps of this slice are computed again",
             text_of(error),
             self.inner_step,
         )

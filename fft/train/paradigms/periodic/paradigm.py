@@ -151,7 +151,7 @@ class Periodic(Lockstep):
     def refuse_loop(self, loader: Any) -> None:
         if self.synchronizer is None:
             raise FftError(
-                "the spec's groups step alone, and nothing says how they synchronise: make "
+                "the spec's groups take local steps, and no synchronization is chosen: make "
                 "fft.LocalSGD(manager, …) or fft.DiLoCo(manager, …) before transactions()"
             )
 

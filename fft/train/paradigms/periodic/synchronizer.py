@@ -358,7 +358,9 @@ class Synchronizer(ABC):
             FftError: This group has discarded its contribution in the meantime.
         """
         if self._contribution is None:
-            raise FftError("what was being reduced is void: this group has begun anew meanwhile")
+            raise FftError(
+                "the pending reduction is void, because this group has discarded its contribution"
+            )
         self._contribution.wait()
         self._rank.manager.raise_if_failed()
 
