@@ -234,7 +234,7 @@ class FFTTrainerMixin(_Base):
         """Train to the end of the job. The Trainer calls this once, with its first epoch."""
         _Progress(self).load_state_dict(
             self._progress_at_start
-        )  # the Trainer has reset the sums meanwhile
+        )  # the Trainer has reset the sums in the meantime
         while (txn := self._next_txn()) is not None:
             with txn:
                 computed = self._compute(model, txn)

@@ -41,7 +41,7 @@ class Batches:
         """Take the data, order and options of ``dataloader``.
 
         Args:
-            dataloader: That of the script. FFT loads its samples by number instead.
+            dataloader: The dataloader of the script. FFT loads its samples by number instead.
             trainer: The trainer.
             world: Number of ranks of all groups.
             draw: Returns the next micro-batch.

@@ -396,7 +396,7 @@ def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
 
 
 def _life(word: Ready, ready: Container[Ready]) -> _Turn:
-    """Return one epoch of a participant of which at most the ready message is known."""
+    """Return one epoch of a participant without a trace, as far as its ready message shows it."""
     place = f"{word.peer} without a trace, in epoch {word.epoch}"
     if word not in ready:
         return _Turn((Event("start", place=place), Event("fail")), (), ())

@@ -65,7 +65,7 @@ class CheckpointNotes:
         self.left_out: dict[int, str] = {}
         """Step → the reason."""
         self.too_often: set[int] = set()
-        """Steps whose checkpoint was left out because the previous one was being written."""
+        """Steps whose checkpoint was skipped because the previous one was being written."""
 
     def take(self, rank: str, note: object, data: Mapping[str, Any]) -> None:
         """Take a note of ``rank``; unrelated or malformed notes are ignored."""

@@ -136,7 +136,7 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 40) -> RenderableT
 def progress(snapshot: Snapshot, width: int = 80) -> RenderableType:
     """Return the line with the step, the progress bar and the estimated time left.
 
-    The bar is left out where there is no room for it.
+    The bar is omitted if it does not fit.
     """
     course = snapshot.course
     goal, done = course.goal.steps, course.share_done

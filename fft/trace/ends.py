@@ -87,7 +87,7 @@ class Ends:
         return f"{what}; {whose}, and the job ended with Diverged"
 
     def without_state(self) -> str | None:
-        """Describe an end with ``NoState`` (no process had the state any more), or return None."""
+        """Describe an end with ``NoState`` (no process had the state), or return None."""
         ended: list[Peer] = []
         step = 0
         for peer, reached in self._without_state:

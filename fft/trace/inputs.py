@@ -125,7 +125,7 @@ class Given:
         self.ids: Counter[int | str] = Counter()
         """Number of times that each sample was consumed, as far as ids are traced."""
         self.is_cut = False
-        """Whether samples beyond `MOST_IDS` were left out of ``ids``."""
+        """Whether ``ids`` omits samples beyond `MOST_IDS`."""
         self.unnamed = 0
         """Number of consumed batches whose ids are not in the traces."""
         self.shards: dict[tuple[str, int], Items] = {}
@@ -327,7 +327,7 @@ class Items:
 
 
 def judge_shards(finding: Finding, given: Given) -> list[str]:
-    """Check that no slice of a shard was left out, and return a sentence for each shard.
+    """Check that no slice of a shard was skipped, and return a sentence for each shard.
 
     A process that is killed between a commit and its note leaves one slice without a note.
     """

@@ -125,7 +125,8 @@ class TraceFile:
     count: int = 0
     """Number of undamaged lines."""
     torn: bool = False
-    """The last lines were cut off, for example by SIGKILL; the event they belong to is left out."""
+    """The last lines were cut off, for example by SIGKILL; the event that they belong to is
+    omitted."""
     damage: str | None = None
     gaps: list[str] = field(default_factory=list)
     """Places where lines could not be written, with the number of lines."""

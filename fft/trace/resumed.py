@@ -4,7 +4,7 @@ it resumed from.
 A start that begins at a step after 0 has the state of a checkpoint. An earlier start must have
 committed that state or begun with it: same step, lineage and place in the data. Groups with a
 different number of ranks count the data in slices of a different size. Commits of the earlier start
-after that state are on no lineage any more. Where the traces have digests, the state must have the
+after that state are no longer on a lineage. Where the traces have digests, the state must have the
 same bits as before. Stages that step separately are judged one by one, and all ranks of a start
 must begin with the same checkpoint. Together with the audit of each start, this shows that every
 slice of the data is consumed once on the resulting lineage.

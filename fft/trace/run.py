@@ -84,7 +84,7 @@ class Run:
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the values of ``txn.log`` of committed attempts, with step, group, rank and time.
 
-        An attempt that was rolled back is left out, so each rank has each step once.
+        Attempts that were rolled back are omitted, so each rank has each step once.
         """
         logged: dict[tuple[str, int, int], tuple[list[int], dict[str, Any]]] = {}
         for line in self.lines():

@@ -3,7 +3,7 @@
 Each line is one ``write`` to the file, made before the effects of the traced event are carried out,
 so that a SIGKILL loses at most the line being written. ``h`` chains the lines: it is a digest of
 the previous line's ``h`` and the line's own text, so that a changed, lost or inserted line is
-detected. Lines that cannot be written, for example on a full disk, are counted and left out, and a
+detected. Lines that cannot be written, for example on a full disk, are counted and dropped, and a
 line of kind ``gap`` reports them: training does not depend on its trace. This module does not
 import the engine.
 """

@@ -86,7 +86,7 @@ def wait(limit: timedelta) -> int:
 
 
 def refuse_lost(error: Exception) -> None:
-    """Raise DeviceLost if ``error`` left a device that this process cannot use any more.
+    """Raise DeviceLost if this process can no longer use its device after ``error``.
 
     Some errors are recognized by their number. For others the device is queried, since every call
     fails after a fatal error. Nothing is queried if no device is in use.

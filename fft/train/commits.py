@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CommitExecutor:
-    """The executor of commits, of which at most one is in progress.
+    """The executor of commits; at most one commit is in progress.
 
     Attributes:
         by_loop: Monitors the updates that the user's loop makes.

@@ -79,7 +79,7 @@ class Injector:
         claim: Returns True to exactly the first caller ever with that key in the job, including
             restarts.
         on_inject: Called before the fault happens, so that it can be traced.
-        hands: May be left out if no fault needs it.
+        hands: It may be omitted if no fault needs it.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ LIVE = "live_block"
 
 
 class LiveBlocks:
-    """The live blocks of one manager, of which at most one is open. Main thread only."""
+    """The live blocks of one manager; at most one is open at a time. Main thread only."""
 
     def __init__(self, rank: RankContext, loop: TransactionLoop) -> None:
         self._manager, self._limits = rank.manager, rank.limits

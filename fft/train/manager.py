@@ -422,7 +422,7 @@ class ManagerFFT(TorchftInterface):
 
     @property
     def me(self) -> Peer:
-        """This process, as it is named in the lists of ``live``."""
+        """The entry of this process in the member lists of ``live``."""
         return self._parts.job.peer
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -18,9 +18,10 @@ from fft.train.participation import Participation
 logger = logging.getLogger(__name__)
 
 HOOK_HANGS = "hook_hangs"
-"""Note in the trace: an abort or a check did not end within its limit, so the process ends."""
+"""Name of the trace note for an abort or a check that exceeded its limit, which ends the
+process."""
 CHECK_FAILED = "health_check_failed"
-"""Note in the trace: a health check failed, so the process leaves the job."""
+"""Name of the trace note for a failed health check, after which the process leaves the job."""
 
 
 class _Hook(NamedTuple):

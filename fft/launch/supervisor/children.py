@@ -170,8 +170,8 @@ class Child:
     def verdict(self, known: set[tuple[str, str]]) -> str:
         """Describe how it ended, in one line followed by the last lines of its log.
 
-        The log is left out if the error that ended it is in ``known``; otherwise the error is
-        added to ``known``.
+        The log is omitted if the error that ended the process is in ``known``; otherwise the error
+        is added to ``known``.
         """
         where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
         line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"

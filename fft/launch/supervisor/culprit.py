@@ -118,8 +118,8 @@ def act(
     """Evict the group of the gravest culprit, if the evidence is strong and the job can continue.
 
     A failed check and a rank that all rollbacks name are strong evidence. A slow or silent rank is
-    only reported. ``has_ended`` returns whether the supervisor has ended the job meanwhile, so that
-    no eviction is answered any more.
+    only reported. ``has_ended`` returns whether the supervisor has ended the job in the meantime,
+    so that no process answers an eviction.
     """
     strong = [c for c in report.verdict.culprits if c.how in ("failed", "rollbacks")]
     if not strong:

@@ -110,7 +110,7 @@ class Judgement:
     def shown_mistake(self, group: Group, mistake: Mistake) -> str:
         """Describe the mistake that ended ``group``, with its traceback.
 
-        Later verdicts leave out the log of a process that ended with the same error.
+        Later verdicts omit the log of a process that ended with the same error.
         """
         place = mistake.place
         child = next(child for child in group.children if child.error_place is place)

@@ -307,7 +307,7 @@ class Ending:
 
     @property
     def has_begun(self) -> bool:
-        """Whether no process may be started any more."""
+        """Whether no further process may be started."""
         return self.drain_until is not None or self.forgot or self.over
 
 
@@ -878,7 +878,7 @@ class Supervisor:
                 self._kill_all("interrupted a second time")
 
     def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
-        """Ask all groups to leave together after a commit, and start no process any more.
+        """Ask all groups to leave together after a commit, and start no further process.
 
         Args:
             reason: Text for the log.

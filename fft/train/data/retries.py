@@ -12,7 +12,7 @@ from fft.util.error_places import may_pass
 
 
 class Superseded(Exception):
-    """The txn that waited for an item is rolled back, so the item is not needed any more."""
+    """The txn that waited for an item is rolled back, so the item is no longer needed."""
 
 
 PAUSES_S = (0.1, 0.5, 2.0)

@@ -184,7 +184,7 @@ class Paradigm(ABC, Generic[LoopT]):
 
         Raises:
             ResultRefused: The txn must be rolled back.
-            GroupAborted: A rollback has come meanwhile.
+            GroupAborted: A rollback has started in the meantime.
         """
 
     @abstractmethod

@@ -247,7 +247,7 @@ class AbortableGroup:
         return len(sockets.shut_down(generation.own, generation.peers, writing=True))
 
     def quiesce(self, timeout: timedelta) -> None:
-        """Wait after `abort` until no op of the old group can write a tensor any more.
+        """Wait after `abort` until no op of the old group can still write a tensor.
 
         The next `configure` or `close` then drops the old backend.
 
@@ -307,7 +307,7 @@ class AbortableGroup:
         self.abort("the process group is closed")
         try:
             self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
-        except DeviceLost as lost:  # a lost device writes nothing any more
+        except DeviceLost as lost:  # a lost device no longer writes
             logger.warning("the %s group is closed without its device: %s", self.name, lost)
         if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
@@ -512,7 +512,7 @@ def _can_tell_sockets(target: Any) -> bool:
 
 
 def _discard(backend: Any) -> None:
-    """End the connections and threads of a backend that is not needed any more."""
+    """End the connections and threads of a backend that is no longer needed."""
     try:
         backend.abort()
     except RuntimeError as error:  # a backend without abort ends with its last reference

@@ -127,7 +127,7 @@ class TrackedWork(Work):
         return self._generation.place(self._op, self._args)
 
     def is_over(self) -> bool:
-        """Return whether the op cannot write any more."""
+        """Return whether the op can no longer write."""
         raise NotImplementedError
 
     def end(self) -> None:

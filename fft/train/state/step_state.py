@@ -495,8 +495,8 @@ class StepState:
         """Return digests of state that all groups should share but that votes do not compare.
 
         There is one digest for each ``extra``, over this rank's part if it is sharded, and one for
-        the buffers of each name. Statistics of normalization layers are left out, because they
-        belong to a group.
+        the buffers of each name. Statistics of normalization layers are excluded, because each
+        group has its own.
 
         Raises:
             TypeError: A value is neither plain nor a tensor; the message names the place.

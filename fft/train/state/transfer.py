@@ -165,7 +165,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """End the offer, and return when no worker reads the state any more.
+        """End the offer, and return when no worker still reads the state.
 
         A transfer in progress may finish within the offer's timeout; after that it is cut off.
         """

@@ -95,7 +95,7 @@ class StageInput:
                 "fft.StageOutput(manager, …)?"
             ) from error
         self._connection, self._lost = connection, ""
-        self._asked, self._got = {}, {}  # requests of an earlier loop are not answered any more
+        self._asked, self._got = {}, {}  # requests of an earlier loop are no longer answered
         self._ready.clear()
         connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
