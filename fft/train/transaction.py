@@ -523,6 +523,7 @@ class Transaction:
             transaction; that state includes the step and everything that the peer's script changed
             after it.
         skipped: after the step function: whether it was committed without an optimizer step.
+        logged: the values that `log` has got in this attempt.
         inner_step: number of local steps since the last synchronization; 0 in jobs without them.
         is_stop: whether this txn ends a stopped job without a step; the loop does not yield it.
     """
@@ -541,6 +542,7 @@ class Transaction:
         self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
         self.committed = self.skipped = False
+        self.logged: dict[str, float] = {}
         self.closed = False
         self.inner_step = 0
         self.is_stop = False
@@ -599,6 +601,7 @@ class Transaction:
 
         Vetoes see the metrics that are logged in the step function.
         """
+        self.logged.update(metrics)
         self._loop.results.log(metrics)
         self._loop.job.note_metrics(metrics)
 

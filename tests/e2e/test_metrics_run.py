@@ -1,7 +1,9 @@
-"""`fft run --metrics` with a training script: the served figures equal those of the report."""
+"""`fft run --metrics` with a script that logs its steps: the figures equal those of the report, and
+each committed step is logged once, although the rank that writes is killed."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+from fft.trace import Run
+
 FFT = (sys.executable, "-m", "fft.cli")
 WAIT_S = 120.0
 STEPS = 30
@@ -24,6 +28,7 @@ import os, sys, time
 import torch
 import torchft
 import fft
+from fft.integrations.loggers import logged
 
 manager = fft.ManagerFFT(
     pg=torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1
@@ -34,18 +39,21 @@ model = torch.nn.Linear(8, 1)
 manager.register(model, torch.optim.SGD(model.parameters(), lr=0.01))
 manager.sync_gradients(model)
 loader = fft.CursorLoader(dataset, batch_size=8)
-for txn in manager.transactions(loader, max_steps=STEPS):
+for txn in logged(manager.transactions(loader, max_steps=STEPS), manager):
     with txn:
         until = time.monotonic() + 100
         while txn.step == STEPS - 1 and not os.path.exists(sys.argv[1]):
             assert time.monotonic() < until
             time.sleep(0.05)
         x, y = txn.batch
-        torch.nn.functional.mse_loss(model(x), y).backward()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        txn.log(loss=loss.item())
+        loss.backward()
 """
 PLAN = """
 faults:
   - {name: error, kind: exception, step: 10, group: 1, rank: 0, phase: backward}
+  - {name: kill, kind: kill, step: 15, group: 0, rank: 0, phase: backward}
 """
 
 
@@ -63,7 +71,7 @@ def is_refused(url: str) -> bool:
 
 
 @pytest.mark.multiprocess
-def test_metrics_of_a_run_equal_its_report_and_end_with_it(tmp_path: Path) -> None:
+def test_metrics_equal_the_report_and_each_step_is_logged_once(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -85,7 +93,18 @@ def test_metrics_of_a_run_equal_its_report_and_end_with_it(tmp_path: Path) -> No
         job.stderr.read()
         assert job.wait(WAIT_S) == 0
     assert is_refused(url)
-    assert figures["figures"]["rollbacks"] == {"step_failed": 1}
+    causes = figures["figures"]["rollbacks"]
+    assert causes["step_failed"] == 1 and causes.keys() & {"died", "collective_failed"}
+    traced = list(Run(traces).metrics())
+    with (traces / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        losses = {
+            each["group"]: each["loss"] for each in traced if each["step"] == int(row["step"])
+        }
+        writers = {"0"} if int(row["step"]) <= 15 else losses.keys()
+        assert float(row["loss"]) in [losses[writer] for writer in writers]
     for family in families:
         expected: Any = figures["figures"][family.name.removeprefix("fft_")]
         for sample in family.samples:
