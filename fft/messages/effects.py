@@ -161,13 +161,32 @@ class StartTxn:
     """The cursor once the txn is committed."""
     contributors: tuple[str, ...] = ()
     """Groups whose gradients count, in the order of their slices."""
+    fixed_slices: int = 0
+    """Number of slices that the txn takes, if the job fixes it; 0: one for each participant."""
 
     @property
     def slice(self) -> int | None:
-        """Data slice that this group takes, or None if its computation does not count."""
+        """First data slice that this group takes, or None if its computation does not count."""
         if self.index is None:
             return None
         return self.cursor + self.index if self.lease is None else self.lease
+
+    @property
+    def slices(self) -> range:
+        """Data slices that this group takes; empty if its computation does not count."""
+        if (first := self.slice) is None:
+            return range(0)
+        return range(first, first + 1) if self.lease is not None else self.dealt_to(self.index or 0)
+
+    def dealt_to(self, index: int) -> range:
+        """Return the slices of the participant with this index, in a txn without leases.
+
+        Fixed slices are dealt in turn: participant i of k takes slices i, i + k, i + 2k and so on.
+        """
+        first = self.cursor + index
+        if not self.fixed_slices:
+            return range(first, first + 1)
+        return range(first, self.cursor + self.fixed_slices, self.participants)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ class Config:
     """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
     quorum: float = 0.5
     """Fraction of an asynchronous job's groups; a synchronization needs more than this fraction."""
+    fixed_slices: int = 0
+    """Number of slices of the data that a txn takes, whatever the number of groups; 0: one slice
+    for each group that contributes."""
 
     @property
     def ranks(self) -> range:
@@ -209,7 +212,7 @@ def learners(s: Local) -> tuple[str, ...]:
 def contributors(s: Local, c: Config) -> list[str]:
     """Return the groups whose gradients count in the current txn, in member order.
 
-    Each of them has a slice of the data.
+    Each of them has at least one slice of the data.
     """
     if c.bound and s.epoch is not None:
         return [g.group for g in with_lease(s.epoch)]
@@ -227,12 +230,18 @@ def contributing(
 ) -> list[GroupEntry]:
     """Return those of ``groups`` that contribute if the groups in ``late`` cannot."""
     able = [g for g in groups if g.group not in late]
-    return able[: c.min_groups] if c.fixed_with_spares else able
+    most = c.min_groups if c.fixed_with_spares else c.fixed_slices
+    return able[:most] if most else able
 
 
 def participants(s: Local, c: Config) -> int:
     """Return the number of groups whose gradients count in the current txn."""
     return len(contributors(s, c))
+
+
+def slices_taken(s: Local, c: Config) -> int:
+    """Return the number of slices of the data that the current txn takes, without leases."""
+    return c.fixed_slices or participants(s, c)
 
 
 def my_place(s: Local, c: Config) -> int:
@@ -285,7 +294,7 @@ def data_after(s: Local, c: Config, at: Local | Record) -> Granted:
         at: The state or record that the txn begins with.
     """
     if not c.leases:
-        return Granted(at.cursor + participants(s, c), (), ())
+        return Granted(at.cursor + slices_taken(s, c), (), ())
     # A group that fetches its state in this txn contributes to the next one.
     takers = in_turn(contributing(members(s), (), c), at.leases)
     after = granted(Granted(at.cursor, (), at.returned), takers)
@@ -309,7 +318,7 @@ def committed(s: Local, c: Config, skip: bool = False) -> Base:
     data = Granted(s.cursor, s.leases, s.returned) if is_live else data_after(s, c, s)
     step = s.step + (not skip)
     lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
-    batches = s.batches + (0 if skip else participants(s, c))
+    batches = s.batches + (0 if skip else slices_taken(s, c))
     return Base(step, lineage, data.cursor, batches, data.leases, data.returned)
 
 

@@ -82,6 +82,8 @@ class Bounds:
     behind: int = 0
     """Number of steps that a contribution of an asynchronous job may be behind; 0: as in the
     spec."""
+    slices: int = 0
+    """Number of slices of the data that each txn takes; 0: one for each group that contributes."""
 
     def describe(self) -> str:
         """Return a one-line description."""
@@ -94,6 +96,7 @@ class Bounds:
         least += f", stage {self.stage}" if self.stage is not None else ""
         least += ", beside one that may end" if self.ends else ""
         least += f", {self.behind} behind at most" if self.behind else ""
+        least += f", {self.slices} slices a step" if self.slices else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"

@@ -208,6 +208,7 @@ class Model:
                 quorum=self.spec.policies.quorum,
                 on_divergence="heal" if self.bounds.heals else "stop",
                 flow=self.beside.bounds,
+                fixed_slices=self.bounds.slices,
             )
             found = self._memo.participants[who, inc] = self._core(config)
         return found

@@ -804,6 +804,27 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted(actions=begins(cursor=lambda start: start.cursor + 1)),
     ),
     Mutant(
+        "returned_group_gets_no_slice",
+        "All slices of a fixed number stay with one group, although another one has joined.",
+        "samples_once",
+        small(formed=False, commits=0, slices=3),
+        participant=planted(
+            actions=begins(participants=lambda _: 1, index=lambda start: start.index and None)
+        ),
+    ),
+    Mutant(
+        "fixed_slices_not_committed",
+        "A COMMIT takes one slice for each group, although the number of slices is fixed.",
+        "samples_once",
+        small(slices=3),
+        participant=planted(
+            actions=proposing(
+                "propose_commit",
+                lambda s, r: replace(r, cursor=r.cursor - 1, batches=r.batches - 1),
+            )
+        ),
+    ),
+    Mutant(
         "cursor_moves_on_abort",
         "An ABORT moves the data cursor.",
         "samples_once",

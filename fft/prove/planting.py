@@ -30,6 +30,7 @@ def small(
     heals: bool = False,
     stage: int | None = None,
     ends: bool = False,
+    slices: int = 0,
     **budget: int,
 ) -> Bounds:
     """Return bounds with these faults, all of which may happen in one run."""
@@ -47,6 +48,7 @@ def small(
         heals=heals,
         stage=stage,
         ends=ends,
+        slices=slices,
     )
 
 

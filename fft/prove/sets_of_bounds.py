@@ -76,6 +76,10 @@ DEFAULT = (
     Bounds(
         "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
     ),
+    Bounds(
+        "three slices", commits=2, faults=2, slices=3, budget=budget("crash", "restart", "skip")
+    ),
+    Bounds("one slice", groups=3, commits=1, faults=1, slices=1, budget=budget("crash", "drain")),
     Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
     Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
     Bounds("too few", commits=1, faults=3, least=2, budget=budget("crash", drain=2)),
@@ -140,7 +144,7 @@ DEFAULT = (
     Bounds("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
     Bounds("twin", commits=1, faults=1, budget=budget("twin")),
 )
-"""These take about five minutes on one core."""
+"""These take about six minutes on one core."""
 
 
 FLOW = (
@@ -370,4 +374,6 @@ def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
         return ASYNC
     if spec.stages:
         return flow(len(spec.stages))
-    return DEEP if deep else DEFAULT
+    found = DEEP if deep else DEFAULT
+    # a group with local steps leases one slice
+    return tuple(b for b in found if not b.slices) if spec.is_periodic else found

@@ -288,7 +288,8 @@ class _Line:
             data = item.line["data"]
             consumed = item.line["note"] == CONSUMED and data["slice"] is not None
             if consumed and self.peer is not None and not self.replay.differs:
-                judge.consumed(self.peer, Token(*data["token"]), data["slice"], item.place)
+                for number in data.get("slices", [data["slice"]]):
+                    judge.consumed(self.peer, Token(*data["token"]), number, item.place)
                 if (base := data.get("base")) is not None:
                     judge.contributed(self.peer, Token(*data["token"]), base, item.place)
         except (KeyError, TypeError) as error:

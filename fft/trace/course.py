@@ -9,7 +9,7 @@ numbers, and a record that was seen before is ignored.
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +131,8 @@ class Course:
     outstanding_slices: int = 0
     """Slices before the cursor that no step has consumed: leased ones, and ones that lost groups
     returned."""
+    sizes: Counter[int] = field(default_factory=Counter)
+    """Number of slices of a step → number of steps; empty if groups take local steps."""
     ended: bool = False
     """The job ended with a commit."""
     epochs: list[EpochStats] = field(default_factory=list)
@@ -189,6 +191,11 @@ class Course:
     def slices(self) -> int:
         """Slices that the steps of this start have consumed."""
         return self.consumed_slices - (self._begun[1] if self._begun else 0)
+
+    @property
+    def smaller(self) -> int:
+        """Number of steps with fewer slices than the largest step."""
+        return self.sizes.total() - self.sizes[max(self.sizes, default=0)]
 
     @property
     def unused(self) -> int:
@@ -360,6 +367,8 @@ class Course:
             self.epochs.append(EpochStats(record["epoch"], frozenset(), at, record["step"]))
         stats, consumed = self.epochs[-1], record["batches"] - self.consumed_slices
         self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
+        if consumed > 0 and not record.get("leases"):
+            self.sizes[consumed] += 1
         stats.commits += 1
         stats.slices += consumed if stats.commits > 1 else 0
         stats.first, stats.last = stats.first or at, at

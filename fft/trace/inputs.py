@@ -260,7 +260,7 @@ class Inputs:
             has += "" if wanted else f", and owes none ({said})"
             self.finding.expect(len(told) == wanted, has, place)
             for each in told:
-                self._judge_note(each, number, owed, text)
+                self._judge_note(each, plan, owed, text)
 
     def _loop_of(self, token: Token) -> str:
         """Return the loop that ran the txn, by the notes; empty if no note states it."""
@@ -279,10 +279,17 @@ class Inputs:
                 told.data["slice"] is None, f"{text}{told.data['slice']}", told.place
             )
 
-    def _judge_note(self, told: _Told, number: int, owed: Owed, text: str) -> None:
-        name, data, place = told.name, told.data, told.place
+    def _judge_note(self, told: _Told, plan: StartTxn, owed: Owed, text: str) -> None:
+        name, data, place, number = told.name, told.data, told.place, plan.slice
+        assert number is not None, "the txn counts"
         of = f"{text}the trace has a note {name!r} of slice {data['slice']}"
         self.finding.expect(data["slice"] == number, of, place)
+        if plan.fixed_slices:
+            taken, items = list(plan.slices), [owed.item(n) for n in plan.slices]
+            found = f"slices {data.get('slices')} with items {data.get('items')}"
+            of = f"{text}the note {name!r} has {found}, and not {taken} with {items}"
+            is_right = (data.get("slices"), data.get("items")) == (taken, items)
+            self.finding.expect(is_right, of, place)
         if name == ENTRY:
             at = (self._group, self._name)
             self._given.taken.setdefault(at, Runs()).add(data["version"], number)

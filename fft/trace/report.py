@@ -44,6 +44,8 @@ from fft.trace.tail import TraceTail, goal_in
 _PLAN = "faults.json"
 _MOST_REFUSALS = 20
 """Maximum number of lines about refused results."""
+_MOST_SIZES = 3
+"""Maximum number of sizes of steps that the summary lists one by one."""
 _ALONE = ("inner_abort", "inner_torn")
 """Notes of a group that repeats a local step."""
 
@@ -189,6 +191,11 @@ def summary(course: Course) -> dict[str, Any]:
         "last_step": course.step,
         "elapsed_s": course.elapsed,
         "samples": course.samples(course.slices),
+        "steps_by_samples": [
+            {"samples": course.samples(size), "slices": size, "steps": count}
+            for size, count in sorted(course.sizes.items(), reverse=True)
+        ],
+        "steps_with_smaller_batch": course.smaller,
         "steps_per_s": steps,
         "samples_per_s": course.samples(slices),
         "undisturbed_samples_per_s": course.samples(course.undisturbed_rate),
@@ -222,6 +229,8 @@ def summary_lines(course: Course) -> list[str]:
         f"{course.steps} steps in {course.elapsed:.1f} s: {found['steps_per_s']:.2f} steps/s, "
         f"{speed:,.1f} {unit}/s"
     ]
+    if course.sizes:
+        lines.append(_step_sizes(course, unit))
     if course.goodput is not None and course.undisturbed_rate is not None:
         whole = total / course.goodput
         lines.append(
@@ -242,6 +251,20 @@ def summary_lines(course: Course) -> list[str]:
                 f"(from step {absence.step}{until})"
             )
     return lines
+
+
+def _step_sizes(course: Course, unit: str) -> str:
+    """Return a line on the samples in each step."""
+    found = {
+        f"{size if (samples := course.samples(size)) is None else samples:,.0f}": steps
+        for size, steps in sorted(course.sizes.items(), reverse=True)
+    }
+    if len(found) == 1:
+        return f"{unit} per step: {next(iter(found))} in all steps"
+    each = ", ".join(f"{size} in {steps}" for size, steps in found.items())
+    if len(found) > _MOST_SIZES:
+        each = f"{list(found)[-1]} to {next(iter(found))}"
+    return f"{unit} per step: {each}; {course.smaller} steps ran with a smaller batch"
 
 
 def fault_table(found: Iterable[Incident], course: Course) -> Table | None:

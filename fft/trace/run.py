@@ -39,6 +39,8 @@ class Step:
     cursor: int
     """Slices of the data consumed up to here."""
     skipped: bool
+    slices: int
+    """Slices of the data that the optimizer step was computed on; 0 if it was skipped."""
 
 
 class Run:
@@ -75,11 +77,13 @@ class Run:
         """Yield the committed steps in order."""
         course = Course()
         for record, at in register_records(self.directory):
+            batches = course.consumed_slices
             course.take(record, at)
             if record["kind"] == "commit":
                 groups, skipped = tuple(sorted(course.members)), bool(record.get("skip"))
                 place = record["step"], at, record["epoch"]
-                yield Step(*place, groups, record["cursor"], skipped)
+                slices = course.consumed_slices - batches
+                yield Step(*place, groups, record["cursor"], skipped, slices)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the values of ``txn.log`` of committed attempts, with step, group, rank and time.

@@ -372,6 +372,7 @@ class ManagerFFT(TorchftInterface):
         *,
         identify: Identify | None = None,
         sharded: Sharded | None = None,
+        global_batch: int | None = None,
     ) -> Iterator[Transaction]:
         """Yield transactions until the job has finished or this group has drained.
 
@@ -391,9 +392,13 @@ class ManagerFFT(TorchftInterface):
             sharded: ``"group"``: each group passes a stateful loader over its own shard of the
                 data, from which each of its ranks takes its item. ``"rank"``: each rank passes a
                 loader over its own shard. None: all ranks pass a loader over the whole data.
+            global_batch: number of samples in each step, on all groups together, whatever their
+                number: a multiple of the samples in one batch of each rank of a group. The step
+                function loops over ``txn.batches``. None: each group takes one batch for each of
+                its ranks, so a step has fewer samples while a group is away.
 
         Raises:
-            DataError: ``loader`` could not be restored.
+            DataError: ``loader`` could not be restored, or cannot make up ``global_batch``.
             UnequalData: ranks that must draw the same items have drawn different ones.
             FftError: a registered model averages its gradients in a way that FFT does not support,
                 or a pipeline's schedule is not registered.
@@ -401,6 +406,7 @@ class ManagerFFT(TorchftInterface):
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
         self._parts.paradigm.refuse_unregistered()
+        self._parts.loop.fix_batch(loader, global_batch, sharded)
         return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
 
     def live(self) -> LiveBlock:

@@ -415,6 +415,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
         expected_groups=settings.expected_groups,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
+        fixed_slices=parts.loop.fixed_slices,
         **parts.scope.terms(manager._torchft.group_world_size),
     )
 
@@ -431,6 +432,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         on_nonfinite=parts.settings.config.on_nonfinite,
         recompute_every=parts.settings.config.recompute_every,
         vetoes=len(parts.rank.results.vetoes),
+        slices_of_a_global_batch=config.fixed_slices,
         **parts.paradigm.common_settings(),
     )
 

@@ -53,6 +53,10 @@ class Reductions(Protocol):
         """Return the number of groups whose gradients are averaged in this txn."""
 
     @property
+    def fixed_slices(self) -> int:
+        """Number of batches of a step, of which a group may have several, or 0: one each."""
+
+    @property
     def is_in_txn(self) -> bool:
         """Whether a transaction is open, so that gradients can be reduced."""
 
@@ -241,6 +245,8 @@ class Reducer:
         self._flags: torch.Tensor | None = None
         self._is_unreduced = False
         """Whether gradients were accumulated after the last reduction."""
+        self._is_reduced = False
+        """Whether gradients were reduced in this step function."""
         self._is_eager = True
         """Whether buckets are issued while backward is running."""
         self._pristine: dict[Slot, torch.Tensor] | None = None
@@ -266,7 +272,7 @@ class Reducer:
         self._quiet_at_begin = self._is_quiet
         for bucket in self._layout.buckets:
             bucket.detach_if_shared()
-        self._is_unreduced, self._refused = False, None
+        self._is_unreduced, self._refused, self._is_reduced = False, None, False
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
@@ -322,7 +328,10 @@ class Reducer:
         if self._backward is not None:
             return "a backward() was begun and has not come to its end (an exception was caught?)"
         if self._is_unreduced:
-            return "gradients were accumulated in no_sync() and never reduced"
+            return (
+                "gradients were accumulated in no_sync() and never reduced, or a loop over "
+                "txn.batches was left early"
+            )
         return None
 
     def edited(self) -> bool:
@@ -446,13 +455,35 @@ class Reducer:
 
     def _start_over(self) -> None:
         self._next = 0
+        groups, fixed = self._manager.num_participants(), self._manager.fixed_slices
+        if fixed and self._is_reduced:
+            self._refuse_another()
         # a communication hook does the whole averaging, as in DDP
-        share = 1.0 / self._manager.num_participants() if self._hook is None else 1.0
+        share = 1.0 / (fixed or groups) if self._hook is None else self._weight
         for bucket in self._layout.buckets:
             bucket.share = share
             bucket.missing = set(bucket.slots)
             bucket.touched = bucket.again = False
             bucket.work = None
+
+    @property
+    def _weight(self) -> float:
+        """Factor for this rank's gradients before they are averaged over the groups.
+
+        It makes that average the mean over the batches of a step.
+        """
+        fixed = self._manager.fixed_slices
+        return self._manager.num_participants() / fixed if fixed else 1.0
+
+    def _refuse_another(self) -> None:
+        """Raise FftError: with ``global_batch=`` it would weight gradients again."""
+        self._refused = (
+            "gradients were reduced twice in a step with transactions(global_batch=…), which "
+            "weights them: call backward() once for each of txn.batches, inside the loop over it "
+            "(for the sum of several losses, or earlier ones within `with manager.no_sync():`), "
+            "and use use_reentrant=False in activation checkpointing"
+        )
+        raise FftError(self._refused)
 
     def _issue(self, bucket: Bucket) -> None:
         flat = bucket.flat()
@@ -483,13 +514,19 @@ class Reducer:
             self._issue(bucket)
         self._complete([b for b in self._layout.buckets if b.work is not None])
         late = [b for b in self._layout.buckets if b.again]
+        if late and self._manager.fixed_slices:
+            self._is_eager = False
+            raise FftError(
+                "a module ran twice in one backward, so its gradients came in two parts; from now "
+                "on gradients are reduced when all have come"
+            )
         for bucket in late:
             bucket.missing = set(bucket.slots)
             self._issue(bucket)
         self._complete(late)
         self._reduce_sparse()
         self._refuse_unknown()
-        self._is_unreduced = self._is_unreduced and nested
+        self._is_unreduced, self._is_reduced = self._is_unreduced and nested, True
         self._forget()
 
     def _complete(self, buckets: list[Bucket]) -> None:
@@ -514,7 +551,8 @@ class Reducer:
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros_like(parameter).to_sparse()
-            grad = parameter.grad = grad.coalesce()
+            grad = grad.coalesce()
+            grad = parameter.grad = grad if self._weight == 1.0 else grad * self._weight
             works.append(self._manager.reduce_gradients(grad, self._layout.digest))
         for work in works:
             work.wait()

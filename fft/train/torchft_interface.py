@@ -178,6 +178,11 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         return self._torchft.participating_replica_world_size
 
     @property
+    def fixed_slices(self) -> int:
+        """Number of slices of the data in each step, or 0 if each group takes one."""
+        return self._parts.loop.fixed_slices
+
+    @property
     def is_in_txn(self) -> bool:
         """Whether a transaction is open on this rank, in which gradients can be reduced."""
         return self._parts.worker.txn is not None

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchft.manager import WorldSizeMode
 
 from fft.errors import (
     DeviceLost,
@@ -32,6 +33,7 @@ from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
 from fft.train.commits import CommitExecutor, nothing
+from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
@@ -72,12 +74,14 @@ class TransactionLoop:
         """The script has stopped the job: the next txn ends it without a step."""
         self._manager, self._watchers = rank.manager, rank.watchers
         self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
-        self._voter = voter
+        self._voter, self._settings = voter, rank.settings
         self._min_reductions = rank.settings.spec.policies.min_reductions
         """Minimum number of reductions of a step function; 0 if it may end without one."""
         self._left_at: int | None = None
         """The step after which the loop was left early, or None."""
         self._warned_of_signal = False
+        self.fixed_slices = 0
+        """`Config.fixed_slices` of this rank; known before it joins."""
 
     def run(
         self,
@@ -114,6 +118,42 @@ class TransactionLoop:
             foreign.close()
             state.close_source()
 
+    def fix_batch(self, loader: Any, global_batch: int | None, sharded: Sharded | None) -> None:
+        """Give each step ``global_batch`` samples; None: as many as the groups take.
+
+        Raises:
+            FftError: The job does not support it, or runs with another number already.
+            DataError: Batches of ``loader`` do not make up such a step.
+        """
+        slices = 0
+        if global_batch is not None:
+            self._refuse_fixed_batch(sharded)
+            takers, groups = self.paradigm.items_per_step, self._settings.expected_groups
+            slices = slices_of(loader, global_batch, takers, groups)
+        engine = self.job.engine
+        if engine is not None and engine.participant.config.fixed_slices != slices:
+            raise FftError(
+                f"transactions(loader, global_batch={global_batch}): this job has begun with "
+                "another global_batch; pass the same in each call, and call transactions() before "
+                "the first live block"
+            )
+        self.fixed_slices = slices
+
+    def _refuse_fixed_batch(self, sharded: Sharded | None) -> None:
+        """Raise FftError if this job does not support ``global_batch=``."""
+        spec, mode = self._settings.spec.name, self._manager._torchft.replica_world_size_mode
+        why = ""
+        if not self.paradigm.can_fix_batch:
+            why = f"spec {spec!r} does not support it; use spec='hsdp' or 'ddp', or remove it"
+        elif sharded is not None:
+            why = "groups that read shards cannot take the batches of others; remove sharded="
+        elif mode == WorldSizeMode.FIXED_WITH_SPARES:
+            why = "world_size_mode=FIXED_WITH_SPARES fixes the number of groups; remove one of both"
+        elif not self._reductions.reducers:
+            why = "FFT must weight the gradients; call manager.sync_gradients(model) before"
+        if why:
+            raise FftError(f"transactions(loader, global_batch=…): {why}")
+
     def _goal(self, loader: Any, source: DataSource | ShardedSource, max_steps: int | None) -> Goal:
         """Return the planned end of the loop, for the trace and the reports of progress."""
         if isinstance(source, ShardedSource):  # groups end at different places of their data
@@ -123,7 +163,7 @@ class TransactionLoop:
             self.paradigm.items_in_slice,
             getattr(source, "items_in_all", None),
             getattr(source, "items_per_data_epoch", None),
-            getattr(loader, "samples_per_item", None),
+            samples_in(loader) if self.fixed_slices else getattr(loader, "samples_per_item", None),
         )
 
     def _shards(
@@ -387,10 +427,20 @@ class TransactionLoop:
         tensor = torch.as_tensor(value).detach().clone()
         if not tensor.is_floating_point():
             tensor = tensor.double()
+        plan = self.worker.txn
+        if plan is not None and plan.fixed_slices and plan.index is not None:
+            # 1 exactly if the groups take equal numbers of slices
+            tensor *= len(plan.slices) * plan.participants / plan.fixed_slices
         self._reductions.mean(tensor)
         if self.paradigm.items_per_step > 1:
             self._groups.average_in_group(tensor)
         return tensor
+
+    def batches(self, drawn: StepInput) -> Iterator[Any]:
+        """See `Transaction.batches`."""
+        if drawn.dealt is None:
+            return iter([drawn.batch])
+        return Batches(drawn.batch, self._reductions.reducers)
 
     def handle_exception(
         self, plan: StartTxn, drawn: StepInput | None, error: BaseException
@@ -496,7 +546,7 @@ class TransactionLoop:
 
 def _place(drawn: StepInput) -> dict[str, Any]:
     """Return the position of a batch in the data, for the trace."""
-    place: dict[str, Any] = {"item": drawn.item}
+    place: dict[str, Any] = {"item": drawn.item, **(drawn.dealt or {})}
     if drawn.shard:
         place["shard"] = drawn.shard
     if drawn.ids is not None:
@@ -513,7 +563,6 @@ class Transaction:
     """One attempt at one step. ``with txn:`` runs the step function; leaving it votes and decides.
 
     Attributes:
-        batch: the batch of this rank. It is a copy, so that a replay gets it as it was loaded.
         step: committed steps before this txn.
         contributes: whether the gradients of this rank count. They do not for a spare group, nor
             for a group in the txn in which it joins, because it has the job's weights only at the
@@ -537,7 +586,6 @@ class Transaction:
         consumes: dict[str, Any],
     ) -> None:
         """``consumes`` holds further fields for the trace entry of the consumed data."""
-        self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
@@ -551,6 +599,29 @@ class Transaction:
         self._is_last = last
         self._drawn = drawn
         self._consumes = consumes
+
+    @property
+    def batch(self) -> Any:
+        """The batch of this rank. It is a copy, so that a replay gets it as it was loaded.
+
+        Raises FftError in a job with ``global_batch=``, where a rank has several batches.
+        """
+        if self._drawn.dealt is not None:
+            raise FftError(
+                "txn.batch: with transactions(global_batch=…) a rank computes one or several "
+                "batches in a step; write `for batch in txn.batches:` and call backward() in it"
+            )
+        return self._drawn.batch
+
+    @property
+    def batches(self) -> Iterator[Any]:
+        """The batches of this rank, for a loop with one ``backward()`` for each.
+
+        With ``global_batch=`` there may be several. The gradients are reduced in the ``backward()``
+        of the last one, and become the mean over the batches of all groups, so losses are not
+        divided by the number of batches. Otherwise it is `batch` alone.
+        """
+        return self._loop.batches(self._drawn)
 
     @property
     def items(self) -> range:
@@ -608,6 +679,7 @@ class Transaction:
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Return the mean of ``value`` over all ranks that contribute to this step.
 
+        With ``global_batch=`` pass the mean over `batches`, which is weighted by their number.
         It is a reduction of the step function, so all groups must call it equally often and in the
         same order. A group that fetches its state gets the mean of the others. Integers are
         averaged in float64. The ranks of one group are included if they have FFT's shard group, and

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from fft.errors import GradientsNotReproducible, ResultRefused
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import Prepared
 from fft.trace.inputs import CONSUMED, LOOP, TORCHFT, TRANSACTIONS
+from fft.train.data.global_batch import rows_of
 from fft.train.data.step_input import StepInput
 from fft.train.error_reports import Reported, code_of, text_of
 from fft.train.healing import Healer
@@ -67,7 +65,7 @@ class Voter:
         """Add the digest of the data that this txn has drawn to the vote."""
         self._data, self._shard = drawn.digest, drawn.shard
         if self._goal.samples is None and self._loop != TRANSACTIONS:
-            self.announce(replace(self._goal, samples=_rows_of(drawn.batch)))
+            self.announce(replace(self._goal, samples=rows_of(drawn.batch)))
 
     def announce(self, goal: Goal) -> None:
         """Take the planned end of the loop; it is traced and reported with the first vote."""
@@ -234,10 +232,3 @@ class Voter:
             self._injector.at(phase)
         except InjectedFault as fault:
             self._manager.report_error(fault)
-
-
-def _rows_of(batch: Any) -> int | None:
-    """Return the length of the first tensor in ``batch``, or None if there is none."""
-    leaves = tree_leaves(batch)
-    rows = (leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
-    return next(rows, None)

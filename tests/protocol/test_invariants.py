@@ -385,10 +385,21 @@ def one_takes_the_slice_of_another(h: History) -> str:
 
 @breaks(
     "samples_once",
-    f"{B} began txn {SECOND} with (cursor, participants) (3, 2), another with (2, 2)",
+    f"{B} began txn {SECOND} with (cursor, participants, fixed number of slices) (3, 2, 0), "
+    "another with (2, 2, 0)",
 )
 def one_begins_elsewhere_in_the_data(h: History) -> str:
     return change(h, B, starts(SECOND), begins(cursor=3))
+
+
+@breaks(
+    "samples_once",
+    f"{A} began txn {SECOND} with 1 participants of 2 groups and slices 2 to 3, where 2 are fixed",
+)
+def the_work_is_not_spread_over_all_groups(h: History) -> None:
+    one = {"participants": 1, "fixed_slices": 2}
+    change(h, A, starts(SECOND), begins(index=0, **one))
+    change(h, B, starts(SECOND), begins(index=None, **one))
 
 
 @breaks("samples_once", f"record 2 commits other data than txn {FIRST} began with")

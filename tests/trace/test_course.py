@@ -79,6 +79,24 @@ def test_course_compares_with_an_undisturbed_run() -> None:
     assert lost["missing groups"] == pytest.approx((0.9 + 0.1) / 2)
 
 
+def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
+    course = interrupted()
+    told = "samples per step: 16 in 20, 8 in 12; 12 steps ran with a smaller batch"
+    assert told in summary_lines(course)
+    found = summary(course)
+    assert found["steps_with_smaller_batch"] == 12
+    assert found["steps_by_samples"] == [
+        {"samples": 16, "slices": 2, "steps": 20},
+        {"samples": 8, "slices": 1, "steps": 12},
+    ]
+    even = Course()
+    even.take(record(1, "epoch", 0, 0, members=members("0")), 0.0)
+    for step in (1, 2, 3):
+        even.take(record(step + 1, "commit", step, 4 * step), float(step))
+    even.take(record(5, "commit", 3, 16, batches=12, skip=True), 4.0)
+    assert "slices per step: 4 in all steps" in summary_lines(even)
+
+
 def test_course_estimates_what_is_left_by_steps_or_data() -> None:
     course = interrupted()
     assert course.share_done == pytest.approx(32 / 50)

@@ -195,7 +195,9 @@ def test_pending_loads_are_dropped_when_the_members_change(
     )
     loader.take(Due(0, 0, 2))  # asked for ahead: 2, on which the worker waits, 4, 6, 8
     wanted = Due(3, 3, 2)
-    loader._window.copy_(torch.tensor([wanted.number, wanted.step]))  # as take(), which blocks
+    loader._window.copy_(
+        torch.tensor([3, wanted.number, wanted.step, 0])
+    )  # as take(), which blocks
     gate.touch()
     assert bits(loader.take(wanted))[0] == [12, 13, 14, 15]
     loader.close()

@@ -41,6 +41,7 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
         lease=lease_of(at.leases, c.me.group, c.store),
         next_cursor=data_after(s, c, at).cursor,
         contributors=tuple(able),
+        fixed_slices=c.fixed_slices,
     )
 
 

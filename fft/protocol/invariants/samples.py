@@ -45,7 +45,7 @@ def _goes_on(record: Record) -> Iterator[Claim]:
         yield Given(
             (("start", record.token, record.step - (not record.skip)),),
             f"record {record.n} commits other data than txn {record.token} began with",
-            lambda start: record.cursor == start[0] + start[1],
+            lambda start: record.cursor == start[0] + (start[2] or start[1]),
             needed=False,
         )
     if record.kind == "commit" and record.leases:
@@ -81,9 +81,14 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
 
 
 def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
-    """Each contributing group takes one slice in a txn, in the order of the groups."""
-    token, begun = start.token, (start.cursor, start.participants)
-    text = f"{move.peer} began txn {token} with (cursor, participants) {begun}, another with"
+    """The contributing groups are dealt the slices of a txn, in the order of the groups.
+
+    A fixed number of slices is dealt to all groups that can contribute, as far as it suffices.
+    """
+    token, fixed = start.token, start.fixed_slices
+    begun = (start.cursor, start.participants, fixed)
+    what = "(cursor, participants, fixed number of slices)"
+    text = f"{move.peer} began txn {token} with {what} {begun}, another with"
     yield Same(("start", token, start.step), begun, text + " {was}")
     epoch = move.after.epoch
     late = epoch.learners if epoch and token.txn == 1 else ()
@@ -94,6 +99,16 @@ def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
         mine = None  # a spare
     text = f"{move.peer} has slice {start.index} of {start.participants} in txn {token}, not {mine}"
     yield Holds(start.index == mine and 0 < start.participants <= len(able), text)
+    if fixed:
+        text = (
+            f"{move.peer} began txn {token} with {start.participants} participants of {len(able)} "
+            f"groups and slices {start.cursor} to {start.next_cursor - 1}, where {fixed} are fixed"
+        )
+        is_whole = start.next_cursor - start.cursor == fixed
+        yield Holds(is_whole and start.participants == min(fixed, len(able)), text)
+        dealt = sorted(n for each in range(start.participants) for n in start.dealt_to(each))
+        text = f"the participants are dealt the slices {dealt} in txn {token}"
+        yield Holds(dealt == list(range(start.cursor, start.next_cursor)), text)
     if epoch is None or not epoch.leases:
         return
     own = next(g for g in epoch.members if g.group == move.peer.group)

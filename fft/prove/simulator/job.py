@@ -143,6 +143,7 @@ class Setting:
         alike: Whether all groups start with equal states (``init_sync=False``).
         min_groups: Minimum number of groups of an epoch.
         target: Number of steps after which the faults stop.
+        slices: Number of slices that each txn takes; 0: one for each group that contributes.
     """
 
     groups: int
@@ -157,6 +158,7 @@ class Setting:
     alike: bool
     min_groups: int
     target: int
+    slices: int
 
     @classmethod
     def drawn(
@@ -186,7 +188,15 @@ class Setting:
             alike=rng.random() < 0.5,
             min_groups=2 if rng.random() < 0.15 and shape[0] > 2 else 1,
             target=rng.randint(3, 10),
+            slices=_drawn_slices(seed, spec, shape[0]),
         )
+
+
+def _drawn_slices(seed: int, spec: FsmSpec, groups: int) -> int:
+    """Return a fixed number of slices for one of three jobs that can have one, else 0."""
+    if spec.ranks == "stages" or spec.stages or spec.is_periodic:
+        return 0
+    return random.Random(f"slices of {seed}").choice([0, 0, 0, 0, 0, 0, 1, groups, groups + 1])
 
 
 def _drawn_timeouts(
@@ -413,6 +423,7 @@ class World:
             quorum=policies.quorum,
             on_divergence=setting.on_divergence,
             flow=self.spec.bound_to(self.name) if self.name else (),
+            fixed_slices=setting.slices,
         )
         participant = self._core(config)
         lineage = GENESIS if setting.alike else f"fresh:{group.name}:{store}"
@@ -464,11 +475,11 @@ class World:
             plan: The txn.
             base: In an asynchronous job, the step on which the contribution is based.
         """
-        if plan is None or (number := plan.slice) is None:
+        if plan is None or plan.slice is None:
             return
         peer = process.peer
-        self.log.history.consumed.append((peer, plan.token, number, str(peer)))
-        self.data_notes.consumed(process, plan, number, base)
+        self.log.history.consumed += [(peer, plan.token, n, str(peer)) for n in plan.slices]
+        self.data_notes.consumed(process, plan, base)
         if base is not None:
             self.log.history.contributed.append((peer, plan.token, base, str(peer)))
 
@@ -1928,21 +1939,24 @@ class DataNotes:
         """Return whether the group has left the previous stage, so that it leaves all stages."""
         return self._source is not None and self._source._world.groups[group].away
 
-    def consumed(self, process: Process, plan: StartTxn, number: int, base: int | None) -> None:
-        """Trace the slice of a committed txn that the rank has computed.
+    def consumed(self, process: Process, plan: StartTxn, base: int | None) -> None:
+        """Trace the slices of a committed txn that the rank has computed.
 
         Args:
             process: The process.
             plan: The txn.
-            number: The slice.
             base: In an asynchronous job, the step on which the contribution is based.
         """
+        number = plan.slices[0]
         note, token, rank = self._world.log.note, list(plan.token), process.peer.rank
         if process.peer not in self._told:
             self._told.add(process.peer)
             note(process, LOOP, {"runs": TRANSACTIONS, "from": token})
-        item = number * self._takers + (rank if self._takers > 1 else 0)
+        items = [n * self._takers + (rank if self._takers > 1 else 0) for n in plan.slices]
+        item = items[0]
         data: dict[str, Any] = {"slice": number, "step": plan.step, "token": token}
+        if plan.fixed_slices:
+            data |= {"slices": list(plan.slices), "items": items}
         if not self._world.spec.is_periodic:
             data["item"] = item
         elif (

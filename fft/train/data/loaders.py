@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from inspect import signature
-from itertools import count
+from math import lcm
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -99,23 +99,24 @@ class _Schedule:
         if number is None or self.due is None:
             return Request(None, 0, None)
         self.asked.add(number)
-        return Request(number, self._ahead * self.due.step, self.samples(number))
+        # The items of all workers repeat after ``turns`` of them, each after ``step`` items.
+        step, each = self.due.step, len(self.due.offsets)
+        if self.due.stride and step % self.due.stride == 0:  # at equal distances, across txns, too
+            step, each = self.due.stride, 1
+        turns = lcm(self._ahead, each)
+        distance, streams = turns // each * step, turns // self._ahead
+        return Request(number, distance, self.samples(number), streams)
 
     def _next(self) -> int | None:
         if self.due is None:
             return None
-        missing = (
-            n
-            for n in count(self.due.number, self.due.step)
-            if n not in self.asked and n not in self.ready
-        )
+        missing = (n for n in self.due.following() if n not in self.asked and n not in self.ready)
         number = next(missing)
         return None if self.items is not None and number >= self.items else number
 
     def wants(self, number: int) -> bool:
         """Return whether this rank takes item ``number``, now or later, if the members stay."""
-        due = self.due
-        return due is not None and number >= due.number and (number - due.number) % due.step == 0
+        return self.due is not None and self.due.takes(number)
 
 
 class _Loader(Identified):
@@ -144,7 +145,7 @@ class _Loader(Identified):
         self._items = self.items_in_all = items
         """Number of items, on all ranks and in all data epochs, or None if there is no end."""
         self._identity = identity
-        self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None
+        self._window = torch.zeros(4, dtype=torch.int64) if workers > 0 else None
         if self._window is not None:
             self._window.share_memory_()  # type: ignore[no-untyped-call]
         self._reader = Reader(self._name, data, seed, self._window)
@@ -207,7 +208,7 @@ class _Loader(Identified):
         assert schedule is not None
         schedule.due = due
         if self._window is not None:
-            self._window.copy_(torch.tensor([due.number, due.step]))
+            self._window.copy_(torch.tensor([due.first, due.number, due.step, due.stride]))
         for number in [n for n in schedule.ready if not schedule.wants(n)]:
             del schedule.ready[number]
         while due.number not in schedule.ready:
@@ -372,6 +373,7 @@ class CursorLoader(_Loader):
         """Number of samples that one rank takes in one step; None if ``order`` decides it."""
         self.indices = made.samples
         """Function from an item number to sample indexes."""
+        self.drop_last, self.micro_batches = drop_last, micro_batches
         super().__init__(data, seed, made.samples, items, identity, options)
 
     @property

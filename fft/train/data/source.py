@@ -3,8 +3,10 @@
 The cursor counts *slices*. A slice is the data that one replica group consumes in one txn: one item
 of the loader (a batch) for each of its ranks, or one for all ranks, if they are pipeline stages. In
 a txn the i-th participating group takes the i-th slice after the cursor. COMMIT advances the cursor
-by the number of participating groups; ABORT leaves it. If groups take local steps, a slice has the
-items of all steps up to the next synchronization, and a group takes the slice of its lease.
+by the number of participating groups; ABORT leaves it. If the job fixes the number of slices
+(``global_batch=``), they are dealt to the participating groups in turn (`StartTxn.slices`). If
+groups take local steps, a slice has the items of all steps up to the next synchronization, and a
+group takes the slice of its lease.
 
 Sources count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``. This
 module accesses only the given loader, and runs on the training thread between two step functions.
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 from fft.errors import DataError, FftError, UnequalData
@@ -47,7 +50,7 @@ _STATE, _NEXT, _ENDED = "loader_state", "next_digests", "ended"
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The item that a rank takes, and the following ones while the membership stays."""
+    """An item that a rank takes, and the following ones while the membership stays."""
 
     first: int
     """All items before this one are committed."""
@@ -55,6 +58,29 @@ class Due:
     """The item of this rank; ``number + k * step`` is that of the k-th txn after this one."""
     step: int
     """Number of items that all ranks of all groups take in one txn."""
+    stride: int = 0
+    """Distance between the items of this rank in one txn; 0 if it takes one item in a txn."""
+
+    @property
+    def begin(self) -> int:
+        """The first item that this rank takes in this txn."""
+        return self.first + (self.number - self.first) % self.stride if self.stride else self.number
+
+    @property
+    def offsets(self) -> range:
+        """Distances of the items that this rank takes in one txn from the first of them."""
+        width = self.first + self.step - self.begin
+        return range(0, width, self.stride) if self.stride else range(1)
+
+    def takes(self, number: int) -> bool:
+        """Return whether this rank takes an item, in this txn or later, if the members stay."""
+        past = number - self.begin
+        return past >= 0 and past % self.step in self.offsets
+
+    def following(self) -> Iterator[int]:
+        """Yield the items that this rank takes from this txn on, in order and without an end."""
+        for begin in count(self.begin, self.step):
+            yield from (begin + offset for offset in self.offsets)
 
 
 @runtime_checkable
@@ -486,15 +512,18 @@ class Inputs:
 
         began = time.monotonic()
         ranks = self._ranks
-        first, count = plan.cursor * ranks, plan.participants * ranks
-        number = first + (plan.index or 0) * ranks + self._rank
+        slices = plan.dealt_to(plan.index or 0)
+        first, count = plan.cursor * ranks, (plan.fixed_slices or plan.participants) * ranks
+        items = [each * ranks + self._rank for each in slices]
+        number, stride = items[0], plan.participants * ranks if plan.fixed_slices else 0
 
-        def take(ahead: bool = True) -> tuple[bool, Any] | None:
+        def take(ahead: bool = True) -> tuple[bool, list[Any]] | None:
             # Look one txn ahead, so that at the end of the data all groups leave with one commit.
             is_last = ahead and not self._source.holds(first, 2 * count)
             if (is_last or not ahead) and not self._source.holds(first, count):
                 return None
-            return is_last, copied(self._source.take(Due(first, number, count)))
+            due = (Due(first, item, count, stride) for item in items)
+            return is_last, [copied(self._source.take(each)) for each in due]
 
         try:
             try:
@@ -505,13 +534,13 @@ class Inputs:
                 taken = take(ahead=False)  # report the error in the txn that needs that item
             if taken is None:
                 return None
-            is_last, batch = taken
+            is_last, batches = taken
             fingerprint = getattr(self._source, "fingerprint", None)
             digest: str | None = None
             if fingerprint is not None:
                 compared = partial(fingerprint, first, count)
                 digest = retried(compared, f"item {number}", self.alive)
-            ids = _ids_in(self._source, batch)
+            ids = _ids_in(self._source, batches)
         except Exception as error:
             error.add_note(self._due(plan, number))
             raise
@@ -520,7 +549,7 @@ class Inputs:
         self._waited_s += time.monotonic() - began
         waited_ms, epochs = self._waited_s * 1e3, self._data_epochs(plan, is_last)
         return StepInput(
-            batch,
+            batches if plan.fixed_slices else batches[0],
             is_last,
             waited_ms,
             plan.slice,
@@ -530,6 +559,7 @@ class Inputs:
             ids=ids,
             taken=range(first, plan.next_cursor * ranks),
             consumed=self._consumed(plan, is_last),
+            dealt={"slices": list(slices), "items": items} if plan.fixed_slices else None,
         )
 
     def _consumed(self, plan: StartTxn, is_last: bool) -> float | None:
@@ -564,10 +594,13 @@ class Inputs:
         )
 
 
-def _ids_in(source: DataSource, batch: Any) -> list[int] | list[str] | None:
+def _ids_in(source: DataSource, batches: list[Any]) -> list[Any] | None:
+    """Return the ids of the samples in all batches, or None if those of a batch are not known."""
     find = getattr(source, "ids", None)
-    found: list[int] | list[str] | None = None if find is None else find(batch)
-    return found
+    if find is None:
+        return None
+    found: list[list[Any]] = [ids for batch in batches if (ids := find(batch)) is not None]
+    return [each for ids in found for each in ids] if len(found) == len(batches) else None
 
 
 class LeasedInputs:

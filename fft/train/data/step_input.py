@@ -57,6 +57,9 @@ class StepInput:
     consumed: float | None = None
     """Fraction of the data that is consumed with this txn, or None if the data have no known
     end."""
+    dealt: dict[str, list[int]] | None = None
+    """Numbers of all slices and items in ``batch``, which is then a list of batches, if the job
+    fixes the number of slices in a txn; else None."""
 
     @property
     def items(self) -> range:

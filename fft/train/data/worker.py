@@ -26,6 +26,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 
+from fft.train.data.source import Due
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
 
 _random_lock = threading.Lock()
@@ -40,6 +41,8 @@ class Request(NamedTuple):
     step: int
     samples: list[int] | list[list[int]] | None
     """Indexes of the dataset, one list for each micro-batch if there are any. None for a stream."""
+    streams: int = 1
+    """Number of interleaved streams of requests that this worker gets, each with this ``step``."""
 
 
 class Answer(NamedTuple):
@@ -90,20 +93,24 @@ class Samples:
 
 
 class Substreams:
-    """A function that opens streams. One stream is open at a time and continued if it fits."""
+    """A function that opens streams, which are continued if they fit.
+
+    One stream is open at a time, or as many as the items of a rank in one txn require.
+    """
 
     def __init__(self, opens: Callable[[int, int], Any]) -> None:
         self.origin = opens
-        self._stream: Iterator[Any] | None = None
-        self._at = (0, 0)
-        """Number of the next item of ``_stream``, and the distance to the following one."""
+        self._streams: dict[tuple[int, int], Iterator[Any]] = {}
+        """(number of the next item, distance to the following one) → the open stream, with the
+        one that was used last at the end."""
 
     def read(self, request: Request) -> Any:
         assert request.number is not None
-        if self._stream is None or self._at != (request.number, request.step):
-            self._close()
-            self._stream = iter(self.origin(request.number, request.step))
-        stream, self._stream = self._stream, None  # a stream that raises is not continued
+        stream = self._streams.pop((request.number, request.step), None)
+        while len(self._streams) >= request.streams:
+            self._close(next(iter(self._streams)))
+        if stream is None:
+            stream = iter(self.origin(request.number, request.step))
         try:
             batch = next(stream)
         except StopIteration:
@@ -111,12 +118,11 @@ class Substreams:
                 f"the stream ended before item {request.number}; pass the number of items: "
                 "fft.StreamLoader(open_stream, items=…)"
             ) from None
-        self._stream, self._at = stream, (request.number + request.step, request.step)
+        self._streams[request.number + request.step, request.step] = stream
         return batch
 
-    def _close(self) -> None:
-        close = getattr(self._stream, "close", None)
-        self._stream = None
+    def _close(self, place: tuple[int, int]) -> None:
+        close = getattr(self._streams.pop(place), "close", None)
         if close is not None:
             close()
 
@@ -134,8 +140,8 @@ class Reader(Dataset[Any]):
         name: Name of the loader in messages.
         data: The data to read from.
         seed: Seed of the global generators.
-        window: (number, step) of the items that the trainer wants now, in shared memory. Workers
-            skip older requests, made before the members changed. None if there are no workers.
+        window: The fields of the `Due` that the trainer wants now, in shared memory. Workers skip
+            older requests, made before the members changed. None if there are no workers.
     """
 
     def __init__(self, name: str, data: Data, seed: int, window: torch.Tensor | None) -> None:
@@ -167,8 +173,8 @@ class Reader(Dataset[Any]):
     def _wanted(self, number: int) -> bool:
         if self._window is None:
             return True
-        first, step = map(int, self._window)
-        return step == 0 or (number >= first and (number - first) % step == 0)
+        due = Due(*map(int, self._window))
+        return due.step == 0 or due.takes(number)
 
     def _read(self, request: Request) -> Any:
         try:

@@ -30,6 +30,7 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     can_reform = True
     steps_together = True
+    can_fix_batch = True
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank

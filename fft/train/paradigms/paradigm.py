@@ -91,10 +91,13 @@ class Paradigm(ABC, Generic[LoopT]):
             has lost.
         steps_together: Whether all ranks of the job are at the same step, which `manager.stop` and
             recomputation require.
+        can_fix_batch: Whether a step may have a fixed number of samples, of which a rank takes
+            several batches.
     """
 
     can_reform: bool
     steps_together: bool
+    can_fix_batch = False
 
     # --- the job ---
 

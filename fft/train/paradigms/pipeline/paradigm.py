@@ -14,6 +14,8 @@ from fft.train.reducer import Reducer
 class Pipelined(Lockstep):
     """Each stage is averaged with the same stage of the other groups, in one txn of the job."""
 
+    can_fix_batch = False
+
     def refuse_unconnected(self) -> None:
         """Accept ranks without a process group, since stages may communicate in another way."""
 
