@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import fft
+from fft.trace.starts import root_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,12 @@ class CsvLog:
     """A CSV file with the column ``step`` and one for each value.
 
     Args:
-        path: The file; by default ``metrics.csv`` in the trace directory of ``fft run``, or in the
-            current directory.
+        path: The file; by default ``metrics.csv`` in the ``--trace-dir`` of ``fft run``, for all
+            starts of the job, or in the current directory.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        folder = Path(os.environ.get("FFT_TRACE_DIR", ""))
+        folder = root_of(Path(os.environ.get("FFT_TRACE_DIR", "")))
         self.path = folder / "metrics.csv" if path is None else Path(path)
         self._columns: list[str] = []
         self._size = -1

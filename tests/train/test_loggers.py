@@ -21,8 +21,11 @@ def write(log: StepLog, *steps: int) -> None:
         log.write(step, {"loss": step / 4})
 
 
-def test_csv_is_in_the_trace_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FFT_TRACE_DIR", str(tmp_path))
+@pytest.mark.parametrize("start", ["", "start2"])
+def test_csv_of_all_starts_is_in_the_trace_directory(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FFT_TRACE_DIR", str(tmp_path / start))
     log = CsvLog()
     write(log, 1, 2)
     assert lines(log) == ["step,loss", "1,0.25", "2,0.5"] and log.path == tmp_path / "metrics.csv"
