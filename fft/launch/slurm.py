@@ -21,6 +21,8 @@ _REQUEUE_S = 30
 """Time between the end of the drain and the time limit, in seconds. SLURM's signals have a
 resolution of a minute at worst, and come early rather than late."""
 
+_PROGRAM = (sys.executable, "-m", "fft.cli")
+
 _HEAD = """\
 #!/bin/bash
 #SBATCH @OPTIONS@
@@ -51,14 +53,21 @@ export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
 """
 
 _STEPS = """
-# One step for each group, and one for each spare node.
+# One step for each group and each spare node. If the node of this shell is lost, SLURM lets
+# the steps of the others run. They put the job back into the queue, because the bus is lost.
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 steps=()
+part='trap : USR1 TERM  # they reach all processes of a step, and fft run handles them
+"$@"; status=$?
+case $status in 0 | 3 | 75) exit "$status" ;; esac
+"${@:1:@WORDS@}" outcome --groups @GROUPS@ > /dev/null 2>&1
+[ $? = 2 ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$status"'
 step() {  # NAME NODE OPTION…
   [ -z "$stop" ] || return
   srun --nodes=1 --ntasks=1 --nodelist="${nodes[$2]}" --no-kill --input=none@SHARE@ \\
-    --open-mode=append --output="$run/$1.out" \\
-    "${fft[@]}" run "${options[@]}" "${@:3}" "${script[@]}" &
+    --open-mode=append --output="$run/$1-%N.out" \\
+    bash -c "$part" "$1" "${fft[@]}" run "${options[@]}" "${@:3}" "${script[@]}" &
   steps+=($!)
 }
 @PARTS@
@@ -82,6 +91,7 @@ status=$?
 case $stop:$status in
   *:0 | *:3) exit 0 ;;         # complete, perhaps with fewer groups
   requeue:* | :75) requeue ;;  # warned, or drained, or a lost node ended the job
+  :2) requeue ;;               # the bus was lost
 esac
 exit "$status"
 """
@@ -215,7 +225,8 @@ class SlurmJob:
         ]
         values = {
             "OPTIONS": "\n#SBATCH ".join(options),
-            "PROGRAM": shlex.join([sys.executable, "-m", "fft.cli"]),
+            "PROGRAM": shlex.join(_PROGRAM),
+            "WORDS": str(len(_PROGRAM)),
             "FOLDER": shlex.quote(str(self.folder)),
             "SCRIPT": shlex.join(self.script),
             "RUN_OPTIONS": shlex.join(run),

@@ -134,6 +134,20 @@ def test_drain_signals_the_steps_and_not_the_bus() -> None:
     assert "trap '' TERM USR1; exec" in text
 
 
+def test_warning_to_all_processes_of_a_step_ends_fft_run_and_not_the_shell_around_it() -> None:
+    """The shell waits for `fft run`, and hands on its exit status."""
+    text = scripts()[0]
+    part = re.search("^part='.*?'$", text, re.M | re.S)
+    assert part is not None
+    child = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+    child += "import os; os.kill(os.getppid(), 10); os.kill(os.getpid(), 10); signal.pause()"
+    command = f'{part[0]}\nbash -c "$part" name {sys.executable} -c "$CHILD"; echo $?'
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, "CHILD": child}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "75", done.stderr
+
+
 def test_options_of_the_user_come_last_because_later_ones_override() -> None:
     lines = a_job(sbatch=["--time=5", "--no-requeue"]).batch_script().splitlines()
     assert lines[lines.index("#SBATCH --no-requeue") + 1].startswith("# ")
@@ -465,3 +479,21 @@ def test_bus_ends_with_a_batch_shell_that_is_killed(cluster: SlurmCluster, tmp_p
     server.wait(LIMIT_S)
     job.end()
     assert ours("fft.cli") == []
+
+
+@pytest.mark.long
+def test_lost_batch_node_puts_the_job_back_into_the_queue_by_the_other_steps(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """SLURM lets a job with ``--no-kill`` run on without its batch shell, and its bus is lost."""
+    job = Submitted(cluster, tmp_path / "a", "--every", "10", script="100 0.1 2")
+    job.wait_for_steps(15)
+    cluster.kill_node("node1")
+    try:
+        wait_until(lambda: "fft: resuming" in job.output(), "it has resumed", LIMIT_S)
+    finally:
+        cluster.start_node("node1")
+    job.end()
+    assert job.state() == "COMPLETED", job.output()
+    audit = audit_job(job.folder / "job" / "traces")
+    assert audit.ok and audit.resumed.checks, audit.render()
