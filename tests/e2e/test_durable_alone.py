@@ -79,4 +79,4 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(spec: str, tmp_path
         "checkpoint", "export", place, str(STEPS), str(parts / "dcp"), folder=parts, within=60
     )
     assert done.returncode == 2
-    assert "the groups that wrote it step alone" in done.stderr
+    assert "the groups that wrote it take local steps" in done.stderr

@@ -292,7 +292,7 @@ def leave(*members: str) -> Event:
         ({"a": (START, START)}, (), "process a, event 2: start while it is out"),
         ({"a": (START, ENTER, ENTER)}, (), "process a, event 3: enter while it is in the barrier"),
         ({"a": (START, FAIL, FAIL)}, (), "process a, event 3: fail while it is dead"),
-        ({"a": (START, ENTER, leave("b"))}, (), "process a was given {b}, of which nothing is"),
+        ({"a": (START, ENTER, leave("b"))}, (), "process a was given {b}, which has no line"),
         (
             {"a": (START, ACT), "b": (START, ACT)},
             ((("a", 1), ("b", 0)), (("b", 1), ("a", 0))),
