@@ -147,6 +147,12 @@ class Course:
     """Time, step and consumed slices of the newest commits."""
     _pending: list[Fault] = field(default_factory=list)
     _left: tuple[str, ...] = ()
+    _recompute: Fault | None = None
+    """The rollback of a step that is computed again, until the next epoch."""
+    _recomputed_at: float | None = None
+    """Time of the last such rollback, until the next commit."""
+    recomputation_s: float = 0.0
+    """Seconds from such rollbacks to the next commits."""
     _ended_by: int = 0
 
     def take(self, record: Mapping[str, Any], at: float) -> bool:
@@ -300,9 +306,11 @@ class Course:
 
         ``rollbacks``: from the last commit before a rollback to the next one, without one step.
         ``changes``: the same around joins and departures. ``missing groups``: the work that absent
-        groups would have done.
+        groups would have done. ``recomputation``: from the rollback of a step that is computed
+        again to its commit.
         """
         found = {"rollbacks": 0.0, "missing groups": 0.0, "changes": 0.0}
+        found["recomputation"] = self.recomputation_s
         aborted = {fault.epoch for fault in self.faults}
         step = self._typical_step()
         last, broke = 0.0, False
@@ -333,6 +341,13 @@ class Course:
     def _form(self, record: Mapping[str, Any], at: float) -> None:
         members, was = _groups(record), self.members
         gone = was - members
+        recompute, self._recompute = self._recompute, None
+        if recompute is not None and members == was:
+            self._left, self.epochs[-1].epoch = (), record["epoch"]
+            return
+        if recompute is not None and gone - set(self._left):
+            self.faults.append(recompute)
+            self._pending.append(recompute)
         for fault in self._pending:
             fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
         came = tuple(sorted(members - was)) if self.epochs else ()
@@ -351,13 +366,16 @@ class Course:
         self.epochs.append(EpochStats(record["epoch"], members, at, record["step"]))
 
     def _roll_back(self, record: Mapping[str, Any], at: float) -> None:
-        if record.get("skip") or record.get("code") == CauseCode.RECOMPUTED:
+        if record.get("skip"):
             return
         before = next((stats for stats in reversed(self.epochs) if stats.rate is not None), None)
         cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
         place = record["epoch"], record["txn"]
         fault = Fault(record["n"], record["step"], at, cause, str(code), *place, before=before)
         self._ended_by = record["n"]
+        if code == CauseCode.RECOMPUTED:
+            self._recompute, self._recomputed_at = fault, at
+            return
         self.faults.append(fault)
         self._pending.append(fault)
 
@@ -375,6 +393,9 @@ class Course:
         for fault in self._pending:
             fault.committed, fault.after = at, stats
         self._pending = []
+        if self._recomputed_at is not None:
+            self.recomputation_s += at - self._recomputed_at
+            self._recomputed_at = None
         for absence in self.away():
             absence.steps += 1
         if stats.commits == 1:

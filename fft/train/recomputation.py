@@ -3,13 +3,14 @@
 A wrong gradient that goes into a reduction becomes part of the average of all replicas, which then
 agree on it. So a rank takes fingerprints of its gradients before they are reduced. In a step that
 is due, all ranks roll the first attempt back, which restores the parameters and the random states,
-and compute the same batch again. A rank whose fingerprints differ votes NO and is accused. The
-comparison requires deterministic kernels.
+and compute the same batch again. A rank whose fingerprints differ votes NO. It is accused if the
+difference is in a gradient that depends on no other rank. The comparison requires deterministic
+kernels.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,18 +18,29 @@ from fft.errors import ConfigError, FftError, GradientsNotReproducible
 from fft.messages.effects import StartTxn
 from fft.train.state.fingerprint import fingerprint
 
+_MOST = 8
+"""Computations of a step of which no two agree, after which the step function counts as not
+deterministic."""
+_BY_SCRIPT = "by the script"
+
 
 class Recompute(FftError):
     """The step is computed again, to compare its gradients. It is no failure."""
 
 
-class _Attempt(NamedTuple):
+@dataclass(slots=True)
+class _Attempt:
+    """The reductions of one attempt, in their order."""
+
     key: tuple[int, int | None, int, tuple[str, ...]]
     """Step, slice, number of participants and members: attempts with equal keys are comparable."""
-    layouts: list[str]
-    """Layouts of the buckets, in the order of their reductions."""
-    fingerprints: list[str]
-    """Fingerprints of the buckets before their reductions."""
+    layouts: list[str] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)
+    """Fingerprints of the reduced tensors before their reductions."""
+    own: int = 0
+    """Number of reductions before the first one that may depend on other ranks."""
+    is_whole: bool = False
+    """Whether the step function ended."""
 
 
 class Recomputation:
@@ -42,6 +54,8 @@ class Recomputation:
         self._every = every
         self._attempt: _Attempt | None = None
         """The open attempt, if its step is due."""
+        self._is_own = True
+        """Whether the open attempt has used no result of a reduction yet."""
         self._earlier: list[_Attempt] = []
         """The attempts before it at the same step."""
 
@@ -54,22 +68,20 @@ class Recomputation:
             )
 
     def begin(self, plan: StartTxn) -> None:
-        """Begin an attempt."""
+        """Begin an attempt. An attempt that is still open was cut short by a rollback."""
         is_due = self._every and plan.index is not None and plan.step % self._every == 0
-        ended, self._attempt = self._attempt, None
+        ended, self._attempt, self._is_own = self._attempt, None, True
         if not is_due:
             self._earlier.clear()
             return
-        key = (plan.step, plan.slice, plan.participants, plan.members)
-        self._attempt = _Attempt(key, [], [])
-        self._earlier = [
-            each for each in (*self._earlier, ended) if each is not None and each.key == key
-        ]
+        self._attempt = _Attempt((plan.step, plan.slice, plan.participants, plan.members))
+        self._earlier += [] if ended is None else [ended]
+        self._earlier = [each for each in self._earlier if each.key == self._attempt.key]
 
     def note(self, bucket: torch.Tensor, layout: str) -> None:
-        """Take the fingerprint of a bucket that is about to be reduced.
+        """Take the fingerprint of gradients that are about to be reduced.
 
-        Raises ConfigError if the kernels of its device are not deterministic.
+        Raises ConfigError if the kernels of their device are not deterministic.
         """
         if self._attempt is None:
             return
@@ -81,6 +93,16 @@ class Recomputation:
             )
         self._attempt.layouts.append(layout)
         self._attempt.fingerprints.append(fingerprint([bucket]))
+        self._attempt.own += self._is_own
+
+    def note_by_script(self, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of a tensor that the script reduces; it may use other results."""
+        self.results_used()
+        self.note(tensor, _BY_SCRIPT)
+
+    def results_used(self) -> None:
+        """From now on, gradients of this attempt may depend on other ranks."""
+        self._is_own = False
 
     def compare(self) -> None:
         """Compare the open attempt with those before it, if its step is due.
@@ -89,21 +111,38 @@ class Recomputation:
         a rollback has cut short is not compared.
 
         Raises:
-            Recompute: There is no attempt to compare with.
-            GradientsNotReproducible: All attempts differ.
+            Recompute: There is no attempt to compare with, or only gradients differ that depend on
+                other ranks.
+            GradientsNotReproducible: No attempt is equal, because of this rank.
         """
-        now = self._attempt
+        now, self._attempt = self._attempt, None
         if now is None or not now.fingerprints:
             return
-        whole = [each for each in self._earlier if each.layouts == now.layouts]
-        if not whole:
-            raise Recompute("the step is computed again, to compare its gradients")
-        wrong = min(
-            sum(a != b for a, b in zip(now.fingerprints, each.fingerprints, strict=True))
-            for each in whole
-        )
+        earlier, now.is_whole = list(self._earlier), True
+        self._earlier.append(now)
+        alike = [each for each in earlier if each.layouts == now.layouts]
+        if any(each.fingerprints == now.fingerprints for each in alike):
+            return
+        whole = sum(each.is_whole for each in earlier)
+        if whole and not alike:
+            raise GradientsNotReproducible(
+                "two computations of the same batch reduced different tensors on this rank"
+            )
+        wrong = min((_differing(each, now) for each in alike), default=0)
         if wrong:
             raise GradientsNotReproducible(
                 f"two computations of the same batch gave different gradients in {wrong} of "
-                f"{len(now.layouts)} buckets of this rank"
+                f"{now.own} buckets of this rank"
             )
+        if whole + 1 >= _MOST:
+            raise GradientsNotReproducible(
+                f"{whole + 1} computations of the same batch gave different gradients, which use "
+                "results of reductions, such as a mean over the groups"
+            )
+        raise Recompute("the step is computed again, to compare its gradients")
+
+
+def _differing(one: _Attempt, other: _Attempt) -> int:
+    """Return the number of reductions that differ and depend on no other rank."""
+    pairs = zip(one.fingerprints[: one.own], other.fingerprints[: other.own], strict=False)
+    return sum(a != b for a, b in pairs)

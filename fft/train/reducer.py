@@ -60,6 +60,12 @@ class Reductions(Protocol):
     def is_in_txn(self) -> bool:
         """Whether a transaction is open, so that gradients can be reduced."""
 
+    def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
+        """Let a recomputed step compare a bucket that a communication hook is about to reduce."""
+
+    def results_used(self) -> None:
+        """From now on, the script may use the reduced gradients."""
+
     def reduce_gradients(
         self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
@@ -497,6 +503,7 @@ class Reducer:
             bucket.work = self._manager.reduce_gradients(flat, self._layout.digest, ReduceOp.SUM)
             return
         state, hook = self._hook
+        self._manager.note_gradients(flat, self._layout.digest)  # before the hook changes them
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
         self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
         bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._layout.buckets)))
@@ -527,6 +534,8 @@ class Reducer:
         self._reduce_sparse()
         self._refuse_unknown()
         self._is_unreduced, self._is_reduced = self._is_unreduced and nested, True
+        if not nested:
+            self._manager.results_used()
         self._forget()
 
     def _complete(self, buckets: list[Bucket]) -> None:

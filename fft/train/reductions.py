@@ -52,6 +52,8 @@ class TxnReductions:
         self.manifest = ManifestBuilder()
         self.has_user_reductions = False
         """User code has issued a reduction in this txn, besides the reducers."""
+        self._is_for_fft = False
+        """Whether the reduction that is being issued is FFT's, and not the script's."""
         self._works: list[Work] = []
         self._last: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
@@ -93,6 +95,8 @@ class TxnReductions:
         if self._injector is not None:
             self._injector.at("before_allreduce")
         self._raise_failure()
+        if not self._is_for_fft:
+            self._recomputation.note_by_script(tensor)
         self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
         if self._injector is not None:
@@ -114,16 +118,28 @@ class TxnReductions:
 
     def reduce_gradients(self, bucket: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue the reduction of a bucket; ``layout`` describes its gradients, for the manifest."""
-        self._recomputation.note(bucket, layout)
+        self.note_gradients(bucket, layout)
         return self._issue_for_fft(bucket, layout, op)
+
+    def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
+        """Let a recomputed step compare a bucket, which is about to be reduced."""
+        self._recomputation.note(bucket, layout)
 
     def _issue_for_fft(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue a reduction that the user's code has not asked for."""
         by_hand = self.has_user_reductions
-        work: Work = self._manager.allreduce(tensor, reduce_op=op)
+        self._is_for_fft = True
+        try:
+            work: Work = self._manager.allreduce(tensor, reduce_op=op)
+        finally:
+            self._is_for_fft = False
         self.has_user_reductions = by_hand
         self.manifest.note(layout)
         return work
+
+    def results_used(self) -> None:
+        """From now on, the script may use reduced gradients of the open txn."""
+        self._recomputation.results_used()
 
     def mean(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its mean over the groups. Raises TxnAborted if that fails.
@@ -131,6 +147,7 @@ class TxnReductions:
         It changes no gradient, so a joiner that fetches its state may take part.
         """
         self._issue_for_fft(tensor, "mean", ReduceOp.AVG).wait()
+        self._recomputation.results_used()
         self._raise_failure()
 
     def raise_if_failed(self) -> None:

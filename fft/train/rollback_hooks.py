@@ -43,10 +43,11 @@ class _Functions:
         self._all: tuple[_Hook, ...] = ()
 
     def add(self, function: Callable[[], object], limit_s: float) -> None:
-        """Add a function. Raises ConfigError if ``limit_s`` is not positive."""
-        if not limit_s > 0:
+        """Add a function. Raises ConfigError if ``limit_s`` is not positive and finite."""
+        if not 0 < limit_s <= threading.TIMEOUT_MAX:
             raise ConfigError(
-                f"{self._method}(limit_s={limit_s!r}): expected a positive number of seconds"
+                f"{self._method}(limit_s={limit_s!r}): expected a positive number of seconds, and "
+                "not inf"
             )
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._all = (*self._all, _Hook(function, limit_s, f"{name}()"))
@@ -85,7 +86,7 @@ class Aborts(_Functions):
             with self._limited(each):
                 try:
                     each.function()
-                except Exception:  # a failed abort must not keep the others from running
+                except BaseException:
                     logger.exception("the abort %s, added by on_abort, has failed", each.name)
 
 

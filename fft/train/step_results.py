@@ -113,12 +113,15 @@ class ResultJudge:
             GroupAborted: A rollback came while the ranks of the group added up their norms.
         """
         self.recomputation.compare()
-        if updates.must_skip():
-            return True
-        gradients = updates.gradients()
+        must_skip, gradients = updates.must_skip(), updates.gradients()
         if not self.vetoes:
-            return not updates.has_scaler and self.must_skip_nonfinite(plan, gradients)
+            return must_skip or (
+                not updates.has_scaler and self.must_skip_nonfinite(plan, gradients)
+            )
+        # the ranks of a group add up their norms together, whatever their own scalers have found
         norm, is_finite = self._measure(gradients)
+        if must_skip or (updates.has_scaler and not is_finite):
+            return True
         result = StepResult(plan.step, inner_step, dict(self._metrics), norm, is_finite)
         # vetoes run only on contributing ranks: a joiner computed its loss on weights that are not
         # the job's

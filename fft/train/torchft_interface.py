@@ -163,6 +163,14 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """All-reduce a bucket; ``layout`` describes its gradients for the manifest."""
         return self._parts.reductions.reduce_gradients(tensor, layout, op)
 
+    def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
+        """Let a recomputed step compare a bucket that a communication hook is about to reduce."""
+        self._parts.reductions.note_gradients(bucket, layout)
+
+    def results_used(self) -> None:
+        """From now on, the step function may use reduced gradients; see `Recomputation`."""
+        self._parts.reductions.results_used()
+
     def raise_if_failed(self) -> None:
         """Forget the completed reductions of a reducer; raise TxnAborted if one has failed."""
         self._parts.reductions.raise_if_failed()

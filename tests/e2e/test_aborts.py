@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -54,9 +55,11 @@ def test_aborts_run_in_order_on_the_engines_thread(
         raise RuntimeError("nothing to release")
 
     manager.on_abort(first)
+    manager.on_abort(lambda: sys.exit(1))
     manager.on_abort(lambda: calls.append(("second", threading.current_thread().name)))
-    with pytest.raises(ConfigError, match="limit_s=0"):
-        manager.on_abort(first, limit_s=0)
+    for limit_s in (0, float("inf")):
+        with pytest.raises(ConfigError, match=f"limit_s={limit_s}"):
+            manager.on_abort(first, limit_s=limit_s)
     assert train(manager, steps=2) == 3
     names = [name for name, _ in calls]
     during = names[:2]

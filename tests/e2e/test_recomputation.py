@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,106 @@ def test_attempt_equals_any_earlier_one() -> None:
         each.compare()
     attempt(each, plan(3), 1.0)
     each.compare()
+
+
+def test_gradients_that_use_other_results_accuse_no_rank() -> None:
+    each = Recomputation(2)
+    for txn, second in ((1, 1.0), (2, 2.0)):
+        attempt(each, plan(txn), 1.0)
+        each.results_used()
+        each.note(torch.full((4,), second), "a later bucket")
+        with pytest.raises(Recompute):
+            each.compare()
+    for txn in range(3, 9):
+        attempt(each, plan(txn), 1.0)
+        each.note_by_script(torch.full((4,), float(txn)))
+        with pytest.raises(GradientsNotReproducible if txn in (3, 8) else Recompute):
+            each.compare()
+
+
+def test_whole_attempts_that_reduce_other_tensors_are_not_computed_forever() -> None:
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0)
+    with pytest.raises(Recompute):
+        each.compare()
+    attempt(each, plan(2), 1.0, 2.0)
+    with pytest.raises(GradientsNotReproducible, match="different tensors"):
+        each.compare()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"slice": 9},
+        {"participants": 3},
+        {"members": ("0", "2")},
+        {"step": 6},
+    ],
+    ids=["slice", "participants", "members", "step"],
+)
+def test_attempts_at_other_work_are_not_compared(other: dict[str, Any]) -> None:
+    def changed() -> StartTxn:
+        at = plan(2)
+        if "slice" in other:
+            return replace(at, cursor=other["slice"])
+        return replace(at, **other)
+
+    each = Recomputation(2)
+    attempt(each, plan(1), 1.0)
+    with pytest.raises(Recompute):
+        each.compare()
+    attempt(each, changed(), 2.0)
+    with pytest.raises(Recompute):
+        each.compare()
+
+
+def test_accumulation_without_no_sync_accuses_the_wrong_rank_only(tmp_path: Path) -> None:
+    """The second reduction of a step contains the result of the first one."""
+    attempts: Counter[int] = Counter()
+
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                attempts[txn.step] += member.group == "2"
+                is_wrong = member.group == "2" and txn.step == 2 and attempts[2] == 2
+                for part in range(2):
+                    x = batch_of(txn.batch)
+                    loss = member.model(x).square().mean()
+                    if is_wrong and part == 0:
+                        loss = loss + 1e-3 * sum(p.sum() for p in member.model.parameters())
+                    loss.backward()
+
+    with job(tmp_path, 3) as made:
+        made.run(work, recompute_every=EVERY)
+        found = [r["accused"] for r in aborts(made.traces) if r["code"] == "not_reproducible"]
+        assert all(who[0] == "2" for accused in found for who in accused), found
+        final(made)
+
+
+def test_wrong_gradient_is_found_before_a_communication_hook(tmp_path: Path) -> None:
+    attempts: Counter[int] = Counter()
+
+    def work(member: Member) -> None:
+        def hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            return (
+                member.manager.allreduce(bucket.buffer())
+                .get_future()
+                .then(lambda _: bucket.buffer())
+            )
+
+        member.manager.register_comm_hook(None, hook)
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                attempts[txn.step] += member.group == "1"
+                loss = member.model(batch_of(txn.batch)).square().mean()
+                if member.group == "1" and txn.step == 2 and attempts[2] == 2:
+                    loss = loss + 1e-3 * sum(p.sum() for p in member.model.parameters())
+                loss.backward()
+
+    with job(tmp_path, 2) as made:
+        made.run(work, recompute_every=EVERY)
+        (found,) = [r for r in aborts(made.traces) if r["code"] == "not_reproducible"]
+        assert [who[0] for who in found["accused"]] == ["1"]
+        final(made)

@@ -279,6 +279,39 @@ def test_norm_of_a_veto_covers_all_ranks_of_the_group(tmp_path: Path) -> None:
         assert found == pytest.approx(totals, rel=1e-6)
 
 
+def test_veto_sees_all_ranks_although_the_scaler_of_one_skips(tmp_path: Path) -> None:
+    """The ranks add up their norms together; each rank has its own scaler, like stages."""
+    skipped: dict[str, list[bool]] = {}
+
+    def work(member: Member) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        member.manager.register(member.model, member.optimizer, scaler=scaler)
+        member.manager.sync_gradients(member.model)
+        member.manager.veto(lambda result: None)
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, 3):
+            with txn:
+                loss = member.model(batch_of(txn.batch)).square().mean()
+                is_bad = member.name == "0.1" and txn.step == 1 and len(skipped[member.name]) == 1
+                scaler.scale(loss * torch.inf if is_bad else loss).backward()
+            skipped.setdefault(member.name, []).append(txn.skipped)
+
+    with job(tmp_path, 1) as made:
+        given: list[dict[str, Any]] = [
+            {"shard_pg": fft.ShardProcessGroupGloo(), "model": _Bare(s), "register": False}
+            for s in range(2)
+        ]
+        ranks = made.ranks("0", given)
+        for member in ranks:
+            member.start(work)
+        for member in ranks:
+            member.end()
+            assert member.error is None, repr(member.error)
+        assert aborts(tmp_path) == []
+        made.audit()
+    assert skipped == {"0.0": [False, True, False, False], "0.1": [False, True, False, False]}
+
+
 # --- local steps ----------------------------------------------------------------------------------
 
 

@@ -175,3 +175,91 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     out = io.StringIO()
     Console(file=out, width=80).print(CliRunner().invoke(app, ["report", "b"]).stdout)
     assert "no fault was noticed" in out.getvalue()
+
+
+def recomputed(every: int, lost: bool = False) -> Course:
+    """Two groups at 10 steps/s; every n-th step is computed twice, which takes 0.1 s more.
+
+    With ``lost``, group 1 does not come back from the rollback of step 6.
+    """
+    course, n, epoch, slices, at = Course(), 1, 1, 0, 0.0
+    groups = ("0", "1")
+    course.take(record(1, "epoch", 0, 0, members=members(*groups)), -5.0)
+    for step in range(12):
+        if step % every == 0:
+            at, epoch = at + 0.1, epoch + 1
+            groups = ("0",) if lost and step >= 6 else groups
+            more = {"cause": "0/0#1: Recompute", "code": "recomputed", "epoch": epoch - 1}
+            course.take(record(n + 1, "abort", step, slices, **more), at)
+            at += 5.0 if lost and step == 6 else 0.0
+            more = {"epoch": epoch, "members": members(*groups)}
+            course.take(record(n + 2, "epoch", step, slices, **more), at)
+            n += 2
+        n, slices, at = n + 1, slices + len(groups), at + 0.1
+        course.take(record(n, "commit", step + 1, slices, epoch=epoch), at)
+    return course
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_course_counts_recomputed_steps_as_neither_faults_nor_changes(every: int) -> None:
+    course = recomputed(every)
+    assert course.faults == course.changes == course.absences == []
+    lost = course.lost_s()
+    assert lost.pop("recomputation") == pytest.approx(0.1 * 12 / every)
+    assert all(seconds == 0.0 for seconds in lost.values()), lost
+    assert course.rates() is not None and course.undisturbed_rate is not None
+
+
+def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> None:
+    course = recomputed(6, lost=True)
+    (fault,) = course.faults
+    assert (fault.step, fault.lost, fault.code) == (6, ("1",), "recomputed")
+    (absence,) = course.absences
+    assert (absence.group, absence.planned, absence.n) == ("1", False, fault.n)
+    assert course.lost_s()["rollbacks"] > 4.9 and course.lost_s()["changes"] == 0.0
+
+
+def begun(*groups: str) -> Course:
+    """A job with one commit."""
+    course = Course()
+    course.take(record(1, "epoch", 0, 0, members=members(*groups)), 0.0)
+    course.take(record(2, "commit", 1, len(groups)), 0.1)
+    return course
+
+
+def test_course_shows_the_end_of_a_job_as_no_departure() -> None:
+    assert [change.step for change in interrupted().changes if change.left] == [30]
+
+
+def test_course_names_the_commit_with_which_a_group_left() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4, change=True, leavers=["1"]), 0.2)
+    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0")), 0.3)
+    (absence,) = course.absences
+    assert (absence.n, absence.planned) == (3, True)
+
+
+def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() -> None:
+    course = begun("0", "1", "2")
+    course.take(record(3, "commit", 2, 6, change=True, leavers=["1"]), 0.2)
+    course.take(record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code="died"), 0.3)
+    course.take(record(5, "epoch", 2, 6, epoch=2, members=members("0")), 0.4)
+    (fault,) = course.faults
+    assert fault.lost == ("2",)
+
+
+def test_course_counts_a_step_that_the_user_skipped_as_no_fault() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "abort", 1, 2, skip=True), 0.2)
+    assert course.faults == []
+
+
+def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
+    for n in (5, 6):  # the first one is given up before its barrier
+        course.take(record(n, "epoch", 2, 4, epoch=n - 3, members=members("0", "1")), 0.1 * n)
+    course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
+    lost = course.lost_s()
+    assert lost["rollbacks"] == pytest.approx(0.6) and lost["changes"] == 0.0

@@ -26,12 +26,19 @@ def test_memory_check_compares_the_available_memory() -> None:
         fft.health_checks.memory(free_gb=2 * free)()
 
 
+@pytest.mark.parametrize("place", ["job/step", "job", ""])
 @pytest.mark.parametrize("limit", ["max", "3000"])
-def test_memory_check_counts_the_limit_of_the_control_group(limit: str, tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    available = checks.available_memory(tmp_path)
-    assert available == 2000 if limit == "3000" else available > 2000
+def test_memory_check_counts_the_limits_of_all_control_groups_without_caches(
+    limit: str, place: str, tmp_path: Path
+) -> None:
+    folder, membership = tmp_path / place, tmp_path / "cgroup"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text("2900\n")
+    (folder / "memory.stat").write_text("anon 900\ninactive_file 1500\nslab_reclaimable 400\n")
+    membership.write_text("0::/job/step\n")
+    available = checks.available_memory(tmp_path, membership)
+    assert available == 2000 if limit == "3000" else available > 3000
 
 
 def test_interface_check_requires_a_link() -> None:
