@@ -81,6 +81,11 @@ class Fault:
     before: EpochStats | None = None
 
     @property
+    def is_recomputation(self) -> bool:
+        """Whether the step was only computed again, to compare its gradients."""
+        return self.code == CauseCode.RECOMPUTED and not self.lost
+
+    @property
     def cost_s(self) -> float | None:
         """Seconds until the next commit, or None if there was none."""
         return None if self.committed is None else self.committed - self.at
@@ -136,7 +141,8 @@ class Course:
     ended: bool = False
     """The job ended with a commit."""
     epochs: list[EpochStats] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    rollbacks: list[Fault] = field(default_factory=list)
+    """All rollbacks, those of recomputed steps included."""
     absences: list[Absence] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     _begun: tuple[int, int] | None = None
@@ -147,12 +153,6 @@ class Course:
     """Time, step and consumed slices of the newest commits."""
     _pending: list[Fault] = field(default_factory=list)
     _left: tuple[str, ...] = ()
-    _recompute: Fault | None = None
-    """The rollback of a step that is computed again, until the next epoch."""
-    _recomputed_at: float | None = None
-    """Time of the last such rollback, until the next commit."""
-    recomputation_s: float = 0.0
-    """Seconds from such rollbacks to the next commits."""
     _ended_by: int = 0
 
     def take(self, record: Mapping[str, Any], at: float) -> bool:
@@ -217,6 +217,11 @@ class Course:
         return max(
             0, self.slices + self.skipped - (self.cursor - self.outstanding_slices - self._begun[0])
         )
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The rollbacks that were not planned."""
+        return [each for each in self.rollbacks if not each.is_recomputation]
 
     def samples(self, slices: float | None) -> float | None:
         """Return the number of samples in ``slices``; None if the size of a batch is unknown."""
@@ -310,7 +315,8 @@ class Course:
         again to its commit.
         """
         found = {"rollbacks": 0.0, "missing groups": 0.0, "changes": 0.0}
-        found["recomputation"] = self.recomputation_s
+        recomputed = (each.cost_s or 0.0 for each in self.rollbacks if each.is_recomputation)
+        found["recomputation"] = sum(recomputed)
         aborted = {fault.epoch for fault in self.faults}
         step = self._typical_step()
         last, broke = 0.0, False
@@ -341,15 +347,11 @@ class Course:
     def _form(self, record: Mapping[str, Any], at: float) -> None:
         members, was = _groups(record), self.members
         gone = was - members
-        recompute, self._recompute = self._recompute, None
-        if recompute is not None and members == was:
-            self._left, self.epochs[-1].epoch = (), record["epoch"]
-            return
-        if recompute is not None and gone - set(self._left):
-            self.faults.append(recompute)
-            self._pending.append(recompute)
         for fault in self._pending:
             fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
+        if members == was and self._pending and all(f.is_recomputation for f in self._pending):
+            self._left, self.epochs[-1].epoch = (), record["epoch"]  # the job goes on as before
+            return
         came = tuple(sorted(members - was)) if self.epochs else ()
         for group in sorted(gone):
             planned = group in self._left
@@ -373,10 +375,7 @@ class Course:
         place = record["epoch"], record["txn"]
         fault = Fault(record["n"], record["step"], at, cause, str(code), *place, before=before)
         self._ended_by = record["n"]
-        if code == CauseCode.RECOMPUTED:
-            self._recompute, self._recomputed_at = fault, at
-            return
-        self.faults.append(fault)
+        self.rollbacks.append(fault)
         self._pending.append(fault)
 
     def _commit(self, record: Mapping[str, Any], at: float) -> None:
@@ -393,9 +392,6 @@ class Course:
         for fault in self._pending:
             fault.committed, fault.after = at, stats
         self._pending = []
-        if self._recomputed_at is not None:
-            self.recomputation_s += at - self._recomputed_at
-            self._recomputed_at = None
         for absence in self.away():
             absence.steps += 1
         if stats.commits == 1:
