@@ -42,6 +42,7 @@ _BATCH = 512
 _OPEN = 64
 """Attempts of the job that are open at a time; their ranks end them at different times."""
 _BACK = {"aborting", "rolling_back"}
+_COMMITTED, _ROLLED_BACK = "committed", "rolled back"
 
 
 # --- what happened, by the traces ---
@@ -60,7 +61,7 @@ class Happening:
     end: float = 0.0
     voted: float | None = None
     outcome: str = ""
-    """COMMIT or ABORT of a step; LOST if the process ended before that."""
+    """``committed`` or ``rolled back``, of a step; ``lost`` if the process ended before that."""
     facts: dict[str, str | int] = field(default_factory=dict)
 
 
@@ -92,11 +93,11 @@ class Happenings:
         if roles[0] == roles[1] or {*roles} <= _BACK:
             return
         if now is not None and roles[1] in COMMITTING:
-            now.outcome = "COMMIT"
+            now.outcome = _COMMITTED
         elif now is not None and roles[1] != "voting":
             now.end = at
             if now.kind == "step":
-                now.outcome = now.outcome or "ABORT"
+                now.outcome = now.outcome or _ROLLED_BACK
             yield self._open.pop(rank)
         if roles[1] == "training":
             facts = {"fft.step": line["step"]}
@@ -113,7 +114,7 @@ class Happenings:
 
     def _lost(self, rank: str, at: float) -> Iterator[Happening]:
         if (now := self._open.pop(rank, None)) is not None:
-            now.end, now.outcome = at, now.outcome or "LOST"
+            now.end, now.outcome = at, now.outcome or "lost"
             yield now
 
 
@@ -156,7 +157,7 @@ class _Spans:
             self._send(self._part(part, context, names))
             if part.kind == "step":
                 whole.set_attributes(part.facts)
-            if part.outcome in ("COMMIT", "ABORT"):  # not of a rank that was lost
+            if part.outcome in (_COMMITTED, _ROLLED_BACK):  # not of a rank that was lost
                 whole.set_attribute("fft.outcome", part.outcome)
         whole.end(_ns(end))
         self._send(whole)
@@ -171,7 +172,7 @@ class _Spans:
         span = self._tracer.start_span(part.kind, context, start_time=start, attributes=names)
         if part.voted is not None:
             span.add_event("vote", timestamp=_ns(part.voted))
-        if part.outcome not in ("", "COMMIT"):
+        if part.outcome not in ("", _COMMITTED):
             span.set_status(Status(StatusCode.ERROR, part.outcome))
         span.end(_ns(part.end))
         return span

@@ -362,9 +362,10 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     [["drain", "1"], ["evict", "1"], ["watch"], ["inject", "kill"], ["say", SAID]],
 )
 def test_an_operator_without_a_bus_is_told_how_to_get_one(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FFT_BUS", raising=False)
+    monkeypatch.chdir(tmp_path)  # which has no run
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert done.output.startswith("fft: no bus: pass --bus, or set FFT_BUS")

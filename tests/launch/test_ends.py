@@ -300,7 +300,7 @@ def test_group_is_not_restarted_after_its_later_stage_ended(
         actors["0", "0"].order("exit 0")
         verdict = job.verdict()
     assert verdict.ok, verdict.lines
-    assert "group 1 came back when a later stage had ended" in str(verdict.lines)
+    assert "group 1 came back after a later stage had ended" in str(verdict.lines)
 
 
 def test_a_stage_that_its_groups_have_left_without_a_commit_is_over(bus: ErrorBus) -> None:

@@ -452,7 +452,7 @@ def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, u
         job.start_group("1", inc=2)[0].train(10_000)
         wait_until(lambda: states(watch)["1"] == IN_EPOCH, "the next process is in")
         assert watch.model.head is not None and watch.model.head.epoch > 2
-        assert watch.model.course.rates() is not None
+        wait_until(lambda: watch.model.course.rates() is not None, "two commits of the new epoch")
         assert [change.left for change in watch.model.course.changes if change.left] == [("2",)]
 
 

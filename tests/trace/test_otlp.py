@@ -122,10 +122,10 @@ def test_export_sends_attempts_rollbacks_transfers_and_figures(
         assert part.start_time_unix_nano <= part.end_time_unix_nano <= whole.end_time_unix_nano
         assert of(part)["fft.txn"] == of(whole)["fft.txn"]
     steps = [of(span) for span in parts if span.name == "step"]
-    commits = Counter(each["fft.step"] for each in steps if each["fft.outcome"] == "COMMIT")
+    commits = Counter(each["fft.step"] for each in steps if each["fft.outcome"] == "committed")
     figures = plain(figures_of(traces))
     assert sorted(commits) == list(range(figures["commits"])) and commits[0] == 2
-    assert {each["fft.outcome"] for each in steps} == {"COMMIT", "ABORT", "LOST"}
+    assert {each["fft.outcome"] for each in steps} == {"committed", "rolled back", "lost"}
     rollbacks = [of(span) for span in parts if span.name == "rollback"]
     assert len([each for each in rollbacks if "boom" in each["fft.cause"]]) == 2
     (fetched,) = [of(span) for span in parts if span.name == "transfer"]

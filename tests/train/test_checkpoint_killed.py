@@ -114,7 +114,7 @@ def test_whatever_a_killed_writer_leaves_a_job_goes_on(
             chosen = choose(found, resume=True)
         if chosen is None:
             assert not before
-            assert f"never finished: {attempt}" in caplog.text
+            assert f"only unfinished checkpoints: {attempt}" in caplog.text
             came.add("nothing")
         else:
             assert found.verify(6) == chosen and chosen.step == 6, count

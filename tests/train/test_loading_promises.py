@@ -162,7 +162,7 @@ def test_cancelled_item_is_not_loaded_by_its_worker(tmp_path: Path, wanted: Due)
         loader.take(Due(0, 0, 2))  # asked for ahead: 2, on which the worker waits, 4, 6, 8
         taken = pool.submit(loader.take, wanted)
         try:
-            window = [wanted.number, wanted.step]
+            window = [wanted.first, wanted.number, wanted.step, wanted.stride]
             wait_until(lambda: loader._window.tolist() == window, "it is said", 10)
         finally:
             gate.touch()
