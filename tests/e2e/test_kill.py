@@ -62,8 +62,11 @@ def test_state_is_fetched_once_by_each_rank_that_lost_it_and_by_nobody_else(trac
     assert [fetch[4] for fetch in found] == ["1"] + ["0"] * 4
     # the rank with lost state; the killed group; the group that came back from its drain
     assert [fetch[:2] for fetch in found[:1]] == [("0", 1)]
-    assert sorted(fetch[:3] for fetch in found[1:3]) == [("1", 0, 2), ("1", 1, 2)]
-    assert sorted(fetch[:3] for fetch in found[3:]) == [("1", 0, 3), ("1", 1, 3)]
+    killed, returned = (sorted(fetch[:3] for fetch in each) for each in (found[1:3], found[3:]))
+    assert [fetch[:2] for fetch in killed] == [("1", 0), ("1", 1)]
+    # a rank may be killed later than its mate, which then is started once more
+    assert {inc for *_, inc in killed} <= {2, 3}
+    assert returned == [(group, rank, inc + 1) for group, rank, inc in killed]
     assert not list(traces.glob("g0r*i2.jsonl")), "group 0 was never started again"
 
 
