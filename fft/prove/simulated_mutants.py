@@ -143,7 +143,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "A group is in the next synchronization by a message from before its last one.",
         "async",
         "bounded",
-        4,
+        11,
         _view(_since_the_start, _FORMING, ("propose_epoch",)),
     ),
     SimulatedMutant(

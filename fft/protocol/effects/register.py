@@ -232,5 +232,5 @@ def propose_live(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose COMMIT for the entry or the end of a live block, which consumes no data."""
     assert isinstance(event, Ballot)
     s.proposed = True
-    part = event.votes[0].manifest.part
+    part = max(vote.manifest.part for vote in event.votes)  # all have the same
     yield Decide(s.head, replace(commit_record(s, c, event.votes), live=part))
