@@ -1,8 +1,8 @@
 """The cost of a step of Hugging Face's Trainer and of Lightning's, on FFT and on their own DDP.
 
-``python -m benchmarks.trainer_steps [--reps N] [--write]``. Both systems of a framework train the
-GPT of 6 million parameters of `benchmarks.whole_step` in two processes, one thread each, in turn. A
-ratio is the median of the repetitions' own ratios.
+``python -m benchmarks.trainer_steps [--reps N]`` prints a table. Both systems of a framework train
+the GPT of 6 million parameters of `benchmarks.whole_step` in two processes, one thread each, in
+turn. A ratio is the median of the repetitions' own ratios.
 
 With ``worker`` it is one of the processes.
 """
@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.pages import fill, markdown, spread
+from benchmarks.pages import markdown, spread
 from benchmarks.whole_step import BATCH, GPT, SIZES, Clock, Windows, ratio
 
 STEPS = 60
 FRAMEWORKS = {"hf": "Hugging Face", "lightning": "Lightning"}
 SYSTEMS = ("ddp", "fft")
 LIMIT_S = 240
-PAGE = Path(__file__).parents[1] / "docs" / "whole_step.md"
 
 
 def train_hf(system: str, clock: Clock, out: Path) -> None:
@@ -141,7 +140,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=FRAMEWORKS)
-    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     args = parser.parse_args()
     rows = []
     for framework in args.frameworks:
@@ -154,10 +152,7 @@ def main() -> None:
             )
         cells = [spread(times[system]) for system in SYSTEMS]
         rows.append([FRAMEWORKS[framework], *cells, ratio(times, "fft", "ddp")])
-    table = markdown(["trainer", "its DDP (ms)", "on FFT (ms)", "FFT / DDP"], rows)
-    print("\n".join(table))
-    if args.write:
-        fill(PAGE, "trainers", table)
+    print("\n".join(markdown(["trainer", "its DDP (ms)", "on FFT (ms)", "FFT / DDP"], rows)))
 
 
 if __name__ == "__main__":
