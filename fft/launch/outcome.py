@@ -56,7 +56,7 @@ class Outcome:
     @property
     def has_ended(self) -> bool:
         """Whether each group had a supervisor, and all supervisors have ended in good order."""
-        return all(h is not None and h.status is not None for h in self.holders.values())
+        return not self.lost
 
     @property
     def lost(self) -> list[str]:

@@ -19,10 +19,10 @@ from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fft.errors import FftError
+from fft.util.memory import available_memory
 
 Task = TypeVar("Task")
 Done = TypeVar("Done")
@@ -51,15 +51,8 @@ def processes(jobs: int | None, each_mib: int) -> int:
 
 
 def _free_mib() -> int:
-    """Return the free memory of the machine, or of this process's control group if that is less."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) >> 10
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # there is no such file, or it contains "max"
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        free = min(free, (limit - used) >> 20)
-    return free
+    """Return the memory that is available to this process."""
+    return available_memory() >> 20
 
 
 def spread(

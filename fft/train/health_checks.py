@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from fft.util.memory import available_memory
+
 _GB = 1e9
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
 _INTERFACES = Path("/sys/class/net")
 _SIZE = 256
 """Rows and columns of the matrices that `device` multiplies."""
@@ -45,32 +45,6 @@ def memory(free_gb: float) -> Callable[[], None]:
             )
 
     return memory_is_free
-
-
-def available_memory(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Return the bytes of host memory that are available to this process.
-
-    Args:
-        root: Where the hierarchy of control groups is mounted.
-        membership: The file that names the control group of this process.
-    """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    names = [line for line in membership.read_text().splitlines() if line.startswith("0::")]
-    place = Path(names[0].removeprefix("0::/")) if names else Path()
-    for folder in (root / place, *(root / parent for parent in place.parents)):
-        limit = folder / "memory.max"
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            free = min(free, int(most) - _used_memory(folder))
-    return free
-
-
-def _used_memory(folder: Path) -> int:
-    """Return the bytes that a control group uses, without caches that the kernel can drop."""
-    lines = (folder / "memory.stat").read_text().splitlines()
-    held = {name: int(value) for name, value in (line.split() for line in lines)}
-    droppable = sum(held.get(name, 0) for name in ("inactive_file", "slab_reclaimable"))
-    return int((folder / "memory.current").read_text()) - droppable
 
 
 def network_interface(name: str) -> Callable[[], None]:

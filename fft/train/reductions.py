@@ -97,7 +97,7 @@ class TxnReductions:
         self._raise_failure()
         if not self._is_for_fft:
             self._recomputation.note_by_script(tensor)
-        self.has_user_reductions = True
+            self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
         if self._injector is not None:
             self._last = tensor
@@ -127,13 +127,11 @@ class TxnReductions:
 
     def _issue_for_fft(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue a reduction that the user's code has not asked for."""
-        by_hand = self.has_user_reductions
         self._is_for_fft = True
         try:
             work: Work = self._manager.allreduce(tensor, reduce_op=op)
         finally:
             self._is_for_fft = False
-        self.has_user_reductions = by_hand
         self.manifest.note(layout)
         return work
 

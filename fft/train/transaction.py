@@ -53,9 +53,24 @@ from fft.util.error_places import traceback_of_caller
 logger = logging.getLogger(__name__)
 
 
-_WRONG_GRADIENTS = 8
-"""Attempts in a row at one step with unequal reduced gradients after which a rank gives up. The
-diagnosis starts earlier, and attempts are then separated by pauses."""
+_MOST_WRONG = 8
+"""Attempts in a row at one step with wrong gradients after which a rank gives up. The diagnosis
+starts earlier, and attempts are then separated by pauses."""
+_WRONG_GRADIENTS: dict[CauseCode, tuple[type[FftError], str]] = {
+    CauseCode.GRADIENTS_DIFFER: (
+        GradientsDiffer,
+        "A replay of the step does not help: either the memory or the device of a rank changes "
+        "them, or the step function changes reduced gradients by something that differs between "
+        "the groups, such as its batch",
+    ),
+    CauseCode.NOT_REPRODUCIBLE: (
+        GradientsNotReproducible,
+        "Either the device or the memory of this rank computes wrong numbers, or the step function "
+        "is not deterministic: it uses a clock, an unregistered random generator, or state that "
+        "FFT does not restore",
+    ),
+}
+"""Causes that name wrong gradients, each with the error and its reason."""
 
 
 class TransactionLoop:
@@ -285,11 +300,8 @@ class TransactionLoop:
             raise self._unequal(plan, cause.finding)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
             raise self._refused(plan, cause.finding)
-        if cause.code == CauseCode.GRADIENTS_DIFFER:
+        if cause.code in _WRONG_GRADIENTS:
             self._count_wrong_gradients(plan, cause)
-            return
-        if cause.code == CauseCode.NOT_REPRODUCIBLE:
-            self._count_unlike_gradients(plan, cause)
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
@@ -308,35 +320,19 @@ class TransactionLoop:
             raise retries_exceeded(why, error) from error
 
     def _count_wrong_gradients(self, plan: StartTxn, cause: Cause) -> None:
-        """Raise if the reduced gradients keep differing at this step.
+        """Raise if gradients keep differing at this step, between ranks or between computations.
 
-        If a majority agrees, only the ranks that differ give up. The supervisor's diagnosis comes
-        before that, and evicts their group.
+        If the cause accuses ranks, only these give up. The supervisor's diagnosis comes before
+        that, and evicts their group.
         """
         if cause.accused and self.job.peer not in cause.accused:
             return
-        error = GradientsDiffer(
-            f"step {plan.step} was not committed: {cause.finding}. A replay of the step does not "
-            "help: either the memory or the device of a rank changes them, or the step function "
-            "changes reduced gradients by something that differs between the groups, such as its "
-            "batch"
+        kind, reason = _WRONG_GRADIENTS[cause.code]
+        error = kind(
+            f"step {plan.step} was not committed: {cause.finding}. {reason}"
         ).with_traceback(traceback_of_caller())
         failed = self.step_failures.failed
-        if (why := failed(plan.step, plan.members, error, most=_WRONG_GRADIENTS)) is not None:
-            self.job.note_error(error)
-            raise retries_exceeded(why, error) from error
-
-    def _count_unlike_gradients(self, plan: StartTxn, cause: Cause) -> None:
-        """Raise if this rank keeps computing different gradients from the same batch."""
-        if self.job.peer not in cause.accused:
-            return
-        error = GradientsNotReproducible(
-            f"step {plan.step} was not committed: {cause.finding}. Either the device or the memory "
-            "of this rank computes wrong numbers, or the step function is not deterministic: it "
-            "uses a clock, an unregistered random generator, or state that FFT does not restore"
-        ).with_traceback(traceback_of_caller())
-        failed = self.step_failures.failed
-        if (why := failed(plan.step, plan.members, error, most=_WRONG_GRADIENTS)) is not None:
+        if (why := failed(plan.step, plan.members, error, most=_MOST_WRONG)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 

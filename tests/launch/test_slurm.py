@@ -403,16 +403,19 @@ def test_spare_node_takes_over_the_group_of_a_lost_node(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("node", "steps"), [("node2", 25), ("node1", 15)])
 def test_lost_node_without_spare_puts_a_job_that_needs_it_back_into_the_queue(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path, node: str, steps: int
 ) -> None:
+    """Without node1, SLURM lets the job run on without its batch shell (``--no-kill``), and the bus
+    is lost."""
     job = Submitted(cluster, tmp_path / "a", "--every", "10", script="100 0.1 2")
-    job.wait_for_steps(25)
-    cluster.kill_node("node2")
+    job.wait_for_steps(steps)
+    cluster.kill_node(node)
     try:
         wait_until(lambda: "fft: resuming" in job.output(), "it has resumed", LIMIT_S)
     finally:
-        cluster.start_node("node2")
+        cluster.start_node(node)
     job.end()
     assert job.state() == "COMPLETED", job.output()
     audit = audit_job(job.folder / "job" / "traces")
@@ -479,21 +482,3 @@ def test_bus_ends_with_a_batch_shell_that_is_killed(cluster: SlurmCluster, tmp_p
     server.wait(LIMIT_S)
     job.end()
     assert ours("fft.cli") == []
-
-
-@pytest.mark.long
-def test_lost_batch_node_puts_the_job_back_into_the_queue_by_the_other_steps(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    """SLURM lets a job with ``--no-kill`` run on without its batch shell, and its bus is lost."""
-    job = Submitted(cluster, tmp_path / "a", "--every", "10", script="100 0.1 2")
-    job.wait_for_steps(15)
-    cluster.kill_node("node1")
-    try:
-        wait_until(lambda: "fft: resuming" in job.output(), "it has resumed", LIMIT_S)
-    finally:
-        cluster.start_node("node1")
-    job.end()
-    assert job.state() == "COMPLETED", job.output()
-    audit = audit_job(job.folder / "job" / "traces")
-    assert audit.ok and audit.resumed.checks, audit.render()

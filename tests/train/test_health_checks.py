@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fft
-from fft.train import health_checks as checks
+from fft.util.memory import available_memory
 
 
 def test_disk_check_compares_the_free_space(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_disk_check_compares_the_free_space(tmp_path: Path) -> None:
 
 
 def test_memory_check_compares_the_available_memory() -> None:
-    free = checks.available_memory() / 1e9
+    free = available_memory() / 1e9
     fft.health_checks.memory(free_gb=free / 2)()
     with pytest.raises(RuntimeError, match="of memory are free"):
         fft.health_checks.memory(free_gb=2 * free)()
@@ -37,7 +37,7 @@ def test_memory_check_counts_the_limits_of_all_control_groups_without_caches(
     (folder / "memory.current").write_text("2900\n")
     (folder / "memory.stat").write_text("anon 900\ninactive_file 1500\nslab_reclaimable 400\n")
     membership.write_text("0::/job/step\n")
-    available = checks.available_memory(tmp_path, membership)
+    available = available_memory(tmp_path, membership)
     assert available == 2000 if limit == "3000" else available > 3000
 
 
