@@ -111,4 +111,4 @@ def _one_line(text: str) -> str:
     failure."""
     found = [line.strip() for line in text.splitlines() if line.strip()]
     cut = found if len(found) < 3 else [found[0], "…", found[-1]]
-    return " ".join(cut).replace("<", "&lt;")
+    return " ".join(cut).replace("<", "&lt;").replace("[", "\\[")

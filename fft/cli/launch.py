@@ -115,5 +115,7 @@ def outcome(
 
     with job_client(bus) as client:
         found = until_ended(client.bus, groups) if wait else Outcome.read(client.bus, groups)
-    sys.stdout.write(f"the job has ended: {found}\n")
+    is_over = wait or found.has_ended
+    state = "the job has ended" if is_over else "some `fft run` have not ended; the job at present"
+    sys.stdout.write(f"{state}: {found}\n")
     raise typer.Exit(int(found.status))

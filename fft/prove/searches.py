@@ -107,12 +107,15 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
         if row.elsewhere:
             console.print(f"  {place}: {row.elsewhere}", markup=False)
     missed = {place: row for place, row in missed.items() if not row.elsewhere}
-    good = not broken and not partial
-    if not choice.bounds and good and missed:
+    if not choice.bounds and not broken and not partial and missed:
         console.print(f"VIOLATED sometimes: never taken: {', '.join(missed)}", markup=False)
-        good = False
-    console.print("verdict: " + ("no violation" if good else "VIOLATION"))
-    return good
+        verdict = "VIOLATION"
+    elif partial and not broken:
+        verdict = "NOT COMPLETE: no violation in the states that were searched"
+    else:
+        verdict = "VIOLATION" if broken else "no violation"
+    console.print(f"verdict: {verdict}")
+    return verdict == "no violation"
 
 
 def _chosen(sets: tuple[Bounds, ...], only: tuple[str, ...]) -> list[Bounds]:

@@ -48,6 +48,18 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
 
 
+def test_navigation_of_the_site_lists_each_page_and_each_example_once() -> None:
+    listed = re.findall(r"^ +- ([\w/-]+(?:\.\w+)*\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    examples = {
+        f"examples/{path.relative_to(ROOT / 'examples')}.md"
+        for path in (ROOT / "examples").rglob("*.py")
+    }
+    made = {"index.md", "design.md", "contributing.md", "changelog.md", *MADE_BY_THE_SITE}
+    others = {"examples/hsdp_demo_faults.yaml.md"}
+    assert sorted(listed) == sorted(pages | examples | made | others)
+
+
 def test_decision_index_lists_each_record_with_its_date() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "index.md").read_text(encoding="utf-8")

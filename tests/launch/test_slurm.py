@@ -274,6 +274,17 @@ def test_outcome_knows_how_each_supervisor_has_ended() -> None:
     assert "(group 0: complete, group 1: drained before its end)" in str(found)
 
 
+def test_outcome_command_tells_a_running_job_from_one_that_has_ended() -> None:
+    url = f"memory://slurm-{uuid.uuid4().hex}"
+    command = ["outcome", "--groups", "1", "--bus", url]
+    with open_bus(url) as bus, closing(Claims(bus, lambda: None)) as claims:
+        claims.take(["0"], take_over=False)
+        assert "have not ended" in CliRunner().invoke(app, command).stdout
+        claims.status = 0
+        claims.close()
+        assert "the job has ended: complete" in CliRunner().invoke(app, command).stdout
+
+
 def test_host_of_spares_ends_when_all_groups_have_failed(stage: Stage, tmp_path: Path) -> None:
     """No commit ends such a job, so the bus tells only by the claims that it is over."""
     url = f"memory://slurm-{uuid.uuid4().hex}"

@@ -133,3 +133,4 @@ def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None
     done = fft("check", "hsdp", "--bounds", "storm", "--limit", "500")
     assert done.returncode == 1
     assert "not complete" in done.stdout
+    assert "verdict: NOT COMPLETE" in done.stdout
