@@ -178,9 +178,12 @@ class UnfitCheckpoint(CheckpointError):
     """A checkpoint does not fit the script, so retrying would not help."""
 
 
-class HealthCheckFailed(JobError):
-    """A health check of the user failed on this rank, which leaves the job; the cause is
-    attached."""
+class HookFailed(JobError):
+    """A hook of the user failed on this rank, which leaves the job; the cause is attached."""
+
+
+class HealthCheckFailed(HookFailed):
+    """A health check of the user failed on this rank, which leaves the job."""
 
 
 class JobEnded(JobError):

@@ -295,6 +295,25 @@ class ManagerFFT(TorchftInterface):
             raise FftError("call manager.veto() before the first step, on all ranks alike")
         self._parts.rank.results.vetoes.append(function)
 
+    def initialize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Call ``function()`` before each series of attempts, and before the health checks: when
+        this rank joins the job, and after each rollback.
+
+        Use it to build what an abort has destroyed, such as the process groups of another library.
+        It runs on the main thread, after the state of the step has been restored. If it raises,
+        this rank leaves the job with ``HookFailed``, which names the function and the error; the
+        other groups continue, and `fft run` restarts the process.
+
+        Args:
+            function: Must be local to this process: the other ranks may be in any state.
+            limit_s: Seconds after which the process is ended, with the name of the function in the
+                log and in the trace.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.worker.hooks.initialize.add(function, limit_s)
+
     def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
         """Call ``function()`` in each rollback, after the process groups of FFT are aborted.
 
@@ -310,7 +329,23 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.aborts.add(function, limit_s)
+        self._parts.worker.hooks.on_abort.add(function, limit_s)
+
+    def finalize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Call ``function()`` in each rollback, on the main thread after the step function.
+
+        All collectives of the attempt have ended then, and the state is not restored yet. Use it to
+        wait for other asynchronous work of the step function, and to reset global variables. If it
+        raises, this rank leaves the job as with `initialize`, without a health check.
+
+        Args:
+            function: Must be local to this process: the other ranks may be in any state.
+            limit_s: As for `initialize`.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.worker.hooks.finalize.add(function, limit_s)
 
     def health_check(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` before this rank joins the job, and after each rollback.
@@ -328,7 +363,39 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.checks.add(function, limit_s)
+        self._parts.worker.hooks.health_check.add(function, limit_s)
+
+    def completion(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Call ``function()`` once when the job is complete: `transactions` has made its last
+        commit.
+
+        It runs on the main thread of each rank that takes part then, before the code after the
+        loop. If it raises, ``HookFailed`` names it. The loop of torchft has no last commit that FFT
+        knows of.
+
+        Args:
+            function: Must be local to this process: the other ranks may have ended.
+            limit_s: As for `initialize`.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.worker.hooks.completion.add(function, limit_s)
+
+    def terminate(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Call ``function()`` once when this rank leaves for good before the job is complete.
+
+        It runs after the rank has left: it was drained, an error ends the script, or the script has
+        left its loop. A process that is killed cannot call it. Its error is logged.
+
+        Args:
+            function: Must be local to this process: the other ranks may be in any state.
+            limit_s: As for `initialize`.
+
+        Raises:
+            ConfigError: ``limit_s`` is not positive.
+        """
+        self._parts.worker.hooks.termination.add(function, limit_s)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.

@@ -173,6 +173,8 @@ class Parts:
             self.state.reshard_models()
         self.leaving.end_notices()
         self.job.leave()
+        with self.watchers.waiting():
+            self.worker.hooks.terminate()
         self.paradigm.left(_is_failing())
         for each in self.voter.preconditions:
             each.close()
@@ -322,7 +324,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     parts.state.checkpoints.resume()
     config = _config(manager, parts)
     _refuse_unfit(parts)
-    parts.worker.hooks.checks.run()
+    parts.worker.hooks.begin()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)
@@ -502,7 +504,7 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause, may_defer=lambda: _may_run_collectives(parts.job))
             parts.healer.exchange.interrupt()
-            parts.worker.hooks.aborts.run()
+            parts.worker.hooks.on_abort.run_all()
             parts.paradigm.interrupted(cause)  # the call may come from a failing engine
 
     def members_lost(self) -> None:

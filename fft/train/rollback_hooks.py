@@ -1,5 +1,4 @@
-"""The user's aborts, which run in each rollback, and health checks, which also run before the rank
-joins."""
+"""The user's hooks: functions that run around the attempts of a job, each within a time limit."""
 
 from __future__ import annotations
 
@@ -11,17 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from fft.errors import ConfigError, HealthCheckFailed
+from fft.errors import ConfigError, HealthCheckFailed, HookFailed
 from fft.train.error_reports import text_of
 from fft.train.participation import Participation
 
 logger = logging.getLogger(__name__)
 
 HOOK_HANGS = "hook_hangs"
-"""Name of the trace note for an abort or a check that exceeded its limit, which ends the
-process."""
-CHECK_FAILED = "health_check_failed"
-"""Name of the trace note for a failed health check, after which the process leaves the job."""
+"""Name of the trace note for a hook that exceeded its limit, which ends the process."""
+HOOK_FAILED = "hook_failed"
+"""Name of the trace note for a hook that raised, after which the process leaves the job."""
 
 
 class _Hook(NamedTuple):
@@ -30,12 +28,12 @@ class _Hook(NamedTuple):
     name: str
 
 
-class _Functions:
-    """Functions of one kind, in the order in which they were added.
+class HookFunctions:
+    """Functions of one kind, in the order in which they were added; they run on the main thread.
 
     Args:
         job: The job session of this rank.
-        method: The method of the manager that adds them, for messages.
+        method: The method of the manager that adds them.
     """
 
     def __init__(self, job: Participation, method: str) -> None:
@@ -51,6 +49,36 @@ class _Functions:
             )
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._all = (*self._all, _Hook(function, limit_s, f"{name}()"))
+
+    def run(self) -> None:
+        """Call every function.
+
+        Raises:
+            HookFailed: A function has raised, which is the cause; HealthCheckFailed for a check.
+        """
+        for each in self._all:
+            with self._limited(each):
+                try:
+                    each.function()
+                except Exception as error:
+                    raise self._failure(each, error) from error
+
+    def run_all(self) -> None:
+        """Call every function, whatever they raise; their errors are logged. Any thread."""
+        for each in self._all:
+            with self._limited(each):
+                try:
+                    each.function()
+                except BaseException:
+                    logger.exception("%s, added by %s, has failed", each.name, self._method)
+
+    def _failure(self, hook: _Hook, error: Exception) -> HookFailed:
+        """Trace the error of a hook, and return the error with which this rank leaves the job."""
+        text, method = text_of(error), self._method
+        self._job.note(HOOK_FAILED, {"added_by": method, "hook": hook.name, "error": text})
+        is_check = method == "health_check"
+        kind, what = (HealthCheckFailed, "health check") if is_check else (HookFailed, method)
+        return kind(f"rank {self._job.peer} leaves the job: its {what} {hook.name} failed: {text}")
 
     @contextmanager
     def _limited(self, hook: _Hook) -> Iterator[None]:
@@ -73,50 +101,40 @@ class _Functions:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Aborts(_Functions):
-    """The user's aborts; they run on the engine's thread after FFT has aborted its own process
-    groups."""
-
-    def __init__(self, job: Participation) -> None:
-        super().__init__(job, "on_abort")
-
-    def run(self) -> None:
-        """Call every abort."""
-        for each in self._all:
-            with self._limited(each):
-                try:
-                    each.function()
-                except BaseException:
-                    logger.exception("the abort %s, added by on_abort, has failed", each.name)
-
-
-class HealthChecks(_Functions):
-    """The user's health checks, which run on the main thread before this rank is admitted."""
-
-    def __init__(self, job: Participation) -> None:
-        super().__init__(job, "health_check")
-
-    def run(self) -> None:
-        """Call every check.
-
-        Raises:
-            HealthCheckFailed: A check has raised, which is the cause.
-        """
-        for each in self._all:
-            with self._limited(each):
-                try:
-                    each.function()
-                except Exception as error:
-                    text = text_of(error)
-                    self._job.note(CHECK_FAILED, {"check": each.name, "error": text})
-                    raise HealthCheckFailed(
-                        f"rank {self._job.peer} leaves the job: its health check {each.name} "
-                        f"failed: {text}"
-                    ) from error
-
-
 class Hooks:
-    """The user's aborts and health checks on one rank."""
+    """The user's hooks on one rank, by the methods of the manager that add them.
+
+    An attempt begins with ``initialize`` and ``health_check``, when the rank joins and after each
+    rollback. A rollback begins with ``on_abort``, on the engine's thread after FFT has aborted its
+    own process groups, and ``finalize``.
+    """
 
     def __init__(self, job: Participation) -> None:
-        self.aborts, self.checks = Aborts(job), HealthChecks(job)
+        self.on_abort = HookFunctions(job, "on_abort")
+        self.finalize = HookFunctions(job, "finalize")
+        self.initialize = HookFunctions(job, "initialize")
+        self.health_check = HookFunctions(job, "health_check")
+        self.completion = HookFunctions(job, "completion")
+        self.termination = HookFunctions(job, "terminate")
+        self._has_begun = self._has_ended = False
+
+    def begin(self) -> None:
+        """Prepare the next attempt. Raises HookFailed or HealthCheckFailed."""
+        self.initialize.run()
+        self.health_check.run()
+        self._has_begun = True
+
+    def complete(self) -> None:
+        """Run ``completion`` once, because the job has reached its end. Raises HookFailed."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.completion.run()
+
+    def terminate(self) -> None:
+        """Run ``terminate``, unless the job is complete or this rank has begun no attempt.
+
+        Idempotent.
+        """
+        if self._has_begun and not self._has_ended:
+            self._has_ended = True
+            self.termination.run_all()

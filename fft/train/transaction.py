@@ -132,6 +132,8 @@ class TransactionLoop:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
             state.close_source()
+        if self.is_over or not manager.asked_to_leave:
+            self.worker.hooks.complete()
 
     def fix_batch(self, loader: Any, global_batch: int | None, sharded: Sharded | None) -> None:
         """Give each step ``global_batch`` samples; None: as many as the groups take.

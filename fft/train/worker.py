@@ -268,6 +268,8 @@ class Worker:
             command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
         )
         self._reductions.reset()
+        with self._watchers.waiting():  # hooks have their own limits
+            self.hooks.finalize.run()
         try:
             self._state.paradigm.restore()
         except TornState as error:  # a peer can provide the state
@@ -280,8 +282,8 @@ class Worker:
         if (why := self._commits.by_loop.why_lost(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
             self._job.executor.lost, self._state.lost = why, TornState(why)
-        with self._watchers.waiting():  # checks have their own limits
-            self.hooks.checks.run()
+        with self._watchers.waiting():
+            self.hooks.begin()
         self._job.executor.restored(command)
 
     # --- the end of a txn ---

@@ -1,4 +1,4 @@
-"""Tests of aborts and health checks that a user adds: order, failures, and limits."""
+"""Tests of the hooks that a user adds to the manager: order, failures, and limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from forked import Forked
 from forked_run import fft as run_fft
 
 import fft
-from fft.errors import ConfigError
+from fft.errors import ConfigError, HookFailed
 from fft.trace.audit import read_lines
-from fft.train.rollback_hooks import CHECK_FAILED, HOOK_HANGS
+from fft.train.rollback_hooks import HOOK_FAILED, HOOK_HANGS
 
 
 def manager_of_one(traces: Path) -> fft.ManagerFFT:
@@ -66,6 +67,45 @@ def test_aborts_run_in_order_on_the_engines_thread(
     manager.shutdown()
     assert during == ["first", "second"] and "MainThread" not in {thread for _, thread in calls[:2]}
     assert "first(), added by on_abort, has failed" in caplog.text
+
+
+def note_hooks(manager: fft.ManagerFFT) -> list[str]:
+    """Add a hook of each kind, in no particular order; return the list of the calls."""
+    calls: list[str] = []
+    for kind in ("terminate", "health_check", "completion", "finalize", "initialize", "on_abort"):
+        getattr(manager, kind)(partial(calls.append, kind))
+    return calls
+
+
+def test_hooks_run_in_the_order_of_an_attempt(tmp_path: Path) -> None:
+    manager = manager_of_one(tmp_path)
+    calls = note_hooks(manager)
+    assert train(manager, steps=2) == 3
+    attempt = ["initialize", "health_check"]
+    assert calls == [*attempt, "on_abort", "finalize", *attempt, "completion"]
+    manager.shutdown()
+    assert "terminate" not in calls
+
+
+def test_hook_that_fails_makes_the_rank_leave_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = manager_of_one(tmp_path)
+
+    def reset() -> None:
+        raise OSError("busy")
+
+    manager.finalize(reset)
+    manager.terminate(reset)
+    calls = note_hooks(manager)
+    with pytest.raises(HookFailed, match=r"its finalize .*reset\(\) failed: OSError: busy"):
+        train(manager, steps=2)
+    manager.shutdown()
+    manager.shutdown()
+    assert calls.count("health_check") == 1 and calls.count("terminate") == 1
+    assert "completion" not in calls and "reset(), added by terminate, has failed" in caplog.text
+    (note,) = read_lines(tmp_path, lambda line: line.get("note") == HOOK_FAILED)
+    assert note["data"]["added_by"] == "finalize" and note["data"]["error"] == "OSError: busy"
 
 
 def hang(traces: str) -> None:
@@ -126,5 +166,9 @@ def test_failed_health_check_excludes_the_rank_and_names_the_reason(tmp_path: Pa
     why = "rank 1/0#1 leaves the job: its health check memory() failed: OSError: bad memory"
     assert why in logs["g1r0-1.log"]
     assert "HealthCheckFailed" in done.stdout + done.stderr
-    (note, *_) = read_lines(traces, lambda line: line.get("note") == CHECK_FAILED)
-    assert note["data"] == {"check": "memory()", "error": "OSError: bad memory"}
+    (note, *_) = read_lines(traces, lambda line: line.get("note") == HOOK_FAILED)
+    assert note["data"] == {
+        "added_by": "health_check",
+        "hook": "memory()",
+        "error": "OSError: bad memory",
+    }
