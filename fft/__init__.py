@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.restartable import Call, restartable
     from fft.train.settings import ManagerConfig
     from fft.train.step_results import StepResult
 
 _HOME = {
     "Checkpointing": "fft.train.checkpoint.plan",
+    "Call": "fft.train.restartable",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.paradigms.periodic.algorithms",
@@ -50,11 +52,13 @@ _HOME = {
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
     "live_set": "fft.train.live_set",
+    "restartable": "fft.train.restartable",
 }
 
 __all__ = [
     *errors.__all__,
     "Checkpointing",
+    "Call",
     "CursorLoader",
     "DataSource",
     "DiLoCo",
@@ -77,6 +81,7 @@ __all__ = [
     "errors",
     "health_checks",
     "live_set",
+    "restartable",
 ]
 
 

@@ -166,6 +166,10 @@ class ResultRefused(FftError):
         self.ends_job = ends_job
 
 
+class RestartRefused(ResultRefused):
+    """A restartable function is not called again: its limits or its type of error forbid it."""
+
+
 class StateMismatch(StateError):
     """A state does not fit this rank's model or optimizer; names the first place that differs."""
 

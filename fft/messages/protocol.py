@@ -86,7 +86,8 @@ class Vote:
     """The voter's group leaves with this txn's commit, because it was asked to or because the scope
     that feeds it has ended."""
     last: bool = False
-    """The voter has no step after this one: it leaves with this txn's commit, if that is a step."""
+    """The voter has nothing to do after this txn: it leaves with its commit, if that is a step or
+    ends a live block."""
     skip: bool = False
     """The user skips the optimizer step of this txn; a commit is then a skip on all ranks."""
     digest: str | None = None

@@ -12,6 +12,7 @@ KINDS = (
     "flip",  # gradients are wrong after their reduction, and the vote follows the protocol
     "skip",  # the user skips the step, before or after its reductions
     "block",  # a rank enters or ends a live block, in the place of a step
+    "final",  # a rank ends a live block after which its program ends
     "corrupt",  # a state changes wrongly
     "bare",  # a vote without a digest, where others have one
     "torn",  # the optimizer step fails half way

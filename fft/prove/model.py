@@ -965,6 +965,11 @@ class _Here:
         if self.may("block") and has_state:
             block = dataclasses.replace(yes, manifest=Manifest(block="block"), skip=True)
             yield self.says("body is a live block", idle, block, "block")
+        if self.may("final") and has_state:
+            final = Prepared(
+                token, True, Manifest(block="block"), skip=True, digest=digest, last=True
+            )
+            yield self.says("body is the final live block", idle, final, "final")
         if self.may("no"):
             yield self.says("body ends with NO", idle, Prepared(token, False), "no")
         if self.may("misfit") and has_state:

@@ -42,6 +42,7 @@ ranks of A in turn, and ``all`` for all live participants::
     A/0 body flips a gradient                    a gradient is wrong after its reduction
     A/0 body skips | body skips early            the user skips the step: early, before reducing
     A/0 body is a live block                     the txn is the entry or the end of a live block
+    A/0 body is the final live block             it ends one, and the program ends with it
     A/0 body ends without a digest | state is corrupted
     A/0 applies | applies half | handles applied | restores | restores half
     A/0 heals | fails to heal

@@ -88,6 +88,7 @@ DEFAULT = (
     Bounds("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),
     Bounds("live blocks", commits=1, faults=3, budget=budget("lose", "crash", "skip", block=2)),
     Bounds("live blocks, joining", commits=0, faults=3, budget=budget("block", "crash", "restart")),
+    Bounds("final live block", commits=1, faults=3, budget=budget("lose", "crash", final=2)),
     Bounds("skips, unlike", commits=1, faults=2, budget=budget("skip", "misfit")),
     Bounds(
         "compared, missed",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse
+from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse, RestartRefused
 from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import ENTRY, Peer, Record
@@ -46,6 +46,10 @@ class LiveBlocks:
         """Return a block that the code of ``frame`` enters."""
         assert frame is not None, "a caller exists"
         return LiveBlock(self, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+
+    def final_block(self, place: str) -> LiveBlock:
+        """Return a block at whose end all members leave the job, which is then complete."""
+        return LiveBlock(self, place, is_final=True)
 
     # --- the entry ---
 
@@ -102,20 +106,21 @@ class LiveBlocks:
         epoch = None if local is None else local.epoch
         return epoch.peers if epoch is not None and epoch.epoch == plan.token.epoch else ()
 
-    def _vote(self, block: str) -> Apply | None:
-        command = self._worker.vote_and_wait(skip=True, block=block)
+    def _vote(self, block: str, last: bool = False) -> Apply | None:
+        command = self._worker.vote_and_wait(skip=True, last=last, block=block)
         if command is not None:
             self._commits.apply_block(command)
         return command
 
     # --- the end ---
 
-    def leave(self, place: str, error: BaseException | None) -> None:
+    def leave(self, place: str, error: BaseException | None, is_final: bool = False) -> None:
         """End the block: it commits, or raises on all members.
 
         Args:
             place: The place of the block in the code.
             error: The exception that left the block, or None.
+            is_final: All members leave the job with the block.
 
         Raises:
             LiveBlockFailed: A member has failed; the message names it.
@@ -126,9 +131,12 @@ class LiveBlocks:
             if error is None:
                 error = self._synchronize()
             if error is None:
-                if self._vote(f"end of {place}") is not None:
+                if self._vote(f"end of {place}", is_final) is not None:
                     self._loop.step_failures.committed()
                     self._note("finished", place)
+                    if is_final:
+                        self._worker.begin()  # waits until this rank has left
+                        self._worker.hooks.complete()
                     return
             else:
                 self._report(error)
@@ -167,11 +175,15 @@ class LiveBlocks:
         cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
         return following, cause
 
-    def _failure(self, following: Record, cause: Cause, place: str) -> LiveBlockFailed:
+    def _failure(
+        self, following: Record, cause: Cause, place: str
+    ) -> LiveBlockFailed | RestartRefused:
         """Return the error for a block that ``cause`` rolled back before ``following``."""
         gone = [peer for peer in self._members if peer not in following.peer_set]
         failed = tuple(sorted({*gone, *cause.accused}))
         self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
+        if cause.code == CauseCode.RESULT_ENDS_JOB:
+            return RestartRefused(cause.finding.removeprefix(f"{RestartRefused.__name__}: "))
         names = ", ".join(map(str, failed)) or "none"
         members = ", ".join(map(str, self._members))
         return LiveBlockFailed(
@@ -226,8 +238,8 @@ class LiveBlocks:
 class LiveBlock:
     """One use of ``with manager.live() as members:``."""
 
-    def __init__(self, blocks: LiveBlocks, place: str) -> None:
-        self._blocks, self._place = blocks, place
+    def __init__(self, blocks: LiveBlocks, place: str, is_final: bool = False) -> None:
+        self._blocks, self._place, self._is_final = blocks, place, is_final
 
     @guarded
     def __enter__(self) -> tuple[Peer, ...]:
@@ -243,4 +255,4 @@ class LiveBlock:
         trace: TracebackType | None,
     ) -> None:
         self._blocks.disable_interrupts()
-        self._blocks.leave(self._place, error)
+        self._blocks.leave(self._place, error, self._is_final)

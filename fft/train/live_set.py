@@ -11,6 +11,7 @@ from fft.errors import FftError
 from fft.messages.identities import Peer
 from fft.train.live import LiveBlock
 from fft.train.manager import ManagerFFT
+from fft.train.settings import ManagerConfig
 
 
 class LiveSet:
@@ -49,6 +50,7 @@ def live_set(
     *,
     min_members: int = 1,
     timeouts: Mapping[str, float] | None = None,
+    config: ManagerConfig | None = None,
 ) -> LiveSet:
     """Create the live set of a program that ``fft run --groups N script.py`` starts; the process
     joins it at its first block.
@@ -57,6 +59,7 @@ def live_set(
         group: A process group of torchft that is not configured yet; None means gloo.
         min_members: The smallest number of processes that a block may have.
         timeouts: Timeouts in seconds by name, as for ``ManagerFFT``.
+        config: Further settings, as for ``ManagerFFT``.
 
     Raises:
         FftError: The replica group has several ranks.
@@ -68,6 +71,7 @@ def live_set(
         state_dict=dict,
         min_replica_size=min_members,
         timeouts=timeouts,
+        config=config,
     )
     if (ranks := manager._torchft.group_world_size) > 1:
         manager.shutdown()

@@ -158,6 +158,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "misfit": "reduces nothing",
         "skip": "body skips",
         "block": "body is a live block",
+        "final": "body is the final live block",
         "corrupt": "state is corrupted",
         "flip": "flips a gradient",
         "bare": "without a digest",

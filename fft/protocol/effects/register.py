@@ -131,7 +131,9 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     skip = any(v.skip for v in votes)
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
-    leavers = {v.peer.group for v in votes if v.leaving or (v.last and not skip)}
+    leavers = {
+        v.peer.group for v in votes if v.leaving or (v.last and (not skip or v.manifest.block))
+    }
     asked = {p.group for p in s.leaving if p in set(member_peers(s))}
     leavers |= {group for group in asked if may_leave(s, group)}
     if c.bound:

@@ -1,0 +1,52 @@
+"""Tests of `fft.restartable` in real processes: errors, deaths, hooks, limits of restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forked_run import fft as run_fft
+
+from benchmarks.live_kills import judged
+
+SCRIPT = Path(__file__).with_name("restart_script.py")
+
+
+def run_script(folder: Path, mode: str) -> tuple[str, list[str]]:
+    """Run the script; return the output of `fft run`, and the logs of its processes by name."""
+    traces = folder / "run"
+    options = ["--groups", "2", "--trace-dir", str(traces)]
+    done = run_fft("run", *options, str(SCRIPT), mode, folder=folder, within=120)
+    logs = [log.read_text() for log in sorted((traces / "logs").iterdir())]
+    assert len(logs) == 3, [done.stdout, done.stderr, *logs]
+    judged(traces)
+    return done.stdout + done.stderr, logs
+
+
+@pytest.mark.multiprocess
+def test_restartable_function_survives_an_error_and_a_death(tmp_path: Path) -> None:
+    output, (first, killed, replacement) = run_script(tmp_path, "ends")
+    for number in range(3):
+        assert f"iteration {number} of 0/0#1" in first, output
+    assert "iteration 1 of 1/0#1" in killed and "iteration 2 of 1/0#2" in replacement
+    assert "sum 6.0" in first and "sum 6.0" in replacement
+    attempt = "initialize health_check"
+    rollback = f"on_abort finalize {attempt}"
+    assert f"order {attempt} {rollback} {rollback} completion\n" in first
+    assert f"order {attempt} completion\n" in replacement
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("stops", "KeyError: 'for ever' is not followed by a restart"),
+        ("fails", "3 restarts would exceed max_restarts=2; failed last: 0/0#1"),
+    ],
+)
+def test_restarts_are_limited_on_all_members(tmp_path: Path, mode: str, reason: str) -> None:
+    _, (first, _, replacement) = run_script(tmp_path, mode)
+    for log in (first, replacement):
+        assert f"RestartRefused {reason}" in log and "completion" not in log
+        assert log.rstrip().endswith("terminate")
