@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -45,7 +46,9 @@ class Manifest:
     each in issue order.
 
     ``fingerprint`` is a digest of the gradients that a commit would apply on this rank, or None if
-    it was not taken. It must be equal on ranks of one number, as far as it was taken.
+    it was not taken. It must be equal on ranks of one number, as far as it was taken. ``repeats``
+    is whether this rank has repeated its own gradients of the attempt before, which was refused
+    because they differed between replicas; None if there is nothing to compare.
 
     ``data`` is a digest of the data that the rank has drawn, or None if it cannot be compared.
     ``shard`` names the part of the data that the rank draws from; it is empty if all ranks draw
@@ -59,9 +62,15 @@ class Manifest:
     bytes: Count = 0
     shapes: str = ""
     fingerprint: str | None = None
+    repeats: bool | None = None
     data: str | None = None
     shard: str = ""
     block: str = ""
+
+    @property
+    def reduced(self) -> Manifest:
+        """The part that ranks of one number have in common."""
+        return replace(self, data=None, shard="", fingerprint=None, repeats=None)
 
     @property
     def place(self) -> str:

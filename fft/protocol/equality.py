@@ -89,6 +89,39 @@ def minority(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer
     return odd_ones(votes, digest) or ()
 
 
+def wrong_gradients(votes: Iterable[Vote]) -> tuple[str, tuple[Peer, ...]]:
+    """Return a text about reduced gradients that differ, and the ranks that it accuses.
+
+    These are a minority. Without a majority they are those that could not repeat their result while
+    their replicas could.
+    """
+    votes = tuple(votes)
+    text = f"the reduced gradients of replicas differ ({tell(differing(votes, gradient_digest))}"
+    few, changed = minority(votes, gradient_digest), not_repeating(votes)
+    if few or not changed:
+        return f"{text})"[:1900], few
+    names = ", ".join(map(str, changed))
+    return f"{text}; {names} could not repeat its own, unlike its replicas)"[:1900], changed
+
+
+def not_repeating(votes: Iterable[Vote]) -> tuple[Peer, ...]:
+    """Return the ranks whose gradients differ between replicas and from their own before.
+
+    If one of two differing replicas has repeated its result, all inputs of the reduction were the
+    same again, and another result is a fault of the other replica.
+
+    Returns:
+        Empty if no replica of some rank number has repeated its result: the step may not be
+        reproducible.
+    """
+    found, held = [], {vote.peer: vote.manifest.repeats for vote in votes}
+    for peers in differing(votes, gradient_digest).values():
+        if not any(held[peer] for peer in peers):
+            return ()
+        found += [peer for peer in peers if held[peer] is False]
+    return tuple(sorted(found))
+
+
 def tell(found: Mapping[int, Mapping[Peer, str]]) -> str:
     """Return a text that lists the participants by digest, for each rank number."""
     lines = []

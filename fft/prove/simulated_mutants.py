@@ -132,6 +132,14 @@ def _leases_swapped(s: Local, record: Record) -> Record:
     return replace(record, leases=tuple(sorted(swapped)))
 
 
+def _accuse_repeating(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    assert isinstance(event, Ballot)
+    yield from EFFECTS["note_unequal_gradients"](s, c, event)
+    if s.cause.accused:
+        accused = tuple(v.peer for v in event.votes if v.manifest.repeats)
+        s.cause = replace(s.cause, accused=accused)
+
+
 def _others_left_by_commit(s: Local, c: Config, event: Event) -> bool:
     others = {group.group for group in members(s)} - {c.me.group}
     return c.min_groups > 1 and others <= set(leavers(s))
@@ -233,6 +241,14 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "samples_once",
         0,
         planted(actions=proposing("propose_commit", _leases_swapped)),
+    ),
+    SimulatedMutant(
+        "repeating_rank_accused",
+        "Of two ranks whose gradients differ, the one that has repeated its own is accused.",
+        "hsdp",
+        "divergence",
+        28,
+        planted(actions={"note_unequal_gradients": _accuse_repeating}),
     ),
     SimulatedMutant(
         "waits_for_the_dead",

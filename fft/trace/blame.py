@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from fft.messages.causes import CauseCode
 from fft.messages.identities import Peer
 
 Place = tuple[str, int]
@@ -21,13 +22,18 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class Rollback:
-    """One ABORT. ``named`` holds the ranks that its cause is evidence against; it may be empty."""
+    """One ABORT. ``named`` holds the ranks that its cause is evidence against; it may be empty.
+
+    ``is_open`` is true where replicas differed and only the attempts after it can show which one is
+    wrong.
+    """
 
     n: int
     step: int
     by: str
     cause: str
     named: frozenset[Place]
+    is_open: bool = False
 
 
 def place_text(place: Place) -> str:
@@ -60,7 +66,9 @@ class History:
             accused = record.get("accused")
             peers = accused if isinstance(accused, list | tuple) else ()
             named = frozenset((peer[0], peer[1]) for peer in peers if _is_peer(peer))
-            self._rollbacks[n] = Rollback(n, step, who, str(record.get("cause", "")), named)
+            is_open = not named and record.get("code") == CauseCode.GRADIENTS_DIFFER
+            cause = str(record.get("cause", ""))
+            self._rollbacks[n] = Rollback(n, step, who, cause, named, is_open)
             while len(self._rollbacks) > _KEPT:
                 del self._rollbacks[min(self._rollbacks)]
 
@@ -71,11 +79,15 @@ class History:
 
 
 def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
-    """Return the one rank that all rollbacks name, if there are at least ``at_least``."""
+    """Return the one rank that all rollbacks name, if there are at least ``at_least``.
+
+    Open ones name none, and are followed by at least two that do.
+    """
     run = list(rollbacks)
-    if len(run) < max(1, at_least):
+    closed = [each.named for each in run if not each.is_open]
+    if len(run) < max(1, at_least) or len(closed) < min(2, len(run)):
         return None
-    everywhere = frozenset.intersection(*(r.named for r in run))
+    everywhere = frozenset.intersection(*closed)
     return next(iter(everywhere)) if len(everywhere) == 1 else None
 
 

@@ -6,6 +6,10 @@ is due, all ranks roll the first attempt back, which restores the parameters and
 and compute the same batch again. A rank whose fingerprints differ votes NO. It is accused if the
 difference is in a gradient that depends on no other rank. The comparison requires deterministic
 kernels.
+
+An attempt that follows one whose reduced gradients differed between replicas is compared as well,
+and its vote contains the outcome. It shows which of two replicas is wrong: the one that cannot
+repeat its result, while the other one can.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 
 from fft.errors import ConfigError, FftError, GradientsNotReproducible
 from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
 from fft.train.state.fingerprint import fingerprint
 
 _MOST = 8
@@ -43,6 +48,17 @@ class _Attempt:
     """Whether the step function ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Voted:
+    """The gradients of an attempt that this rank has voted for."""
+
+    key: tuple[int, int | None, int, tuple[str, ...]] | None
+    inputs: _Attempt | None
+    """None if their fingerprints were not taken."""
+    result: str
+    """Fingerprint of the reduced gradients."""
+
+
 class Recomputation:
     """The comparison of the attempts of one rank. Main thread only.
 
@@ -52,8 +68,18 @@ class Recomputation:
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._is_supported = False
+        self._repeated: Token | None = None
+        """The txn that is compared with the attempt before it, which was refused."""
+        self._key: tuple[int, int | None, int, tuple[str, ...]] | None = None
+        self._voted: _Voted | None = None
+        """The last attempt that this rank has voted for."""
+        self._inputs: _Attempt | None = None
+        """The open attempt, once its step function has ended, if it is compared."""
+        self._is_due = False
+        """Whether the step of the open attempt is computed twice."""
         self._attempt: _Attempt | None = None
-        """The open attempt, if its step is due."""
+        """The open attempt, if its fingerprints are taken."""
         self._is_own = True
         """Whether the open attempt has used no result of a reduction yet."""
         self._earlier: list[_Attempt] = []
@@ -61,31 +87,45 @@ class Recomputation:
 
     def refuse(self, spec: str, steps_together: bool) -> None:
         """Raise ConfigError if it is enabled in a job whose ranks do not step together."""
+        self._is_supported = steps_together
         if self._every and not steps_together:
             raise ConfigError(
                 f"ManagerConfig(recompute_every={self._every}) with spec={spec!r}: only supported "
                 "where all ranks take each step together (hsdp, ddp, pipeline); leave it out"
             )
 
+    def repeat(self, plan: StartTxn) -> None:
+        """Compare the attempt ``plan`` with the one before, which differed between replicas."""
+        if self._is_supported:
+            self._repeated = plan.token
+
     def begin(self, plan: StartTxn) -> None:
         """Begin an attempt. An attempt that is still open was cut short by a rollback."""
-        is_due = self._every and plan.index is not None and plan.step % self._every == 0
+        self._is_due = bool(self._every) and plan.step % self._every == 0
+        if self._repeated != plan.token:
+            self._voted = None
+        self._key = key = (plan.step, plan.slice, plan.participants, plan.members)
         ended, self._attempt, self._is_own = self._attempt, None, True
-        if not is_due:
+        self._inputs = None
+        if plan.index is None or not (self._is_due or self._voted):
             self._earlier.clear()
             return
-        self._attempt = _Attempt((plan.step, plan.slice, plan.participants, plan.members))
+        self._attempt = _Attempt(key)
         self._earlier += [] if ended is None else [ended]
         self._earlier = [each for each in self._earlier if each.key == self._attempt.key]
 
     def note(self, bucket: torch.Tensor, layout: str) -> None:
         """Take the fingerprint of gradients that are about to be reduced.
 
-        Raises ConfigError if the kernels of their device are not deterministic.
+        Raises ConfigError if the step is due, and the kernels of their device are not
+        deterministic.
         """
         if self._attempt is None:
             return
         if bucket.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            if not self._is_due:
+                self._attempt = None
+                return
             raise ConfigError(
                 f"ManagerConfig(recompute_every={self._every}) on a {bucket.device.type} device: "
                 "expected deterministic kernels, which would give the same gradients twice; call "
@@ -119,7 +159,13 @@ class Recomputation:
         if now is None or not now.fingerprints:
             return
         earlier, now.is_whole = list(self._earlier), True
+        self._inputs = now
         self._earlier.append(now)
+        if self._is_due:
+            self._judge(now, earlier)
+
+    def _judge(self, now: _Attempt, earlier: list[_Attempt]) -> None:
+        """Raise as `compare` unless ``now`` equals one of the ``earlier`` attempts."""
         alike = [each for each in earlier if each.layouts == now.layouts]
         if any(each.fingerprints == now.fingerprints for each in alike):
             return
@@ -140,6 +186,25 @@ class Recomputation:
                 "results of reductions, such as a mean over the groups"
             )
         raise Recompute("the step is computed again, to compare its gradients")
+
+    def repeats(self, result: str | None) -> bool | None:
+        """Return whether this rank repeats the attempt before, at its vote.
+
+        Args:
+            result: Fingerprint of the reduced gradients, if it was taken.
+
+        Returns:
+            False if its gradients differ, before their reduction or after it. None if there is no
+            such attempt whose gradients before the reduction are known: of attempts in a row that
+            were refused for a difference between replicas, the third is the first one to compare.
+        """
+        before, inputs = self._voted, self._inputs
+        self._voted = None if result is None else _Voted(self._key, inputs, result)
+        old = None if before is None or before.key != self._key else before.inputs
+        if before is None or old is None or inputs is None or result is None:
+            return None
+        is_equal = (old.layouts, old.fingerprints) == (inputs.layouts, inputs.fingerprints)
+        return is_equal and result == before.result
 
 
 def _differing(one: _Attempt, other: _Attempt) -> int:

@@ -328,6 +328,7 @@ class ManifestBuilder:
         shard: str = "",
         block: str = "",
         fingerprint: str | None = None,
+        repeats: bool | None = None,
     ) -> Manifest:
         """Return the manifest so far.
 
@@ -336,10 +337,11 @@ class ManifestBuilder:
             shard: Name of the part of the data that the rank draws from.
             block: The live block that the rank enters or ends.
             fingerprint: Digest of the reduced gradients.
+            repeats: Whether they repeat those of the attempt before.
         """
         shapes = self._shapes.hexdigest()
         done = self._count, self._bytes, shapes
-        return Manifest(*done, fingerprint, data=data, shard=shard, block=block)
+        return Manifest(*done, fingerprint, repeats, data=data, shard=shard, block=block)
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -325,8 +325,11 @@ class TransactionLoop:
         """Raise if gradients keep differing at this step, between ranks or between computations.
 
         If the cause accuses ranks, only these give up. The supervisor's diagnosis comes before
-        that, and evicts their group.
+        that, and evicts their group. After a difference between ranks, the attempt that begins is
+        compared with the refused one.
         """
+        if cause.code == CauseCode.GRADIENTS_DIFFER:
+            self.results.recomputation.repeat(plan)
         if cause.accused and self.job.peer not in cause.accused:
             return
         kind, reason = _WRONG_GRADIENTS[cause.code]

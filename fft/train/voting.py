@@ -35,7 +35,7 @@ class Voter:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._reductions = rank.state, rank.reductions
-        self._healer = healer
+        self._healer, self._recomputation = healer, rank.results.recomputation
         self.preconditions = rank.state.paradigm.vote_preconditions()
         self._loop = ""
         """The loop of the last txn that this rank has voted in."""
@@ -138,7 +138,9 @@ class Voter:
             failed = error.original_exception
             cause, code = text_of(failed), code_of(failed)
         own = self._gradients() if error is None and not skip and not block else None
-        manifest = self._reductions.manifest.build(self._data, self._shard, block, own)
+        repeats = self._recomputation.repeats(own)
+        build = self._reductions.manifest.build
+        manifest = build(self._data, self._shard, block, own, repeats)
         digest = self._equality
         yes = error is None
         if yes:

@@ -200,6 +200,42 @@ def test_whole_attempts_that_reduce_other_tensors_are_not_computed_forever() -> 
         each.compare()
 
 
+def repeated(of: Recomputation, at: StartTxn, result: str, *buckets: float) -> bool | None:
+    """Compute an attempt that follows a refused one, and return whether it repeats that."""
+    of.repeat(at)
+    attempt(of, at, *buckets)
+    of.compare()
+    return of.repeats(result)
+
+
+def test_attempt_after_a_refused_one_is_compared_by_its_inputs_and_its_result() -> None:
+    each = Recomputation(0)
+    each.refuse("hsdp", steps_together=True)
+    attempt(each, plan(1), 1.0)
+    assert each.repeats("a") is None
+    assert repeated(each, plan(2), "a", 1.0) is None, "the inputs of the first are not known"
+    assert repeated(each, plan(3), "a", 1.0) is True
+    assert repeated(each, plan(4), "a", 2.0) is False, "another input with the same result"
+    assert repeated(each, plan(5), "b", 2.0) is False
+    assert repeated(each, plan(6), "b", 2.0) is True
+    assert repeated(each, plan(7, ("0",)), "b", 2.0) is None, "other members"
+    attempt(each, plan(8, ("0",)), 2.0)
+    assert each.repeats("b") is None, "the attempt before was not refused for its gradients"
+
+
+def test_kernels_that_may_vary_are_not_compared_with_a_refused_attempt() -> None:
+    each = Recomputation(0)
+    each.refuse("hsdp", steps_together=True)
+    attempt(each, plan(1), 1.0)
+    each.repeats("a")
+    for txn in (2, 3):
+        each.repeat(plan(txn))
+        each.begin(plan(txn))
+        each.note(torch.empty(4, device="meta"), "a bucket")
+        each.compare()
+        assert each.repeats("b") is None
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -15,7 +15,7 @@ from stage import Job, Member, Numbers, aborts, batch_of, job, parameters, recor
 
 import fft
 from fft.errors import Diverged, FftError, GradientsDiffer, StepRetriesExceeded
-from fft.trace.blame import History
+from fft.trace.blame import History, named_by_all
 
 STEPS, BAD = 6, 3
 QUICK = {"pause": 0.01}
@@ -75,6 +75,56 @@ def test_lasting_difference_between_two_groups_ends_both_and_names_neither(tmp_p
             assert "the reduced gradients of replicas differ" in str(error)
     found = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
     assert len(found) == 8 and not any(r["accused"] for r in found)
+
+
+def test_one_of_two_groups_that_cannot_repeat_its_gradients_is_named(tmp_path: Path) -> None:
+    attempts = [0]
+
+    def is_wrong(member: Member, step: int) -> bool:
+        if member.group != "1" or step != BAD:
+            return False
+        attempts[0] += 1
+        _flip(member.model.first.weight.grad, bit=attempts[0])
+        return False
+
+    with job(tmp_path, 2) as made:
+        good, bad = _run(made, is_wrong)
+        assert good is None and made.members[0].manager.current_step() == STEPS
+        assert isinstance(bad, StepRetriesExceeded) and isinstance(bad.__cause__, GradientsDiffer)
+        made.audit()
+    first, second, *later = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
+    assert first["accused"] == second["accused"] == [] and len(later) == 6
+    assert all([who[0] for who in r["accused"]] == ["1"] for r in later)
+    assert "1/0#1 could not repeat its own" in later[0]["cause"]
+    history = History()
+    for record in (first, second, *later[:2]):
+        history.take(record)
+    assert named_by_all(history.run, 3) == ("1", 0), "the diagnosis starts after four rollbacks"
+
+
+def test_groups_that_both_compute_other_gradients_each_time_are_not_named(tmp_path: Path) -> None:
+    """The step function is not reproducible, and group 1 is wrong in the same way each time."""
+    noise = iter(range(1, 1000))
+
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in member.manager.transactions(loader, STEPS):
+            with txn:
+                part = next(noise) * 1e-3 if txn.step == BAD else 0.0
+                loss = member.model(batch_of(txn.batch)).square().mean()
+                (loss + part * sum(p.sum() for p in member.model.parameters())).backward()
+                if member.group == "1" and txn.step == BAD:
+                    for parameter in member.model.parameters():
+                        parameter.grad.fill_(1.0)
+
+    with job(tmp_path, 2) as made:
+        for group in range(2):
+            made.member(str(group), check_replicas=1, timeouts=QUICK).start(work)
+        for member in made.members:
+            member.end()
+            assert isinstance(member.error, StepRetriesExceeded), repr(member.error)
+    found = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
+    assert [r["accused"] for r in found] == [[]] * 8
 
 
 def test_odd_one_of_three_is_named_and_gives_up_while_the_others_continue(tmp_path: Path) -> None:

@@ -218,6 +218,14 @@ def test_a_fixed_interval_is_held_whatever_it_costs(every: int) -> None:
     assert work.calls == len(range(0, 9, every)), "it is computed only when it is due"
 
 
+def test_replay_of_a_due_step_is_due_although_the_interval_has_grown() -> None:
+    work = Work()
+    work.cost_s = 0.1
+    checks = EqualityChecks(work.fingerprint, None)
+    assert steps_with_a_digest(checks, [15, 16, 16, 32]) == [16, 16]
+    assert checks.every == 1024
+
+
 def test_never_is_never() -> None:
     work = Work()
     assert steps_with_a_digest(EqualityChecks(work.fingerprint, 0), range(40)) == []

@@ -251,9 +251,10 @@ def _by_time(rank: Place, findings: Findings) -> list[tuple[How, str]]:
 
 
 def _by_rollbacks(rank: Place, rollbacks: Sequence[Rollback]) -> str:
-    last = rollbacks[-1]
+    named = [each for each in rollbacks if not each.is_open]
+    last = named[-1]
     return (
-        f"rollbacks: all {len(rollbacks)} at step {last.step} name {place_text(rank)}, the last: "
+        f"rollbacks: all {len(named)} at step {last.step} name {place_text(rank)}, the last: "
         f"{last.cause[:300]} (each was a new attempt with the same batch: it may be the data)"
     )
 

@@ -10,7 +10,7 @@ from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
-from fft.protocol.equality import differing, gradient_digest, minority, tell, unequal_data
+from fft.protocol.equality import unequal_data, wrong_gradients
 from fft.protocol.flow import is_last, may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -166,11 +166,9 @@ def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_unequal_gradients(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the reduced gradients that differ as the cause, and accuse a minority of the ranks."""
+    """Name the reduced gradients that differ as the cause, and accuse the ranks that are wrong."""
     assert isinstance(event, Ballot)
-    found = tell(differing(event.votes, gradient_digest))
-    text = f"the reduced gradients of replicas differ ({found})"[:1900]
-    accused = minority(event.votes, gradient_digest)
+    text, accused = wrong_gradients(event.votes)
     s.cause = Cause(CauseCode.GRADIENTS_DIFFER, text, accused)
     return ()
 

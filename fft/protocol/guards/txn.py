@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fft.messages.protocol import Ballot, Decision, Event, Manifest, Prepared
 from fft.protocol.equality import differing, gradient_digest, odd_ones, unequal_data
 from fft.protocol.guards.base import guard, record_of
@@ -62,8 +60,7 @@ def manifests_fit(s: Local, c: Config, event: Event) -> bool:
         return False
     by_rank: dict[int, set[Manifest]] = {}
     for vote in event.votes:
-        reduced = replace(vote.manifest, data=None, shard="", fingerprint=None)
-        by_rank.setdefault(vote.peer.rank, set()).add(reduced)
+        by_rank.setdefault(vote.peer.rank, set()).add(vote.manifest.reduced)
     is_alike = bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
     return is_alike and not unequal_data(event.votes)
 

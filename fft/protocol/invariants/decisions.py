@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from fft.messages.protocol import Decision, Manifest, Prepared, next_lineage
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, applied, voted
@@ -60,7 +59,7 @@ def validity(move: Move) -> Iterator[Claim]:
         votes,
         f"txn {token} was committed though ranks of one number did different reductions",
         lambda *yes: (
-            len({(p.rank, _reduced(y.manifest)) for p, y in zip(voters, yes, strict=True)})
+            len({(p.rank, y.manifest.reduced) for p, y in zip(voters, yes, strict=True)})
             == len({p.rank for p in voters})
         ),
         needed=False,
@@ -71,11 +70,6 @@ def validity(move: Move) -> Iterator[Claim]:
         lambda *yes: _data_fit([y.manifest for y in yes if y.manifest.data is not None]),
         needed=False,
     )
-
-
-def _reduced(manifest: Manifest) -> Manifest:
-    """The part of a manifest that ranks of one number have in common."""
-    return replace(manifest, data=None, shard="", fingerprint=None)
 
 
 def _data_fit(drawn: list[Manifest]) -> bool:

@@ -68,7 +68,8 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
 
 def divergence(move: Move) -> Iterator[Claim]:
     """5: no txn is committed if its voters' states or reduced gradients differ; only a minority
-    loses its state, or is accused.
+    loses its state, or is accused. Without a majority, a rank is accused that did not repeat its
+    own gradients, if another of its number did.
 
     This holds as far as votes contain digests.
     """
@@ -82,10 +83,10 @@ def divergence(move: Move) -> Iterator[Claim]:
         yield Given(votes, text, lambda *yes: _are_alike(members, _gradients(yes)), needed=False)
     elif outcome == "abort" and head is not None and head.code == CauseCode.GRADIENTS_DIFFER:
         odd, named = head.accused, ", ".join(map(str, head.accused))
-        text = f"record {head.n} accuses {named}, which is no minority"
+        text = f"record {head.n} accuses {named}, which is no minority and has repeated its result"
         if odd:
-            few = partial(_are_few, odd, members)
-            yield Given(votes, text, lambda *yes: few(_gradients(yes)), needed=False)
+            wrong = partial(_are_wrong, odd, members)
+            yield Given(votes, text, lambda *yes: wrong(yes), needed=False)
     elif outcome == "abort" and head is not None and (head.odd or head.diverged):
         odd, at = head.odd, head.n
         text = f"record {at} ends the job, though no replicas differ"
@@ -137,6 +138,18 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], digests: _Digests) 
         if len(set(rest)) != 1 or 2 * len(rest) <= len(held):
             return False
     return True
+
+
+def _are_wrong(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:
+    """Whether the gradients of these ranks are a minority, or were not repeated."""
+    repeats = {p: vote.manifest.repeats for p, vote in zip(members, yes, strict=True)}
+    apart = _apart(members, _gradients(yes))
+    return _are_few(odd, members, _gradients(yes)) or all(
+        repeats[peer] is False
+        and peer.rank in apart
+        and any(held for other, held in repeats.items() if other.rank == peer.rank)
+        for peer in odd
+    )
 
 
 def skip(move: Move) -> Iterator[Claim]:

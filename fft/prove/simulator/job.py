@@ -35,6 +35,7 @@ from fft.engine.calls import (
 from fft.engine.core import Command, Posted, ScopeAnnouncement, ScopeReader, Wiring
 from fft.engine.executor import StepExecutor, Work
 from fft.errors import BusError, ProtocolError
+from fft.messages.causes import CauseCode
 from fft.messages.commands import Answer
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.progress import HeldReport
@@ -518,12 +519,12 @@ class World:
         self.count(kind)
         return True
 
-    def flips(self) -> bool:
+    def flips(self, again: bool) -> bool:
         """Draw whether a reduced gradient changes in the memory of a rank, and count it if so.
 
-        The chance is that of a corrupted state.
+        The chance is that of a corrupted state, and 1/2 if it did so in the attempt before.
         """
-        chance = self.setting.weather.chances.get("corrupted", 0.0)
+        chance = 0.5 if again else self.setting.weather.chances.get("corrupted", 0.0)
         if self.is_calm or self.whims.flips.random() >= chance:
             return False
         self.count("flipped")
@@ -1001,6 +1002,10 @@ class MainThread:
         self._held = 0, False
         """The vote that waits for the state: number of reductions, and whether to skip."""
         self._interval = self._world.whims.digest_interval()
+        self._reduced_to: str | None = None
+        """Digest of the reduced gradients in the last vote."""
+        self._refused: str | None = None
+        """The same of the attempt before, if it was refused because replicas differed."""
         self._learning: Heal | None = None
         """The heal of a joiner that is still fetching its state, or None."""
         self._came: _Came | None = None
@@ -1069,6 +1074,8 @@ class MainThread:
 
     def _restored(self, command: Restore) -> None:
         self._plan, self._learning = None, None
+        differed = command.cause.code == CauseCode.GRADIENTS_DIFFER
+        self._refused = self._reduced_to if differed else None
         self.bits = self.bits.restored()
         self._executor.restored(command)
         self._wait()
@@ -1233,9 +1240,14 @@ class MainThread:
         compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
         if compares and not cause:
-            if self._world.flips():
+            if self._world.flips(again="flipped" in (self._refused or "")):
                 self.bits = self.bits.flip(self._process.peer)
-            manifest = replace(manifest, fingerprint=self.bits.gradients)
+            reduced = self.bits.gradients
+            if self.bits.flipped:  # another bit in every second attempt
+                reduced += str(self._plan.token.epoch // 2)
+            repeats = None if self._refused is None else reduced == self._refused
+            manifest = replace(manifest, fingerprint=reduced, repeats=repeats)
+        self._reduced_to = manifest.fingerprint
         self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")

@@ -53,6 +53,8 @@ class EqualityChecks:
         self.every = _FIRST if every is None else every
         self._since = time.monotonic()
         self._commits = 0
+        self._due: int | None = None
+        """The last step that was due. Its replays are due although the interval has changed."""
         self._gradients_s = 0.0
         """Duration of the last fingerprint of gradients."""
 
@@ -62,8 +64,9 @@ class EqualityChecks:
 
     def digest(self, step: int) -> str | None:
         """Return that of the state if it is due at the txn after ``step`` committed steps."""
-        if not self.every or step % self.every:
+        if not self.every or (step % self.every and step != self._due):
             return None
+        self._due = step
         begun = time.monotonic()
         found = self._state()
         if self._is_measured and self._commits:
