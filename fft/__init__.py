@@ -13,6 +13,7 @@ from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fft.messages.identities import Peer
+    from fft.train import abort as abort
     from fft.train import health_checks as health_checks
     from fft.train.checkpoint.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
@@ -78,6 +79,7 @@ __all__ = [
     "StepResult",
     "StreamLoader",
     "Transaction",
+    "abort",
     "errors",
     "health_checks",
     "live_set",
@@ -88,8 +90,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "health_checks":
-        return importlib.import_module("fft.train.health_checks")
+    if name in ("abort", "health_checks"):
+        return importlib.import_module(f"fft.train.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

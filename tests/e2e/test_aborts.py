@@ -6,14 +6,19 @@ import re
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchft
 from forked import Forked
 from forked_run import fft as run_fft
+from torch.distributed import HashStore, ProcessGroupGloo
 
 import fft
 from fft.errors import ConfigError, HookFailed
@@ -108,9 +113,20 @@ def test_hook_that_fails_makes_the_rank_leave_and_is_named(
     assert note["data"]["added_by"] == "finalize" and note["data"]["error"] == "OSError: busy"
 
 
+def pair_of_gloo() -> list[Any]:
+    """Return both ends of a gloo group of two ranks within this process."""
+    store, limit = HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, limit), range(2)))
+
+
 def hang(traces: str) -> None:
-    manager = manager_of_one(Path(traces))
-    manager.on_abort(threading.Event().wait, limit_s=0.2)
+    manager, ends = manager_of_one(Path(traces)), pair_of_gloo()
+
+    def leave_library() -> None:  # as a library does whose shutdown is collective
+        ends[0].barrier().wait()
+
+    manager.on_abort(leave_library, limit_s=0.2)
     train(manager, steps=2)
 
 
@@ -119,9 +135,23 @@ def test_abort_that_hangs_is_named_and_ends_the_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = Forked(hang, str(tmp_path / "traces"), log=log)
     assert process.wait(30) == -signal.SIGKILL
-    assert "Event.wait(), added by on_abort, did not return within 0.2 s" in log.read_text()
+    assert "leave_library(), added by on_abort, did not return within 0.2 s" in log.read_text()
     (note,) = read_lines(tmp_path / "traces", lambda line: line.get("note") == HOOK_HANGS)
-    assert note["data"] == {"hook": "Event.wait()", "limit_s": 0.2}
+    assert note["data"] == {"hook": "hang.<locals>.leave_library()", "limit_s": 0.2}
+
+
+def test_ready_made_aborts_refuse_what_they_cannot_abort(tmp_path: Path) -> None:
+    for missing in (fft.abort.transformer_engine, fft.abort.nvshmem):
+        with pytest.raises(ConfigError, match="is not installed in this environment"):
+            missing()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="of backend 'gloo', only groups of NCCL"):
+            fft.abort.process_groups(dist.group.WORLD)
+        fft.abort.process_groups()()
+        dist.barrier()  # the abort has left the group of gloo alone
+    finally:
+        dist.destroy_process_group()
 
 
 def write_script(script: Path) -> None:
