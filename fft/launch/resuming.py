@@ -30,6 +30,7 @@ from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.supervisor.config import SupervisorError
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
+from fft.operate.entering import enter
 from fft.trace.report import save_plan
 from fft.train.checkpoint.files import Checkpoints, choose, name_of
 from fft.train.checkpoint.plan import Checkpointing
@@ -98,9 +99,9 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
         if plan.resume is not False and manifest is None:
             logger.warning("no checkpoint at %s yet: the job begins at its start", store.url)
         step = None if manifest is None else manifest.step
-    bus_url = Joined.from_env().entered(JobToken.from_env()).bus_url if joins else None
-    start = None if bus_url is None else bus_url.rpartition("/")[2]
-    folder = folder_for(config.trace_dir, start)
+    start = enter(Joined.from_env().bus_url, JobToken.from_env()) if joins else None
+    folder = folder_for(config.trace_dir, None if start is None else start.name)
+    bus_url = None if start is None else start.url
     return replace(config, resume_step=step, trace_dir=folder, bus_url=bus_url)
 
 

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.base import HEAD
@@ -48,6 +48,14 @@ class JobStart:
     """URL of its bus."""
     number: int
     """Its number, from 1."""
+    generation: str = field(default="", compare=False)
+    """Generation of its bus, empty if it was not asked for."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other start has, not even under the same URL on a bus that came back
+        empty."""
+        return f"{self.url.rpartition('/')[2]}.{self.generation}"
 
 
 def enter(
@@ -78,7 +86,7 @@ def enter(
     with open_job_bus(url, token, timeout) as bus:
         while True:
             number = newest(bus)
-            start = JobStart(url_of(url, number), number)
+            start = JobStart(url_of(url, number), number, bus.generation)
             if not _is_over(start, token, timeout, is_restart):
                 return start
             begin(bus, number + 1)

@@ -302,7 +302,7 @@ def _traces_of(start: JobStart, settings: Settings) -> Path | None:
     if root is None or "FFT_GROUP" in os.environ:
         return root
     try:
-        return folder_of(root, start.url.rpartition("/")[2])
+        return folder_of(root, start.name)
     except OSError as error:
         if is_disk_full(error):  # training does not depend on its trace
             return root

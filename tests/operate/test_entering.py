@@ -10,8 +10,9 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
+from urllib.parse import urlsplit
 
 import pytest
 from engine_job import EngineJob, Rank
@@ -79,6 +80,17 @@ def test_new_process_joins_the_living_job(url: str, stack: ExitStack) -> None:
     assert enter(url, TOKEN) == first
     assert head_at(url) == head
     job.train(3)
+
+
+def test_start_on_a_bus_that_came_back_empty_has_another_name() -> None:
+    """The folder of its traces has that name, and is not that of the earlier start."""
+    with closing(serve_tcp("127.0.0.1", 0, "job")) as server:
+        first, again = enter(server.url, TOKEN), enter(server.url, TOKEN)
+        port = urlsplit(server.url).port
+    assert first.name == again.name
+    with closing(serve_tcp("127.0.0.1", port, "job")) as server:
+        second = enter(server.url, TOKEN)
+    assert second == first and second.name != first.name
 
 
 @pytest.mark.one_in(2)

@@ -1,18 +1,16 @@
 """Services of a job that another process serves, for a supervisor on one of several hosts.
 
-This module reads the given environment, and opens the bus only to find the start of the job.
+This module only reads the given environment.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
-from fft.bus.token import JobToken
 from fft.launch.services import ServiceError, settings_of
-from fft.operate.entering import enter
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,6 @@ class Joined:
         if not (bus := environ.get("FFT_BUS")):
             raise ServiceError("--join needs FFT_BUS in the environment; `fft serve` prints it")
         return cls(bus, environ.get("TORCHFT_LIGHTHOUSE") or None)
-
-    def entered(self, token: JobToken | None) -> Self:
-        """Return the services with the bus URL of the start that a new process belongs to.
-
-        Raises:
-            BusError: The bus cannot be reached.
-        """
-        return replace(self, bus_url=enter(self.bus_url, token).url)
 
     def settings(self) -> dict[str, str]:
         """Return the environment variables by which a process of the job finds the services."""
