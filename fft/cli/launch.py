@@ -1,4 +1,8 @@
-"""The commands for schedulers: `fft launch slurm` submits a job, `fft outcome` judges its end."""
+"""The commands for schedulers.
+
+`fft launch slurm` submits a job, `fft launch k8s` prints its manifests, and `fft outcome` judges
+its end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
 from fft.train.checkpoint.plan import EVERY
 
-app = typer.Typer(help="Submit a job to a scheduler.", no_args_is_help=True)
+app = typer.Typer(help="Start a job on a scheduler.", no_args_is_help=True)
 
 _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
 _ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
@@ -47,6 +51,28 @@ _BUS_SBATCH = Annotated[
     typer.Option(metavar="OPTIONS", help="With --array: those of the bus. Default: the same."),
 ]
 _RUN = Annotated[str, typer.Option(metavar="OPTIONS", help="More options of `fft run`, quoted.")]
+_IMAGE = Annotated[str, typer.Option(metavar="IMAGE", help="Image with FFT, the script and bash.")]
+_NAME = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name of the job. Default: the script's.")
+]
+_SPARE_PODS = Annotated[
+    int, typer.Option(min=0, help="More pods, which take over groups of lost ones.")
+]
+_CLAIM = Annotated[
+    str | None,
+    typer.Option(metavar="CLAIM", help="Claim of a shared volume, for traces and checkpoints."),
+]
+_PLACE = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Place of checkpoints. Default: on the shared volume."),
+]
+_LIMITS = Annotated[
+    str, typer.Option(metavar="NAME=N,…", help="Resources of a pod, such as nvidia.com/gpu=8.")
+]
+_NATS = Annotated[
+    str | None, typer.Option(metavar="URL", help="NATS bus. Default: a pod serves the bus.")
+]
+_JOBSET = Annotated[bool, typer.Option("--jobset", help="Print a JobSet instead of Jobs.")]
 _PRINT = Annotated[bool, typer.Option("--print", help="Print the script, and submit nothing.")]
 
 
@@ -103,6 +129,50 @@ def slurm(
         f"submitted as SLURM job {' and '.join(ids)}. Its output: {place}\n"
         f"Watch it with: fft watch {place / 'traces'}\n"
     )
+
+
+@app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False})
+def k8s(
+    script: _SCRIPT,
+    image: _IMAGE,
+    arguments: _ARGUMENTS = None,
+    name: _NAME = None,
+    groups: _GROUPS = 1,
+    ranks: _RANKS = 1,
+    spare_pods: _SPARE_PODS = 0,
+    limits: _LIMITS = "",
+    claim: _CLAIM = None,
+    checkpoint: _PLACE = None,
+    every: _EVERY = EVERY,
+    drain_timeout: _DRAIN = 60.0,
+    bus: _NATS = None,
+    run: _RUN = "",
+    jobset: _JOBSET = False,
+) -> None:
+    """Print the Kubernetes manifests of a job that runs SCRIPT, for `kubectl apply -f`.
+
+    The manifests contain a new token of the job.
+    """
+    from fft.bus.token import JobToken
+    from fft.launch.kubernetes import FOLDER, KubernetesJob, name_for, parsed_limits, rendered
+    from fft.launch.placement import Placement
+
+    with plain_errors():
+        place = checkpoint or (f"{FOLDER}/checkpoints" if claim else None)
+        job = KubernetesJob(
+            name=name or name_for(script),
+            placement=Placement(groups, ranks, groups, spare_pods),
+            image=image,
+            script=[str(script), *(arguments or [])],
+            checkpoint=["--checkpoint", place, "--every", every, "--resume"] if place else [],
+            token=JobToken.fresh(),
+            claim=claim,
+            bus=bus,
+            limits=parsed_limits(limits),
+            drain_timeout=drain_timeout,
+            run=shlex.split(run),
+        )
+    sys.stdout.write(rendered(job.jobset() if jobset else job.manifests()))
 
 
 def outcome(

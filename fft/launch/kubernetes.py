@@ -1,0 +1,343 @@
+"""Kubernetes: render the manifests of a job.
+
+The bus, the groups and the spares are one Indexed Job each, and every index is one pod. A pod waits
+for the bus, runs `fft run --join`, and translates the exit status of FFT into one that the failure
+policy of its Job understands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fft.bus.token import JobToken
+from fft.errors import ConfigError
+from fft.launch.placement import Placement
+
+FOLDER = "/job"
+"""Folder of the job in each pod: the volume of the claim, or an empty folder of the pod."""
+PORT = 29500
+_LONGEST_NAME = 40
+"""Characters of a job's name. A pod's host name appends a role and an index, and has at most 63."""
+_GRACE_S = 30
+"""Time between the end of the drain and SIGKILL, in seconds."""
+_BACKOFF_LIMIT = 6
+"""Failures of one pod that are repaired by another pod. Disruptions and drains do not count."""
+
+_ALIVE = """\
+alive() { kill -0 "$1" 2>/dev/null; }
+tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
+"""
+
+_BUS = (
+    """\
+# SIGTERM drains the groups, and this pod serves the bus until they have left.
+stop= drained=
+trap 'stop=1' TERM
+"""
+    + _ALIVE
+    + """\
+export FFT_BUS=tcp://127.0.0.1:@PORT@/@NAME@
+exec {out}< <(trap '' TERM; exec fft serve --host 0.0.0.0 --port @PORT@ \\
+  --job @NAME@ --no-lighthouse)
+serve=$!
+until read -r <&"$out"; do alive "$serve" || exit 1; done
+while :; do
+  fft outcome --groups @GROUPS@ --wait & over=$!
+  while alive "$over"; do
+    if [ -n "$stop" ] && [ -z "$drained" ]; then
+      fft drain --all --wait 10
+      drained=1
+    fi
+    tick
+  done
+  wait "$over"
+  status=$?
+  [ "$status" = 75 ] && [ -z "$stop" ] || break
+  tick  # all groups were drained, and come back to this bus
+done
+case $status in
+  0 | 3) exit 0 ;;         # complete, perhaps with fewer groups
+  2) exit 69 ;;            # fft serve has ended
+  *) exit "$status" ;;
+esac
+"""
+)
+
+_PART = (
+    """\
+# SIGTERM drains the groups of this pod.
+stop= child=
+trap 'stop=1; ${child:+kill -TERM $child}' TERM
+"""
+    + _ALIVE
+    + """\
+outcome() { fft outcome --groups @GROUPS@ > /dev/null 2>&1; }  # 2: the bus does not answer
+while :; do
+  outcome
+  case $? in
+    0 | 3) echo "the job on this bus is complete"; exit 0 ;;
+    2) ;;
+    *) break ;;
+  esac
+  if [ -n "$stop" ]; then exit 75; fi
+  if [ "$SECONDS" -gt 1800 ]; then echo "no bus has come within 1800 s" >&2; exit 1; fi
+  tick
+done
+"$@" & child=$!
+if [ -n "$stop" ]; then kill -TERM "$child"; fi
+while alive "$child"; do wait "$child"; done
+wait "$child"
+status=$?
+case $status in
+  0 | 3) exit 0 ;;
+  75) exit 75 ;;           # drained: another pod takes the index
+esac
+outcome
+case $?:$status in
+  2:*) exit 69 ;;          # the bus is lost: another pod waits for the next one
+  1:* | *:2) exit 1 ;;     # the job has failed, or it was not started as asked
+esac
+exit 70                    # only this pod has failed
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob:
+    """A job for Kubernetes. Each group, and each spare node, is a pod."""
+
+    name: str
+    placement: Placement
+    image: str
+    script: Sequence[str]
+    checkpoint: Sequence[str]
+    """Options of `fft run` about checkpoints."""
+    token: JobToken
+    claim: str | None = None
+    """PersistentVolumeClaim that all pods mount as the folder of the job."""
+    bus: str | None = None
+    """URL of a NATS bus of the user. By default a pod serves the bus."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Resource limits of a group's pod, such as ``nvidia.com/gpu``."""
+    drain_timeout: float = 60.0
+    run: Sequence[str] = ()
+    """More options of `fft run`."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a name that Kubernetes would refuse."""
+        pattern = rf"[a-z]([-a-z0-9]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?"
+        if not re.fullmatch(pattern, self.name):
+            raise ConfigError(
+                f"--name {self.name!r}: expected at most {_LONGEST_NAME} lowercase letters, digits "
+                "and hyphens, with a letter first and no hyphen last"
+            )
+
+    def manifests(self) -> list[dict[str, Any]]:
+        """Return the Secret of the token, the headless Service, and the Jobs."""
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._metadata(),
+            "spec": {
+                "clusterIP": "None",  # headless: a name for each pod
+                "publishNotReadyAddresses": True,
+                "selector": self._labels(),
+            },
+        }
+        jobs = [
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": self._metadata(role),
+                "spec": self._job(role, f"{self.name}-bus-0"),
+            }
+            for role in self._roles()
+        ]
+        return [self._secret(), service, *jobs]
+
+    def jobset(self) -> list[dict[str, Any]]:
+        """Return the Secret of the token, and a JobSet with the Jobs, which has its own Service."""
+        roles = self._roles()
+        jobs = [
+            {
+                "name": role,
+                "replicas": 1,
+                "template": {
+                    "metadata": {"labels": self._labels(role)},
+                    "spec": self._job(role, f"{self.name}-bus-0-0"),
+                },
+            }
+            for role in roles
+        ]
+        jobset = {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": self._metadata(),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                # The first role knows the outcome; its end also ends pods that come too late.
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": roles[:1]},
+                "replicatedJobs": jobs,
+            },
+        }
+        return [self._secret(), jobset]
+
+    def _roles(self) -> list[str]:
+        bus = [] if self.bus else ["bus"]
+        return [*bus, "group", *(["spare"] if self.placement.spare_nodes else [])]
+
+    def _labels(self, role: str | None = None) -> dict[str, str]:
+        labels = {
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/managed-by": "fft",
+        }
+        return labels if role is None else {**labels, "app.kubernetes.io/component": role}
+
+    def _metadata(self, role: str | None = None) -> dict[str, Any]:
+        name = self.name if role is None else f"{self.name}-{role}"
+        return {"name": name, "labels": self._labels(role)}
+
+    def _secret(self) -> dict[str, Any]:
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": self._metadata("token"),
+            "stringData": {"token": self.token.text()},
+        }
+
+    def _job(self, role: str, bus_host: str) -> dict[str, Any]:
+        """Return the spec of the Indexed Job of one role."""
+        place = self.placement
+        count = {"bus": 1, "group": place.groups, "spare": place.spare_nodes}[role]
+        return {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimitPerIndex": _BACKOFF_LIMIT,
+            "podReplacementPolicy": "Failed",  # never two pods of one index
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                    _on_exit("Ignore", 75),
+                    _on_exit("FailJob", 1),
+                ]
+            },
+            "template": {
+                "metadata": {"labels": self._labels(role)},
+                "spec": self._pod(role, bus_host),
+            },
+        }
+
+    def _pod(self, role: str, bus_host: str) -> dict[str, Any]:
+        secret = {"name": f"{self.name}-token", "key": "token"}
+        url = self.bus or f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"
+        text = _BUS if role == "bus" else _PART
+        container: dict[str, Any] = {
+            "name": "fft",
+            "image": self.image,
+            "command": ["bash", "-c", self._filled(text), f"fft-{role}"],
+            "args": [] if role == "bus" else self._command(role),
+            "env": [
+                {"name": "FFT_BUS", "value": _literal(url)},
+                {"name": "FFT_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+            ],
+        }
+        pod: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "subdomain": self.name,
+            "terminationGracePeriodSeconds": round(self.drain_timeout) + _GRACE_S,
+            "containers": [container],
+        }
+        if role == "bus":
+            return pod
+        if self.limits:
+            container["resources"] = {"limits": dict(self.limits)}
+        shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # the default is 64 MB
+        claim = {"persistentVolumeClaim": {"claimName": self.claim}}
+        folder = {"name": "job", **(claim if self.claim else {"emptyDir": {}})}
+        container["volumeMounts"] = [
+            {"name": "job", "mountPath": FOLDER},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ]
+        spread = {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": self._labels(role)},
+        }
+        return {**pod, "topologySpreadConstraints": [spread], "volumes": [folder, shm]}
+
+    def _command(self, role: str) -> list[str]:
+        """Return the `fft run` of a pod as Kubernetes expands it."""
+        place = self.placement
+        own = place.options(next(p for p in place.parts() if bool(p.spares) == (role == "spare")))
+        if role == "group":
+            own[own.index("--first-group") + 1] = "$(JOB_COMPLETION_INDEX)"
+        options = [
+            *place.common_options(),
+            *("--no-lighthouse", "--no-progress", "--trace-dir", f"{FOLDER}/traces"),
+            *("--drain-timeout", f"{self.drain_timeout:g}", *self.checkpoint, *self.run),
+        ]
+        return ["fft", "run", *own, *map(_literal, [*options, *self.script])]
+
+    def _filled(self, text: str) -> str:
+        values = {"PORT": PORT, "NAME": self.name, "GROUPS": self.placement.groups}
+        for name, value in values.items():
+            text = text.replace(f"@{name}@", str(value))
+        return text
+
+
+def _on_exit(action: str, code: int) -> dict[str, Any]:
+    found = {"containerName": "fft", "operator": "In", "values": [code]}
+    return {"action": action, "onExitCodes": found}
+
+
+def _literal(text: str) -> str:
+    """Return ``text`` so that Kubernetes, which expands ``$(NAME)`` and ``$$``, restores it."""
+    return text.replace("$", "$$")
+
+
+def name_for(script: Path) -> str:
+    """Return the name of the script as Kubernetes allows it."""
+    return re.sub("[^a-z0-9]+", "-", script.stem.lower()).strip("-")
+
+
+def parsed_limits(text: str) -> dict[str, str]:
+    """Return the resources in ``text``, such as ``cpu=8,nvidia.com/gpu=1``.
+
+    Raises:
+        ConfigError: The text has another form.
+    """
+    found = {}
+    for each in filter(None, text.split(",")):
+        name, sign, value = each.partition("=")
+        if not (name and sign and value):
+            raise ConfigError(f"--limits {text!r}: expected NAME=N,…, found {each!r}")
+        found[name] = value
+    return found
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that writes a text of several lines as a block."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def rendered(manifests: Sequence[Mapping[str, Any]]) -> str:
+    """Return the manifests as one YAML stream."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=100)
