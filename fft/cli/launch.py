@@ -185,7 +185,8 @@ def outcome(
 
     with job_client(bus) as client:
         found = until_ended(client.bus, groups) if wait else Outcome.read(client.bus, groups)
+        bus_line = f"bus {client.bus.url}, generation {client.bus.generation}"
     is_over = wait or found.has_ended
     state = "the job has ended" if is_over else "some `fft run` have not ended; the job at present"
-    sys.stdout.write(f"{state}: {found}\n")
+    sys.stdout.write(f"{state}: {found}\n{bus_line}\n")
     raise typer.Exit(int(found.status))

@@ -77,10 +77,13 @@ trap 'stop=1; ${child:+kill -TERM $child}' TERM
 """
     + _ALIVE
     + """\
-outcome() { fft outcome --groups @GROUPS@ > /dev/null 2>&1; }  # 2: the bus does not answer
+outcome() {  # sets the status, 2 if the bus does not answer, and the line that names the bus
+  mapfile -t said < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
+  job=${said[2]-2} bus=${said[1]-}
+}
 while :; do
   outcome
-  case $? in
+  case $job in
     0 | 3) echo "the job on this bus is complete"; exit 0 ;;
     2) ;;
     *) break ;;
@@ -89,18 +92,21 @@ while :; do
   if [ "$SECONDS" -gt 1800 ]; then echo "no bus has come within 1800 s" >&2; exit 1; fi
   tick
 done
+before=$bus
 "$@" & child=$!
 if [ -n "$stop" ]; then kill -TERM "$child"; fi
 while alive "$child"; do wait "$child"; done
 wait "$child"
 status=$?
+child=
 case $status in
   0 | 3) exit 0 ;;
   75) exit 75 ;;           # drained: another pod takes the index
 esac
 outcome
-case $?:$status in
-  2:*) exit 69 ;;          # the bus is lost: another pod waits for the next one
+# If the bus was lost, another pod joins the next one, which may be there already.
+if [ "$bus" != "$before" ]; then exit 69; fi
+case $job:$status in
   1:* | *:2) exit 1 ;;     # the job has failed, or it was not started as asked
 esac
 exit 70                    # only this pod has failed
