@@ -29,7 +29,7 @@ PYTHON_THERE ?= 3.12
 # of make test: one more than two cores, as tests wait for a third of their time; four are slower
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture timeline-picture examples test test-long compat check types house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
+.PHONY: help setup demo demo-picture timeline-picture watch-picture examples test test-long compat check types house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -83,7 +83,11 @@ demo-picture: setup
 
 # docs/timeline.png, from the traces of that demo; needs chromium and chromedriver
 timeline-picture: setup
-	$(BIN)/python -m benchmarks.timeline_picture runs/demo
+	$(BIN)/python -m benchmarks.page_pictures timeline runs/demo
+
+# docs/watch.png, from a demo that runs meanwhile
+watch-picture: setup
+	$(BIN)/python -m benchmarks.page_pictures watch
 
 test: setup
 	$(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder

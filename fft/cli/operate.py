@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fft.cli.shared import BusUrl, console, job_client, plain_errors
+
+if TYPE_CHECKING:
+    from fft.operate.watch import View
 
 _GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for an evicted process."""
@@ -157,10 +161,17 @@ def watch(
     bus: BusUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
+    web: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Serve a live page; 0: a free port."),
+    ] = None,
 ) -> None:
     """Show a running job from its bus alone, until it ends or Ctrl-C."""
     from fft.operate.job_file import find_job
     from fft.operate.watch import Watch, watch_job
+
+    if web is not None and (once or as_json):
+        raise typer.BadParameter("--web shows the job on a page: leave --once and --json out")
 
     def stop_at_signals(watch: Watch) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -172,15 +183,31 @@ def watch(
         if how is None:
             how = watch_job(
                 url,
-                console(),
-                sys.stdout,
+                _view(url, once, as_json, web),
                 once=once,
-                as_json=as_json,
                 begin=stop_at_signals,
                 ended=(lambda: None) if job is None else job.reread_how_it_ended,
             )
     if how is not None and not as_json:
         sys.stdout.write(f"{how}\n")
+
+
+def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
+    """Return the output of `watch` for its options."""
+    from fft.operate.watch import JsonView, ScreenView
+
+    if as_json:
+        return JsonView(sys.stdout, time.time, once)
+    if web is None:
+        return ScreenView(console(), url)
+    from fft.bus.token import JobToken
+    from fft.operate.web import WebView
+
+    view = WebView(web, url, JobToken.from_env())
+    sys.stdout.write(f"{view.url}\n")
+    sys.stdout.write("Whoever has this address can see the job. Ctrl-C ends the page.\n")
+    sys.stdout.flush()
+    return view
 
 
 def say(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,29 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from fft.errors import FftError
+from fft.util.listening import listening_at, url_of
 
 _END_S = 5.0
 """Time for the process to end by itself, in seconds."""
-
-
-def listening_at(address: str) -> socket.socket:
-    """Return a socket that listens at ``[HOST:]PORT``; without a host, on this host alone.
-
-    Raises:
-        FftError: The address is malformed, or it cannot be listened on.
-    """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        raise FftError(f"--metrics {address}: expected PORT or HOST:PORT, such as 9400")
-    host = host.strip("[]") or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, int(port)), family=family)
-    except OSError as error:
-        raise FftError(
-            f"--metrics {address}: cannot listen there ({error.strerror}); name another port, 0 "
-            "takes a free one"
-        ) from error
 
 
 class MetricsProcess:
@@ -60,9 +40,8 @@ class MetricsProcess:
                 "--metrics needs the package prometheus_client: pip install 'fft-torch[metrics]'"
             )
         self._say, self._closed = say, False
-        with listening_at(address) as listening:
-            host, port = listening.getsockname()[:2]
-            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        with listening_at(address, "--metrics") as listening:
+            self.url = f"{url_of(listening)}/metrics"
             command = [sys.executable, "-P", "-m", "fft.operate.metrics", str(listening.fileno())]
             self._process = subprocess.Popen(
                 command,

@@ -37,6 +37,8 @@ from fft.trace.course import Course
 from fft.trace.format import progress_in_words
 
 _COMMANDS = 8
+_POINTS = 1000
+"""Maximum number of points of a loss curve."""
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
 LEFT_OUT, SUSPECTED, APART = "left out", "suspected", "apart"
@@ -75,6 +77,24 @@ class GroupRow:
 
 
 @dataclass
+class LossCurve:
+    """Losses by step. When there are too many, every second point is removed."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    _stride: int = 1
+    """Number of steps between two points."""
+
+    def add(self, step: int, loss: float) -> None:
+        """Take a loss; one that is too close to the point before it is ignored."""
+        if self.points and step < self.points[-1][0] + self._stride:
+            return
+        self.points.append((step, loss))
+        if len(self.points) > _POINTS:
+            self.points = self.points[::2]
+            self._stride = max(2 * self._stride, self.points[1][0] - self.points[0][0])
+
+
+@dataclass
 class JobModel:
     """The state of the job so far."""
 
@@ -85,6 +105,8 @@ class JobModel:
     """Steps, memberships and faults since watching began."""
     losses: dict[str, float] = field(default_factory=dict)
     """Group → the newest loss that one of its ranks has reported."""
+    curves: dict[str, LossCurve] = field(default_factory=dict)
+    """Group → the losses that its ranks have reported since watching began."""
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_COMMANDS))
     stragglers: Stragglers = field(default_factory=Stragglers)
     scopes: dict[str, int] = field(default_factory=dict)
@@ -132,6 +154,7 @@ class JobModel:
                 self._fetches.pop((word.group, word.rank), None)
                 if word.loss is not None:
                     self.losses[word.group] = word.loss
+                    self.curves.setdefault(word.group, LossCurve()).add(word.step, word.loss)
                 self.course.goal = word.goal or self.course.goal
                 if word.scope is not None:
                     self.scopes[word.scope] = max(word.step, self.scopes.get(word.scope, 0))

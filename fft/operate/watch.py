@@ -35,6 +35,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0  # between tries to reach a bus that
 class View(Protocol):
     """An output of the watch loop; all methods are called on the thread of the loop."""
 
+    stays: bool
+    """Whether it shows the end of the job until it is stopped."""
+
     def word(self, line: dict[str, object]) -> None: ...
 
     def state(self, watch: JobModel, now: float) -> None: ...
@@ -59,8 +62,16 @@ class Watch:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._generation = ""
 
+    def wait(self) -> None:
+        """Block until `stop`."""
+        while not self._stopped:
+            self._wake.get()
+
     def stop(self) -> None:
-        """End `run` soon. Safe on any thread and in a signal handler, because it takes no lock."""
+        """End `run` and `wait` soon.
+
+        Safe on any thread and in a signal handler, because it takes no lock.
+        """
         self._stopped = True
         self._wake.put(None)
 
@@ -141,6 +152,8 @@ def _plain(desk: JobClient, word: Word) -> BusMessage | Command | Report | Recor
 class JsonView:
     """Output of one line per event; with ``--once`` the state as one line."""
 
+    stays = False
+
     def __init__(self, stream: IO[str], clock: Callable[[], float], once: bool) -> None:
         self._stream = stream
         self._clock = clock
@@ -177,6 +190,8 @@ class JsonView:
 class ScreenView:
     """Output as a table: redrawn in place on a terminal, else printed once at the end."""
 
+    stays = False
+
     def __init__(self, console: Console, url: str) -> None:
         self._url = url
         self._console = console
@@ -209,10 +224,7 @@ def render(watch: JobModel, url: str, now: float, width: int = 80, height: int =
     if watch.head is None:
         parts.append(Text(f"{url}: no job has begun here", overflow="fold"))
     else:
-        elapsed = now - (watch.course.epochs[0].formed if watch.course.epochs else now)
-        rows = [_row(watch, row) for row in watch.rows()]
-        shot = Snapshot(elapsed, rows, 0, 0, watch.course, now, "fft watch")
-        parts.append(show(shot, width, height))
+        parts.append(show(snapshot(watch, now), width, height))
     if watch.scopes:
         steps_of = (f"scope {name}: step {step}" for name, step in sorted(watch.scopes.items()))
         parts.append(Text(", ".join(steps_of), overflow="fold"))
@@ -222,6 +234,13 @@ def render(watch: JobModel, url: str, now: float, width: int = 80, height: int =
     parts += [Text(text, style="yellow", overflow="fold") for text in texts]
     parts += [Text(_in_words(command), overflow="fold") for command in watch.commands]
     return Group(*parts)
+
+
+def snapshot(watch: JobModel, now: float) -> Snapshot:
+    """Return the job at one moment, with a row for each group."""
+    elapsed = now - (watch.course.epochs[0].formed if watch.course.epochs else now)
+    rows = [_row(watch, row) for row in watch.rows()]
+    return Snapshot(elapsed, rows, 0, 0, watch.course, now, "fft watch")
 
 
 def _row(watch: JobModel, row: GroupRow) -> Row:
@@ -254,11 +273,9 @@ def _in_words(command: Command) -> str:
 
 def watch_job(
     url: str,
-    console: Console,
-    stream: IO[str],
+    view: View,
     *,
     once: bool,
-    as_json: bool,
     begin: Callable[[Watch], None],
     ended: Callable[[], str | None] = lambda: None,
 ) -> str | None:
@@ -266,17 +283,14 @@ def watch_job(
 
     Args:
         url: URL of its bus.
-        console: Where the table is shown.
-        stream: Where JSON is written.
+        view: Where it is shown; closed at the end.
         once: Show the present state only.
-        as_json: Write one line of JSON per event.
         begin: Called with the `Watch` before it runs, so that the caller can stop it.
         ended: Returns how the job ended, or None; asked when the bus is lost.
 
     Returns:
         How the job ended, or None if it was stopped.
     """
-    view: View = JsonView(stream, time.time, once) if as_json else ScreenView(console, url)
     try:
         watch = Watch(url, view, ended)
         if once:
@@ -284,6 +298,8 @@ def watch_job(
         else:
             begin(watch)
             watch.run()
+            if view.stays:
+                watch.wait()
         return watch.how
     finally:
         view.close()

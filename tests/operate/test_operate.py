@@ -393,6 +393,8 @@ def test_an_answer_is_read_strictly() -> None:
 class Lines:
     """A view that records its snapshots."""
 
+    stays = False
+
     def __init__(self) -> None:
         self.events: queue.Queue[dict[str, object]] = queue.Queue()
 

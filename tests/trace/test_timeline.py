@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import browser, needs_browser
 from traced import TracedJob, peak_of
 from typer.testing import CliRunner
 
@@ -21,9 +18,6 @@ from fft.errors import FftError
 from fft.messages.protocol import Peer
 from fft.trace.timeline import _EVENTS, _SPANS, Lane, Span, page
 from fft.trace.writer import TraceWriter
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-HAS_BROWSER = CHROMIUM and DRIVER and importlib.util.find_spec("selenium")
 
 
 @pytest.fixture
@@ -104,28 +98,7 @@ def test_command_writes_the_page(traces: Path) -> None:
     assert result.exit_code == 2
 
 
-@contextmanager
-def browser(folder: Path) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in (
-        *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"),
-    ):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
-
-
-@pytest.mark.skipif(not HAS_BROWSER, reason="chromium, chromedriver or selenium is not installed")
+@needs_browser
 def test_browser_shows_a_fault_and_its_record(traces: Path) -> None:
     out = traces / "page.html"
     out.write_text(page(traces))

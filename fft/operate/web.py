@@ -1,0 +1,213 @@
+"""``fft watch --web``: a live page of a job, from what `Watch` receives on its bus.
+
+One thread accepts connections, and each request has a thread. They serve two fixed resources, the
+page and the newest state, and change nothing. A request needs a key that is derived from the job's
+token: it shows the job, but it gives no access to the bus.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import threading
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from fft.bus.token import JobToken
+from fft.errors import ConfigError
+from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel
+from fft.operate.watch import snapshot
+from fft.trace.display import cost, figures
+from fft.util.listening import listening_at, url_of
+
+_PAGE = Path(__file__).with_name("web.html")
+_SHOWN = 100
+"""Maximum number of faults, changes and checkpoints on the page; it shows the newest."""
+_SLOWEST_S = 5.0
+"""Time in which a client must send its request."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'",
+}
+
+
+def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
+    """Return everything that the page shows. Times are seconds before ``now``."""
+    course, shot = job.course, snapshot(job, now)
+    rows = {row.group: row for row in shot.rows}
+    rates = course.rates(now)
+    faults = [
+        {
+            "n": fault.n,
+            "step": fault.step,
+            "ago": now - fault.at,
+            "cause": fault.cause or "rolled back",
+            "cost": cost(fault, course.absences),
+            "is_open": fault.cost_s is None,
+        }
+        for fault in course.faults[-_SHOWN:]
+    ]
+    changes = [
+        {"n": change.n, "step": change.step, "ago": now - change.at, "text": change.text}
+        for change in course.changes[-_SHOWN:]
+    ]
+    return {
+        "url": url,
+        "lost": job.lost,
+        "has_ended": job.has_ended(),
+        "elapsed": shot.elapsed,
+        "step": max((course.step, *(row.step for row in shot.rows))),
+        "goal": course.goal.steps,
+        "share": course.share_done,
+        "left_s": course.left_s(now),
+        "steps_per_s": rates and rates[0],
+        "samples_per_s": rates and course.samples(rates[1]),
+        "figures": figures(shot),
+        "fault_count": len(course.faults),
+        "faults": faults[::-1],
+        "changes": changes[::-1],
+        "groups": [{**_group(job, row), "trouble": rows[row.group].trouble} for row in job.rows()],
+        "checkpoints": sorted(job.checkpoints.taken)[: -_SHOWN - 1 : -1],
+        "notes": [*job.held(), *job.fetches(), *job.troubles()],
+        "losses": {group: curve.points for group, curve in job.curves.items()},
+    }
+
+
+def _group(job: JobModel, row: GroupRow) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": number,
+            "state": rank.state,
+            "is_well": rank.state == IN_EPOCH
+            and f"{row.group}/{number}" not in job.stragglers.slow,
+            "inc": rank.inc,
+            "pid": rank.pid,
+            "host": rank.host,
+            "why": rank.why,
+        }
+        for number, rank in sorted(row.ranks.items())
+    ]
+    return {
+        "group": row.group,
+        "state": row.state(),
+        "is_draining": row.draining,
+        "loss": job.losses.get(row.group),
+        "ranks": ranks,
+    }
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket, key: str) -> None:
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.key, self.state = key, b"null"
+        self.page = _PAGE.read_bytes()
+        self.cookie = f"fft-{listening.getsockname()[1]}"
+        """A browser sends the cookies of all ports of a host."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of a request: its client has gone, or was too slow."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _SLOWEST_S
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "fft", ""
+
+    def do_GET(self) -> None:
+        """Serve the page or the state; a page that is given the key gets a cookie for it."""
+        parts = urlsplit(self.path)
+        given = parse_qs(parts.query).get("key", [""])[0]
+        if parts.path == "/" and self._fits(given):
+            cookie = f"{self.server.cookie}={self.server.key}; HttpOnly; SameSite=Strict; Path=/"
+            self._answer(303, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
+        elif not self._has_key():
+            text = b"Open the address that `fft watch --web` has printed: it has the key.\n"
+            self._answer(403, text, "text/plain")
+        elif parts.path == "/":
+            self._answer(200, self.server.page, "text/html; charset=utf-8")
+        elif parts.path == "/state.json":
+            self._answer(200, self.server.state, "application/json")
+        else:
+            self._answer(404, b"There is / and /state.json.\n", "text/plain")
+
+    def _has_key(self) -> bool:
+        scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._fits(bearer.strip()):
+            return True
+        try:
+            cookies = SimpleCookie(self.headers.get("Cookie", ""))
+        except CookieError:
+            return False
+        held = cookies.get(self.server.cookie)
+        return held is not None and self._fits(held.value)
+
+    def _fits(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(), self.server.key.encode())
+
+    def _answer(
+        self, status: int, body: bytes, kind: str, more: dict[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        length = {"Content-Type": kind, "Content-Length": str(len(body))}
+        for name, value in {**_HEADERS, **length, **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no request: its line could contain the key."""
+
+
+class WebView:
+    """A page as the output of `Watch`; `close` ends the server."""
+
+    stays = True
+
+    def __init__(self, address: str, bus_url: str, token: JobToken | None) -> None:
+        """Begin to serve.
+
+        Args:
+            address: ``[HOST:]PORT``; port 0 takes a free one.
+            bus_url: URL of the job's bus, which the page shows.
+            token: The job's token.
+
+        Raises:
+            ConfigError: There is no token.
+            FftError: The address cannot be used.
+        """
+        if token is None:
+            raise ConfigError(
+                "--web needs the job's token, so that not everyone sees the job: set FFT_TOKEN_FILE"
+            )
+        self._bus_url = bus_url
+        key = token.key("web page").hex()
+        self._server = _Server(listening_at(address, "--web"), key)
+        self.url = f"{url_of(self._server.socket)}/?key={key}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="fft-web")
+        self._thread.start()
+
+    def word(self, line: dict[str, object]) -> None:
+        """Ignore the event; the page shows its effect."""
+
+    def state(self, watch: JobModel, now: float) -> None:
+        """Replace the state that is served."""
+        self._server.state = json.dumps(state_of(watch, self._bus_url, now)).encode()
+
+    def close(self) -> None:
+        """Close the socket and end the thread."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
