@@ -42,6 +42,7 @@ def main() -> None:
         init_sync=False,
     )
     torch.set_num_threads(1)
+    seed()  # equal parameters on all groups
     model = nn.Linear(WIDTH, 1)
     manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
     manager.sync_gradients(model)
