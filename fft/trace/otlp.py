@@ -8,17 +8,14 @@ the collector does not accept ends the export with an error.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.protocol.roles import COMMITTING
-from fft.trace.course import readable_cause
 from fft.trace.figures import FIGURES, Figure, Figures
 from fft.trace.format import scope_folders
-from fft.trace.read import merged_lines
+from fft.trace.happenings import COMMITTED, ROLLED_BACK, Happening, happenings
 from fft.trace.report import figures_of
 from fft.util.version import __version__
 
@@ -41,92 +38,8 @@ _BATCH = 512
 """Least number of spans in a request."""
 _OPEN = 64
 """Attempts of the job that are open at a time; their ranks end them at different times."""
-_BACK = {"aborting", "rolling_back"}
-_COMMITTED, _ROLLED_BACK = "committed", "rolled back"
-
-
-# --- what happened, by the traces ---
-
-
-@dataclass
-class Happening:
-    """An attempt of a step, a rollback or a transfer on one rank. Times are in seconds."""
-
-    kind: str
-    rank: str
-    """``GROUP/RANK``."""
-    token: tuple[int, int]
-    """Epoch and number of the attempt."""
-    start: float
-    end: float = 0.0
-    voted: float | None = None
-    outcome: str = ""
-    """``committed`` or ``rolled back``, of a step; ``lost`` if the process ended before that."""
-    facts: dict[str, str | int] = field(default_factory=dict)
-
-
-class Happenings:
-    """Finds what happened on each rank; `take` the lines of one scope in the order of time."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, Happening] = {}
-        self._seen: dict[str, tuple[Path, float]] = {}
-        """Rank → file and time of its newest transition."""
-
-    def take(self, path: Path, line: dict[str, Any], at: float) -> Iterator[Happening]:
-        """Yield what a line has ended."""
-        if (roles := line.get("roles")) is None:
-            return
-        rank, event = f"{line['group']}/{line['rank']}", line.get("event") or {}
-        token = line["epoch"], line["txn"]
-        file, before = self._seen.get(rank, (path, at))
-        if file != path:  # another process has taken the place
-            yield from self._lost(rank, before)
-        self._seen[rank] = path, at
-        if event.get("type") == "healed" and event["bytes"]:
-            facts = {"fft.bytes": event["bytes"], "fft.source": event["source"]}
-            yield Happening("transfer", rank, token, before, at, facts=facts)
-        now = self._open.get(rank)
-        if now is not None and event.get("type") == "prepared" and event["yes"]:
-            now.voted = at
-            now.facts["fft.step"] = line["step"]  # a rank may have fetched the state meanwhile
-        if roles[0] == roles[1] or {*roles} <= _BACK:
-            return
-        if now is not None and roles[1] in COMMITTING:
-            now.outcome = _COMMITTED
-        elif now is not None and roles[1] != "voting":
-            now.end = at
-            if now.kind == "step":
-                now.outcome = now.outcome or _ROLLED_BACK
-            yield self._open.pop(rank)
-        if roles[1] == "training":
-            facts = {"fft.step": line["step"]}
-            self._open[rank] = Happening("step", rank, token, at, facts=facts)
-        elif roles[1] in _BACK:
-            cause = readable_cause(line.get("cause") or "")
-            facts = {"fft.cause": cause, "fft.cause_code": line.get("code") or "none"}
-            self._open[rank] = Happening("rollback", rank, token, at, facts=facts)
-
-    def end(self) -> Iterator[Happening]:
-        """Yield what had not ended when the traces end."""
-        for rank, (_, at) in self._seen.items():
-            yield from self._lost(rank, at)
-
-    def _lost(self, rank: str, at: float) -> Iterator[Happening]:
-        if (now := self._open.pop(rank, None)) is not None:
-            now.end, now.outcome = at, now.outcome or "lost"
-            yield now
-
-
-def happenings(folder: Path) -> Iterator[Happening]:
-    """Yield what happened in one scope, in the order in which it ended."""
-    found = Happenings()
-    for at, path, line, _ in merged_lines(folder):
-        yield from found.take(path, line, at)
-    yield from found.end()
-
-
-# --- sending it ---
+_SENT = ("step", "rollback", "transfer")
+"""Kinds of what happened that become spans."""
 
 
 class _Spans:
@@ -139,6 +52,8 @@ class _Spans:
 
     def add(self, found: Happening) -> None:
         """Take what happened in an attempt, and send the oldest attempt if many are open."""
+        if found.kind not in _SENT:
+            return
         self._attempts.setdefault(found.token, []).append(found)
         if len(self._attempts) > _OPEN:
             self._end(*self._attempts.popitem(last=False))
@@ -156,8 +71,8 @@ class _Spans:
         for part in parts:
             self._send(self._part(part, context, names))
             if part.kind == "step":
-                whole.set_attributes(part.facts)
-            if part.outcome in (_COMMITTED, _ROLLED_BACK):  # not of a rank that was lost
+                whole.set_attributes(_attributes(part))
+            if part.outcome in (COMMITTED, ROLLED_BACK):  # not of a rank that was lost
                 whole.set_attribute("fft.outcome", part.outcome)
         whole.end(_ns(end))
         self._send(whole)
@@ -165,17 +80,21 @@ class _Spans:
     def _part(self, part: Happening, context: Any, names: dict[str, Any]) -> Any:
         """Return the span of a rank."""
         group, _, rank = part.rank.rpartition("/")
-        names = {**names, "fft.group": group, "fft.rank": int(rank), **part.facts}
+        names = {**names, "fft.group": group, "fft.rank": int(rank), **_attributes(part)}
         if part.outcome:
             names["fft.outcome"] = part.outcome
         start = _ns(part.start)
         span = self._tracer.start_span(part.kind, context, start_time=start, attributes=names)
         if part.voted is not None:
             span.add_event("vote", timestamp=_ns(part.voted))
-        if part.outcome not in ("", _COMMITTED):
+        if part.outcome not in ("", COMMITTED):
             span.set_status(Status(StatusCode.ERROR, part.outcome))
         span.end(_ns(part.end))
         return span
+
+
+def _attributes(part: Happening) -> dict[str, str | int]:
+    return {f"fft.{name}": value for name, value in part.facts.items()}
 
 
 def _ns(seconds: float) -> int:
