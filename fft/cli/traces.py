@@ -40,13 +40,25 @@ def timeline(
         Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
     ] = None,
     out: Annotated[Path, typer.Option("-o", help="The page to write.")] = Path("timeline.html"),
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev instead of the page."),
+    ] = None,
 ) -> None:
     """Write one offline HTML page that shows a run: ranks, steps, faults, transfers, waits."""
-    from fft.trace.timeline import write_page
-
     with plain_errors():
-        write_page(trace_folder(directory), out)
-    sys.stdout.write(f"open {out} in a browser\n")
+        folder = trace_folder(directory)
+        if perfetto is not None:
+            from fft.trace.perfetto import write_trace
+
+            write_trace(folder, perfetto)
+            text = f"open {perfetto} in https://ui.perfetto.dev"
+        else:
+            from fft.trace.timeline import write_page
+
+            write_page(folder, out)
+            text = f"open {out} in a browser"
+    sys.stdout.write(f"{text}\n")
 
 
 def export(

@@ -51,7 +51,7 @@ _NOTES = frozenset(
 _ROLLBACK_ROLES = ("aborting", "rolling_back")
 
 
-def _name_of(note: str, data: dict[str, Any]) -> str:
+def name_of(note: str, data: dict[str, Any]) -> str:
     """Return the name of the event, or an empty string if it is not shown."""
     match note:
         case "inject":
@@ -139,7 +139,7 @@ class Timeline:
         """Take one line of a trace."""
         lane = f"{line['group']}/{line['rank']}"
         if line["kind"] == "note":
-            if name := _name_of(line["note"], line.get("data") or {}):
+            if name := name_of(line["note"], line.get("data") or {}):
                 self._event(lane, name, path, line, at, text)
             return
         event, roles = line.get("event") or {}, line.get("roles")
