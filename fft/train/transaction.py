@@ -671,11 +671,14 @@ class Transaction:
     def log(self, **metrics: float) -> None:
         """Trace metrics of this attempt; ``fft run`` and ``fft watch`` show ``loss``.
 
-        Vetoes see the metrics that are logged in the step function.
+        Vetoes see the metrics that are logged in the step function. Metrics of a rank that does not
+        contribute are not traced: a joining group computes them with weights that are not the
+        job's.
         """
         self.logged.update(metrics)
         self._loop.results.log(metrics)
-        self._loop.job.note_metrics(metrics)
+        if self.contributes:
+            self._loop.job.note_metrics(metrics)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Return the mean of ``value`` over all ranks that contribute to this step.

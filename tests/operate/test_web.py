@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fft.errors import ConfigError
 from fft.messages.progress import Goal, SpeedReport
 from fft.operate.job_view import _POINTS, JobModel, LossCurve
 from fft.operate.web import WebView, state_of
+from fft.trace.audit import read_lines
 
 TOKEN = JobToken.fresh()
 SCRIPT = Path(__file__).parents[1] / "e2e" / "fault_script.py"
@@ -237,6 +238,15 @@ def test_page_shows_a_killed_group_its_return_and_the_end(tmp_path: Path) -> Non
         assert job.wait(LIMIT_S) == 75, job.tail()
         end = page.until(lambda s: s["has_ended"] or s["lost"], "the end")
         assert page.state()["step"] == end["step"] > 0, "the page stays until it is closed"
+    lines = list(read_lines(tmp_path / "traces"))
+    heads = [line["event"]["record"] for line in lines if (line.get("event") or {}).get("record")]
+    joined = {(group, head["epoch"], 1) for head in heads for group in head["learners"]}
+    logged = {(line["group"], line["epoch"], line["txn"]) for line in metrics_of(lines)}
+    assert joined and not joined & logged, "a joining group logs no loss of its initial weights"
+
+
+def metrics_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("note") == "metrics"]
 
 
 @pytest.mark.long
