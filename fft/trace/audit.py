@@ -583,6 +583,6 @@ class InnerSteps:
 
     def _expect_item(self, item: int, first: int, done: int, place: str) -> None:
         if self._owed is not None:
-            due = first + done * self._owed.ranks
+            due = first + done * self._owed.items
             text = f"inner step {done} of slice {self._slice} has item {item} of the data"
             self._finding.expect(item == due, f"{text}, and not {due}", place)

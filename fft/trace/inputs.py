@@ -47,26 +47,36 @@ class _Told(NamedTuple):
     place: str
 
 
+def batches_of(head: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """Return the number of data items that the ranks of a group take in a step, which of them the
+    rank with this header takes, and whether it is the first rank that takes that item."""
+    world, rank = head["config"]["world"], head["config"]["me"][1]
+    samples = next(iter(head["spec"]["parameter_groups"].values()))["samples"]
+    # earlier versions did not trace them
+    default = (world, rank, True) if samples == "per_rank" else (1, 0, rank == 0)
+    count, number, is_first = head.get("batches", default)
+    return count, number, is_first
+
+
 class Owed:
     """The notes that a process owes, by its trace's header: the kind of its job, and its rank."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
-        config, spec = head["config"], head["spec"]
+        config = head["config"]
         self.is_periodic = bool(config["leases"])
         self.takes = any(not other["ahead"] for other in config["flow"])
         """Whether it takes entries of the stage before."""
         self.only_loop = TRANSACTIONS if self.is_periodic or config["flow"] else ""
         """The only loop that the job can have; empty if it can have both."""
-        samples = next(iter(spec["parameter_groups"].values()))["samples"]
-        self.ranks = config["world"] if samples == "per_rank" else 1
-        """Number of ranks of a group that take a data item each, or 1 if all take the same item."""
+        self.items, self._item, self.is_first = batches_of(head)
+        """Number of data items that the ranks of a group take in a step, which of them this rank
+        takes, and whether it is the first rank that takes that item."""
         self.begins_at = head["start"]["step"], head["start"]["cursor"]
         self.rank = config["me"][1]
-        self._rank = self.rank if samples == "per_rank" else 0
 
     def item(self, number: int) -> int:
         """Return the data item that this rank takes from slice ``number``."""
-        return number * self.ranks + self._rank
+        return number * self.items + self._item
 
 
 class Runs:
@@ -142,7 +152,7 @@ class Given:
             ids: The ids in the note of the batch, or None if it has none.
             owed: The notes that the process of the rank owes.
         """
-        if owed.rank != 0 and owed.ranks == 1:
+        if not owed.is_first:
             return
         if ids is None:
             self.unnamed += 1

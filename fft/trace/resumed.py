@@ -2,12 +2,12 @@
 it resumed from.
 
 A start that begins at a step after 0 has the state of a checkpoint. An earlier start must have
-committed that state or begun with it: same step, lineage and place in the data. Groups with a
-different number of ranks count the data in slices of a different size. Commits of the earlier start
-after that state are no longer on a lineage. Where the traces have digests, the state must have the
-same bits as before. Stages that step separately are judged one by one, and all ranks of a start
-must begin with the same checkpoint. Together with the audit of each start, this shows that every
-slice of the data is consumed once on the resulting lineage.
+committed that state or begun with it: same step, lineage and place in the data. Groups with
+another number of ranks, or another mesh, may count the data in slices of another size. Commits of
+the earlier start after that state are no longer on a lineage. Where the traces have digests, the
+state must have the same bits as before. Stages that step separately are judged one by one, and all
+ranks of a start must begin with the same checkpoint. Together with the audit of each start, this
+shows that every slice of the data is consumed once on the resulting lineage.
 
 Starts are read from the last to the first, so that only states that later starts begin with are
 kept.
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from fft.protocol.invariants import Finding
 from fft.trace.audit import AuditReport, audit_dir
 from fft.trace.format import scope_folder, scope_folders
+from fft.trace.inputs import batches_of
 from fft.trace.last_lines import judge_ends
 from fft.trace.starts import start_folders
 
@@ -47,8 +48,8 @@ class Stand(NamedTuple):
 class _Start:
     """The states in the traces of one start that it, or a later start, begins with."""
 
-    ranks: int = 1
-    """Number of ranks of each group."""
+    items: int = 1
+    """Number of data items in a slice: how many the ranks of a group take in a step."""
     begins: dict[tuple[str, Stand], str] = field(default_factory=dict)
     """(lineage, position) of a state that a participant began with → the first place."""
     commits: dict[str, Stand] = field(default_factory=dict)
@@ -56,14 +57,15 @@ class _Start:
     """(lineage, rank number) → the state's digest, and the first place that states it."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Checkpoints that participants began with → the first place that states it."""
-    resharded: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Lineage that a state got when it was loaded for another number of ranks → its previous
-    lineage, and whether all ranks of a group take the same item."""
+    resharded: dict[str, str] = field(default_factory=dict)
+    """Lineage that a state got when it was loaded for another number of ranks, or another mesh →
+    its previous lineage."""
 
     def stands(self) -> dict[str, tuple[Stand, int]]:
-        """Return lineage → (position, ranks per group) of the states it began with or committed."""
+        """Return lineage → (position, items in a slice) of the states it began with or
+        committed."""
         found = (*self.begins, *self.commits.items())
-        return {lineage: (stand, self.ranks) for lineage, stand in found}
+        return {lineage: (stand, self.items) for lineage, stand in found}
 
 
 @dataclass
@@ -175,13 +177,13 @@ def _judge_scope(
     for start, begins in zip(starts, begun, strict=True):
         begins |= {name: place for name, place in start.checkpoints.items() if name not in begins}
         for (lineage, stand), place in start.begins.items():
-            source, takes_same = start.resharded.get(lineage, (lineage, False))
-            was, ranks = known.get(source, (None, start.ranks))
-            said = "" if was is None else f"; that was at {was}, of groups of {ranks} ranks"
+            source = start.resharded.get(lineage, lineage)
+            was, items = known.get(source, (None, start.items))
+            said = "" if was is None else f"; that was at {was}, with {items} items in a slice"
             finding.expect(
-                was is not None and _is_same(stand, start.ranks, was, ranks, takes_same),
-                f"groups of {start.ranks} ranks begin at {stand} of "
-                f"lineage {source}, where no earlier start has committed or begun{said}",
+                was is not None and _is_same(stand, start.items, was, items),
+                f"groups begin at {stand} of lineage {source}, with {start.items} items in a "
+                f"slice, where no earlier start has committed or begun{said}",
                 place,
             )
         loaded = {lineage for lineage, _ in start.begins}
@@ -194,13 +196,9 @@ def _judge_scope(
         known |= start.stands()
 
 
-def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> bool:
-    """Whether both are the same place in the data.
-
-    A slice has an item for each rank of a group, unless all ranks take the same item.
-    """
-    size, size_then = (1, 1) if takes_same else (ranks, had)
-    return now.cursor * size == was.cursor * size_then and now._replace(cursor=0) == was._replace(
+def _is_same(now: Stand, items: int, was: Stand, had: int) -> bool:
+    """Whether both are the same place in the data, by the number of items in a slice."""
+    return now.cursor * items == was.cursor * had and now._replace(cursor=0) == was._replace(
         cursor=0
     )
 
@@ -223,7 +221,7 @@ def _read(root: Path, folders: list[Path]) -> list[_Start]:
             for number, line in _lines_of(path, asked):
                 with suppress(*_ODD):
                     _take(start, line, f"{name}:{number}", asked)
-        asked |= {source for source, _ in start.resharded.values()}
+        asked |= set(start.resharded.values())
         found.append(start)
     return found[::-1]
 
@@ -232,12 +230,12 @@ def _take_header(start: _Start, path: Path, place: str) -> None:
     with path.open("rb") as file:
         line = _loaded(file.readline())
     with suppress(*_ODD):
-        ranks, at = line["config"]["world"], line["start"]
+        at = line["start"]
         if at["step"] > 0:
             unused = tuple(sorted(at["returned"]))
             stand = Stand(at["step"], at["cursor"], at["batches"], unused)
             start.begins.setdefault((at["lineage"], stand), place)
-        start.ranks = ranks
+        start.items = batches_of(line)[0]
 
 
 def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> None:
@@ -246,7 +244,7 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
         told = line["data"]
         start.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
         if told["as"] in asked and told["as"] != told["lineage"]:
-            start.resharded[told["as"]] = told["lineage"], told["takes_same"]
+            start.resharded[told["as"]] = told["lineage"]
         return
     event = line.get("event") or {}
     if event.get("digest") and event["type"] in ("applied", "healed") and line["lineage"] in asked:

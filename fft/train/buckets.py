@@ -152,7 +152,7 @@ class Bucket:
         used = []
         with torch.no_grad():
             for slot in self.slots:
-                grad = slot.parameter.grad
+                grad = _placed_as(slot.parameter)
                 used.append(grad is not None)
                 if grad is None:
                     self.view(slot).zero_()
@@ -295,6 +295,20 @@ def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
     # FSDP2 keeps its gradient tensor and may accumulate into it while the bucket is reduced.
     in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
     return Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
+
+
+def _placed_as(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, after giving it the placement of the parameter.
+
+    The gradient of a replicated DTensor may consist of partial sums. Otherwise its ranks would add
+    them up in the optimizer step, after the vote.
+    """
+    grad = parameter.grad
+    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        return grad
+    if grad.placements != parameter.placements:
+        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+    return grad
 
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:

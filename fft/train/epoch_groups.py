@@ -7,7 +7,6 @@ thread.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import AllreduceOptions
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _update_default_pg, _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torchft.manager import Manager
@@ -27,10 +26,9 @@ from torchft.process_group import ProcessGroup
 from fft.errors import FftError, GradientLayoutMismatch, GroupNotReformable
 from fft.messages.effects import Heal
 from fft.messages.protocol import Peer, Record
+from fft.train.mesh_layout import MeshLayout
 from fft.train.process_group import AbortableGroup, GroupAborted
-from fft.train.process_group.shard import ShardGroup
-
-logger = logging.getLogger(__name__)
+from fft.train.process_group.shard import ShardGroup, mesh_over
 
 _DIGESTS = "\x1f"
 """Separates the gradient layout of a member from its digests, in the note that it exchanges."""
@@ -69,22 +67,33 @@ class EpochGroups:
         self._incarnations: dict[int, int] = {}
         """Incarnation of each rank of this replica group in the last epoch."""
         self.replicate = AbortableGroup(pg, "replicate")
-        self.shard = _Shard(shard, self) if shard is not None else None
+        self.shard = _Shard(shard, self, "shard") if shard is not None else None
+        self._lines: list[AbortableGroup] = []
+        """The groups of this rank along the dimensions of the mesh, each over some of the ranks."""
+        self.layout: MeshLayout | None = None
+        """The layout of the mesh that the script has requested."""
+        self._mesh: DeviceMesh | None = None
+        self._is_default = False
+        """Whether the shard group is torch's default process group because of the mesh."""
         for group in self:
             group.address = address
         self.shard_aborted = False
         """The shard group was aborted since it was built."""
         self.shard_has_own_scope = False
         """The shard group is rebuilt for epochs of the group's own scope, not of the job."""
-        self._warned_of: set[str] = set()
-        """Places of foreign process groups that a warning has named."""
         self._deferred_abort: str | None = None
         """The cause of a deferred abort of the shard group, or None."""
 
     def __iter__(self) -> Iterator[AbortableGroup]:
         yield self.replicate
+        yield from self.inner
+
+    @property
+    def inner(self) -> Iterator[AbortableGroup]:
+        """The groups inside of this replica group."""
         if self.shard is not None:
             yield self.shard
+        yield from self._lines
 
     def pending(self) -> int:
         """Number of pending collectives of this rank."""
@@ -108,10 +117,11 @@ class EpochGroups:
             self.abort_shard(cause)
 
     def abort_shard(self, cause: str) -> None:
-        """Abort the shard group, which releases threads blocked in its collectives. Thread-safe."""
+        """Abort the groups inside of this replica group, which releases threads blocked in their
+        collectives. Thread-safe."""
         self.shard_aborted = True
-        if self.shard is not None:
-            self.shard.abort(cause)
+        for group in self.inner:
+            group.abort(cause)
 
     def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
         """Abort the groups, and wait, within ``waiting``, until no old operation can write."""
@@ -123,10 +133,10 @@ class EpochGroups:
 
     def unwind_shard(self, cause: str, waiting: AbstractContextManager[None]) -> None:
         """Abort the shard group, and wait until no old operation can write."""
-        assert self.shard is not None, "asked before"
         self.abort_shard(cause)
-        with waiting:
-            self.shard.quiesce(self._manager._torchft.timeout)
+        for group in self.inner:
+            with waiting:
+                group.quiesce(self._manager._torchft.timeout)
 
     def cut(self) -> None:
         """End the connections, as a network would."""
@@ -137,10 +147,84 @@ class EpochGroups:
         """End the groups. Idempotent."""
         for group in self:
             group.close()
+        for line in self._lines:
+            line.pg.unregister()
+        if self._is_default and _world.default_pg is self.stages:
+            _update_default_pg(None)
+        self._is_default = False
 
-    def mesh(self) -> DeviceMesh:
-        """Device mesh over the ranks of this replica group."""
+    def shard_mesh(self) -> DeviceMesh:
+        """Device mesh of one dimension over the ranks of this replica group."""
         return self._ready("shard_mesh").mesh()
+
+    def mesh(self, layout: MeshLayout) -> DeviceMesh:
+        """Device mesh over the ranks of this replica group.
+
+        Raises:
+            FftError: There is another mesh already, or the groups of this one cannot be made.
+        """
+        if self.layout not in (None, layout):
+            raise FftError(
+                f"manager.mesh(): expected the mesh of the first call, {self.layout}, got "
+                f"{layout}; FFT makes one mesh. Use its slices, or manager.shard_mesh(), which has "
+                "one dimension"
+            )
+        if self._mesh is None:
+            root = self._ready("mesh")
+            if len(layout.sizes) == 1:
+                self._mesh = root.mesh(*layout.sizes)
+            else:
+                self._mesh = self._make_mesh(layout, root)
+            self.layout = layout
+        return self._mesh
+
+    def _make_mesh(self, layout: MeshLayout, root: ShardGroup) -> DeviceMesh:
+        """Make a group along each dimension, and the mesh over them."""
+        is_other = torch.distributed.is_initialized() and _world.default_pg is not root
+        if is_other and torch.distributed.get_rank() != layout.rank:
+            raise FftError(
+                f"manager.mesh(): torch slices a mesh by the rank in its default process group, "
+                f"which is {torch.distributed.get_rank()}, but this is rank {layout.rank} of its "
+                "replica group: do not call torch.distributed.init_process_group()"
+            )
+        assert self.shard is not None, "it is ready"
+        groups = []
+        for name, size in layout.sizes.items():
+            if size == root.size():
+                groups.append(root)
+                continue
+            ranks = layout.line(name)
+            group = root.line(ranks)
+            line = _Shard(group, self, name)
+            line.address, line.waiting = self.shard.address, self.shard.waiting
+            if self._is_replacement:
+                group.use_fake_backend(ranks.index(layout.rank), size)
+            else:
+                self._configure_inner(line, self._boot_name, 0)
+            self._lines.append(line)
+            groups.append(group)
+        root.register("shard")
+        root.register_as_default()
+        self._is_default = _world.default_pg is root
+        return mesh_over(groups, layout.sizes, layout.rank)
+
+    @property
+    def mesh_text(self) -> str:
+        """The layout of the mesh as text; empty if it has one dimension of different batches."""
+        layout = self.layout
+        is_plain = layout is None or (len(layout.sizes) == 1 and not layout.same_batch)
+        return "" if is_plain else str(layout)
+
+    @property
+    def ranks_with_replicas(self) -> int:
+        """Number of ranks of this replica group that hold equal plain tensors.
+
+        A model on a mesh has them on all ranks; stages of a pipeline have different ones.
+        """
+        group = self.stages
+        if isinstance(group, ShardGroup) and group.is_registered and not self._has_stages:
+            return int(group.size())
+        return 1
 
     def average_in_group(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its mean over the ranks of this group, if FFT connects them."""
@@ -157,13 +241,13 @@ class EpochGroups:
         """The process group over the ranks of this replica group, known to torch."""
         shard = self._ready("stage_group")
         self._has_stages = True
-        shard.mesh()
+        shard.register("shard")
         shard.register_as_default()
         return shard
 
     @property
     def stages(self) -> ProcessGroup | None:
-        """The process group that `stage_group` returns, without its side effects."""
+        """The process group over the ranks of this replica group, or None."""
         return None if self.shard is None else self.shard.pg
 
     def refuse_unconnected(self) -> None:
@@ -181,25 +265,19 @@ class EpochGroups:
         """Raise FftError if the models, or DTensors among ``others``, use a foreign process group.
 
         FFT cannot abort collectives of a group that it did not create, so after a fault on one rank
-        the other ranks would wait until that group's timeout. Two-dimensional meshes cannot be
-        built in another way, and get a warning.
+        the other ranks would wait until that group's timeout.
         """
-        for place, group, is_only in _groups_used(models, others):
-            if group.size() < 2 or (self.shard is not None and group is self.shard.pg):
-                continue
-            text = (
-                f"{place} communicates over the process group {group.group_name!r} of "
-                f"{group.size()} ranks, which FFT cannot abort: after a fault on one rank the "
-                "others would wait in it until its own timeout"
-            )
-            if is_only:
+        own = [group.pg for group in self.inner]
+        for place, group in _groups_used(models, others):
+            if group.size() > 1 and not any(group is each for each in own):
                 raise FftError(
-                    f"{text}; pass shard_pg=fft.ShardProcessGroupGloo() (of NCCL on GPUs) to "
-                    "ManagerFFT, and build the model on manager.shard_mesh()"
+                    f"{place} communicates over the process group {group.group_name!r} of "
+                    f"{group.size()} ranks, which FFT cannot abort: after a fault on one rank the "
+                    "others would wait in it until its own timeout; pass "
+                    "shard_pg=fft.ShardProcessGroupGloo() (of NCCL on GPUs) to ManagerFFT, and "
+                    "build the model on manager.shard_mesh(), or on manager.mesh(names, sizes) for "
+                    "several dimensions"
                 )
-            if group.group_name not in self._warned_of:
-                self._warned_of.add(group.group_name)
-                logger.warning("%s; keep that timeout short", text)
 
     @property
     def has_shard_group(self) -> bool:
@@ -210,10 +288,11 @@ class EpochGroups:
     def can_reform(self) -> bool:
         """Whether other ranks of this replica group may be replaced while this process lives.
 
-        FFT's shard group must be their only process group, and they must not rely on one-time
+        FFT's groups must be their only process groups, and they must not rely on one-time
         exchanges: the stages of a pipeline send each other their shapes in their first step.
         """
-        others = any(pg is not self.stages for pg in _world.pg_map)
+        own = [group.pg for group in self.inner]
+        others = any(not any(pg is each for each in own) for pg in _world.pg_map)
         return self.has_shard_group and not (others or self._has_stages)
 
     def _ready(self, asked: str) -> ShardGroup:
@@ -225,10 +304,14 @@ class EpochGroups:
             torchft = self._manager._torchft
             self.shard.pg.use_fake_backend(torchft.group_rank, torchft.group_world_size)
         elif self.shard.pg._pg is None:
-            # the incarnation of a replaced rank differs from that of its peers
-            start = os.environ.get("FFT_START") or self._peer.inc
-            self._configure_shard(f"boot/{start}", 0)
+            self._configure_inner(self.shard, self._boot_name, 0)
         return self.shard.pg
+
+    @property
+    def _boot_name(self) -> str:
+        """Name of the rendezvous before the first epoch."""
+        # the incarnation of a replaced rank differs from that of its peers
+        return f"boot/{os.environ.get('FFT_START') or self._peer.inc}"
 
     def configure(self, command: Heal, models: str, digests: Mapping[str, str] | None) -> None:
         """Build the replicate group and the shard group for the epoch of ``command``.
@@ -253,10 +336,11 @@ class EpochGroups:
         )
         manager._torchft.quorum_id = record.epoch
         # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
-        shard = None
+        inner = None
         if self.shard is not None and not self.shard_has_own_scope:
+            self.shard_aborted = False
             name = f"{record.n}"
-            shard = manager._torchft.executor.submit(self._configure_shard, name, record.epoch)
+            inner = manager._torchft.executor.submit(self._configure_all, name, record.epoch)
         self.replicate.note = models
         if digests is not None:
             self.replicate.note += _DIGESTS + json.dumps(digests)
@@ -271,8 +355,8 @@ class EpochGroups:
             [i * world + rank for i in range(len(members))],
             timeout=manager._torchft.quorum_timeout,
         )
-        if shard is not None:
-            shard.result()
+        if inner is not None:
+            inner.result()
         self._check_layouts(command)
 
     def build_shard(
@@ -291,7 +375,7 @@ class EpochGroups:
             self.shard_aborted = True
             raise GroupAborted("another scope has rolled back")
         self.shard.note = note
-        self._configure_shard(f"{record.n}", record.epoch)
+        self._configure_all(f"{record.n}", record.epoch)
         return self.shard.notes
 
     def _refuse_replaced_ranks(self, command: Heal) -> None:
@@ -352,26 +436,34 @@ class EpochGroups:
                     found.setdefault(name, command.record.members[index].group)
         return found
 
-    def _configure_shard(self, name: str, epoch: int) -> None:
-        assert self.shard is not None
-        rank, world = self._manager._torchft.group_rank, self._manager._torchft.group_world_size
-        self.shard.configure(
-            f"{self.store}/fft/shard/{name}",
+    def _configure_all(self, name: str, epoch: int) -> None:
+        """Build the groups inside of this replica group. ``name`` was never used before."""
+        for group in self.inner:
+            self._configure_inner(group, name, epoch)
+
+    def _configure_inner(self, group: AbortableGroup, name: str, epoch: int) -> None:
+        torchft = self._manager._torchft
+        place, rank, ranks = f"shard/{name}", torchft.group_rank, range(torchft.group_world_size)
+        if group is not self.shard:
+            ranks = group.pg.ranks
+            place = f"mesh/{name}/{group.name}.{min(ranks)}"
+        group.configure(
+            f"{self.store}/fft/{place}",
             self._peer.group,
-            rank,
-            world,
+            ranks.index(rank),
+            len(ranks),
             epoch,
-            rank,
-            world,
+            ranks.index(rank),
+            len(ranks),
             None,
-            timeout=self._manager._torchft.quorum_timeout,
+            timeout=torchft.quorum_timeout,
         )
 
 
 def _groups_used(
     models: Sequence[nn.Module], others: Iterable[torch.Tensor]
-) -> Iterator[tuple[str, Any, bool]]:
-    """Places that use a process group of torch's, the group, and whether it is their only one."""
+) -> Iterator[tuple[str, Any]]:
+    """Places that use a process group of torch's, and the group."""
     tensors: list[tuple[str, torch.Tensor]] = []
     for model in models:
         tensors += [*model.named_parameters(), *model.named_buffers()]
@@ -383,28 +475,28 @@ def _groups_used(
             if isinstance(module, nn.SyncBatchNorm | FullyShardedDataParallel):
                 own = module.process_group or _world.default_pg
                 if isinstance(own, torch.distributed.ProcessGroup):
-                    yield place, own, True
+                    yield place, own
     tensors += [("state of an optimizer", tensor) for tensor in others]
     for place, tensor in tensors:
         if isinstance(tensor, DTensor):
             yield from _groups_of(place, tensor.device_mesh)
 
 
-def _groups_of(place: str, mesh: DeviceMesh) -> Iterator[tuple[str, Any, bool]]:
-    is_only = mesh._get_root_mesh().ndim == 1
-    for dimension in range(mesh.ndim):
-        yield place, mesh.get_group(dimension), is_only
+def _groups_of(place: str, mesh: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    for group in mesh.get_all_groups():
+        yield place, group
 
 
 class _Shard(AbortableGroup):
-    """Shard group that is also aborted if the abort was requested just before its construction."""
+    """A group inside of a replica group, which is also aborted if an abort came just before it is
+    built."""
 
-    def __init__(self, pg: ProcessGroup, groups: EpochGroups) -> None:
+    def __init__(self, pg: ProcessGroup, groups: EpochGroups, name: str) -> None:
         self._groups = groups
-        super().__init__(pg, "shard")
+        super().__init__(pg, name)
 
     def _begin(self, call: Any) -> Any:
         generation = super()._begin(call)
-        if self._groups.shard_has_own_scope and self._groups.shard_aborted:
+        if self._groups.shard_aborted:
             self.abort("aborted as it began to be built")
         return generation

@@ -10,7 +10,7 @@ import concurrent.futures
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from fft.train.data.source import Identify
 from fft.train.error_reports import QuietLogger
 from fft.train.lighthouse import init_torchft_manager
 from fft.train.live import LiveBlock, LiveBlocks
+from fft.train.mesh_layout import MeshLayout
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
@@ -428,8 +429,54 @@ class ManagerFFT(TorchftInterface):
         self._parts.paradigm.register_pipeline(schedule, averaged)
 
     def shard_mesh(self) -> DeviceMesh:
-        """Device mesh over the ranks of this replica group, for ``fully_shard``."""
-        return self._parts.groups.mesh()
+        """Device mesh of one dimension over the ranks of this replica group, for ``fully_shard``.
+
+        `mesh` returns one with several dimensions.
+        """
+        return self._parts.groups.shard_mesh()
+
+    def mesh(
+        self,
+        names: Sequence[str],
+        shape: Sequence[int],
+        *,
+        same_batch: Collection[str] | None = None,
+    ) -> DeviceMesh:
+        """Device mesh over the ranks of this replica group, as ``init_device_mesh`` builds it.
+
+        ``manager.mesh(("fsdp", "tp"), (2, 2))`` places ranks 0 and 1 along ``tp``. Each rank has a
+        process group along each dimension. A rollback aborts these groups, and the next epoch
+        rebuilds them. Call it on all ranks alike, before ``sync_gradients`` and the first step.
+        With several dimensions the ranks of this replica group become torch's default process
+        group, if there is none.
+
+        Args:
+            names: Names of the dimensions, from the outermost one.
+            shape: Their sizes, whose product is the number of ranks in this replica group.
+            same_batch: Dimensions along which all ranks take the same batch. None means those
+                called ``tp``, ``cp`` or ``sp``. Along other dimensions each rank takes its own.
+
+        Raises:
+            FftError: The arguments do not fit the replica group, there is another mesh already, the
+                call comes too late, or the manager has no ``shard_pg`` of FFT.
+        """
+        groups, torchft = self._parts.groups, self._torchft
+        layout = MeshLayout.checked(
+            names, shape, same_batch, torchft.group_rank, torchft.group_world_size
+        )
+        if groups.layout is None:
+            if self._parts.reductions.reducers:
+                raise FftError(
+                    "manager.mesh() after sync_gradients(): sharding replaces the parameters whose "
+                    "gradients are averaged; call mesh() first, shard the model, then call "
+                    "sync_gradients()"
+                )
+            if self._parts.job.engine is not None:
+                raise FftError(
+                    "manager.mesh() after the first step: it decides which batches the ranks take; "
+                    "call it before transactions()"
+                )
+        return groups.mesh(layout)
 
     def transactions(
         self,

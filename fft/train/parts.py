@@ -330,8 +330,9 @@ def join(manager: Manager, parts: Parts) -> Engine:
     participant = Participant(Table(scope.spec), config)
     local = _initial(manager, parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
-    owes = {DIGESTS: parts.state.traces_digests}
-    job.trace.write("header", header(scope.spec, config, local, reforms=reforms, owes=owes))
+    more = {"reforms": reforms, "owes": {DIGESTS: parts.state.traces_digests}}
+    more["batches"] = parts.paradigm.batches
+    job.trace.write("header", header(scope.spec, config, local, **more))
     limit_s = parts.rank.limits["quorum"].seconds
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
@@ -358,8 +359,8 @@ def join(manager: Manager, parts: Parts) -> Engine:
         job.bus, job.peer, settings.config.progress_interval, scope.reported_as
     )
     job.report_to(speed)
-    if parts.groups.shard is not None:
-        parts.groups.shard.waiting = speed.waiting
+    for group in parts.groups.inner:
+        group.waiting = speed.waiting
     engine.post(Start())
     parts.leaving.ask()
     return engine
@@ -435,6 +436,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         recompute_every=parts.settings.config.recompute_every,
         vetoes=len(parts.rank.results.vetoes),
         slices_of_a_global_batch=config.fixed_slices,
+        mesh=parts.groups.mesh_text,
         **parts.paradigm.common_settings(),
     )
 

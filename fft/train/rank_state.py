@@ -258,7 +258,9 @@ class RankState:
         """Return the source of a loader over a share of the data. Raises FftError if the job has
         none."""
         self.paradigm.refuse_sharded(kind)
-        rank = self._manager._torchft.group_rank
+        rank = (
+            self.paradigm.batches.number if kind == "group" else self._manager._torchft.group_rank
+        )
         shelf = ShardStateStore(bus.read, bus.write)
         return ShardedSource(
             loader, kind, group, rank, self.paradigm.items_per_step, shelf, identify
@@ -273,8 +275,7 @@ class RankState:
         """Return this rank's inputs from ``source``."""
         if isinstance(source, ShardedSource):
             return ShardedInputs(source)
-        rank = self._manager._torchft.group_rank if self.paradigm.items_per_step > 1 else 0
-        return Inputs(source, self.paradigm.items_per_step, rank)
+        return Inputs(source, self.paradigm.items_per_step, self.paradigm.batches.number)
 
     def open_source(
         self,

@@ -146,7 +146,7 @@ class ResultJudge:
 
     def _measure(self, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
         """Return the norm over the ranks of the group, and whether all elements are finite."""
-        squares = sum_of_squares(gradients)
+        squares = sum_of_squares(gradients, self._groups.ranks_with_replicas)
         norm = math.sqrt(self._over_group(squares))
         if math.isfinite(norm):
             return norm, True
@@ -173,15 +173,20 @@ class ResultJudge:
         raise ResultRefused(why, ends_job=reaction == "stop")
 
 
-def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_of_squares(tensors: Sequence[torch.Tensor], ranks: int = 1) -> torch.Tensor:
     """Return the sum of the squares of all elements, as a float64 scalar on their device.
 
-    It is NaN or inf if an element is. Elements of a DTensor that several ranks hold are weighted so
-    that they count once in the sum over the group.
+    It is NaN or inf if an element is. Elements that several ranks hold are weighted so that they
+    count once in the sum over the group.
+
+    Args:
+        tensors: Plain tensors, and DTensors over the mesh of the group or a slice of it.
+        ranks: Number of ranks of the group that hold equal plain tensors. Along dimensions of the
+            mesh that a DTensor lacks, ranks hold equal parts of it.
     """
     held: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        copies = _copies(tensor)
+        copies = _copies(tensor, ranks)
         for values in _values(tensor):
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             part = values if copies == 1 else values / math.sqrt(copies)
@@ -211,12 +216,13 @@ def _values(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield values
 
 
-def _copies(tensor: torch.Tensor) -> int:
-    """Return how many ranks of the group hold the same elements."""
+def _copies(tensor: torch.Tensor, ranks: int) -> int:
+    """Return how many of ``ranks`` ranks hold the same elements."""
     if not isinstance(tensor, DTensor):
-        return 1
+        return ranks
     mesh, placements = tensor.device_mesh, tensor.placements
-    return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+    copies = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+    return copies * max(1, ranks // mesh.size())
 
 
 def _checked(reaction: Any) -> Reaction:

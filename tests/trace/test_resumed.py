@@ -47,7 +47,7 @@ def start(
     job = Start(directory, **state)
     for node in job.nodes.values():
         if origin is not None:
-            told = {"lineage": origin.lineage, "as": state["lineage"], "takes_same": False}
+            told = {"lineage": origin.lineage, "as": state["lineage"]}
             job.writers[node.peer].note("resumed", told, node.local)
     for _ in range(steps):
         job.step()
@@ -216,7 +216,7 @@ def test_a_word_of_a_checkpoint_that_says_nothing_counts_as_none(root: Path) -> 
 
 def test_ranks_that_begin_with_different_checkpoints_are_found(root: Path) -> None:
     """This holds whatever lineages one of their messages names."""
-    other = {"lineage": "other", "as": "other", "takes_same": False}
+    other = {"lineage": "other", "as": "other"}
     path = root / "start2" / "g1r0i1.jsonl"
     rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "lineage": "", "data": other}]))
     assert "begins with the checkpoint other" in str(audit_job(root).resumed.violation)

@@ -3,7 +3,6 @@ abort."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +142,7 @@ def groups(shard: ShardProcessGroupGloo | None) -> EpochGroups:
         nobody, nobody, "", ProcessGroupGloo(), None, is_replacement=True, address=""
     )
     if shard is not None:
-        vars(made)["shard"] = SimpleNamespace(pg=shard)
+        vars(made)["shard"] = SimpleNamespace(pg=shard, address=None, waiting=None)
     return made
 
 
@@ -187,17 +186,11 @@ def test_buffers_and_optimizer_tensors_on_another_process_group_are_refused(worl
         groups(None).refuse_foreign([batch_norm], [])
 
 
-def test_meshes_of_two_dimensions_are_warned_of_once(
-    world: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`shard_mesh()` has one dimension, so a refusal would leave users without an alternative."""
+def test_slice_of_a_foreign_mesh_is_refused_with_the_fix(world: None) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = fully_shard(linear(), mesh=mesh["shard"])
-    made = groups(None)
-    with caplog.at_level(logging.WARNING):
-        made.refuse_foreign([model], [])
-        made.refuse_foreign([model], [])
-    assert caplog.text.count("which FFT cannot abort") == 1
+    with pytest.raises(FftError, match=r"manager.mesh\(names, sizes\)"):
+        groups(None).refuse_foreign([model], [])
 
 
 def test_groups_of_one_rank_are_accepted(world: None) -> None:

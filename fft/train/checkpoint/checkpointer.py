@@ -219,6 +219,8 @@ class Checkpointer(CheckpointHooks):
             spec.digest(),
             self._loader.origin,
             rank.settings.expected_groups,
+            rank.groups.mesh_text,
+            rank.state.paradigm.items_per_step,
         )
 
     def _leave_out(self, attempt: Attempt, why: str, too_often: bool = False) -> None:

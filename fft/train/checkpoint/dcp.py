@@ -32,7 +32,18 @@ from fft.util.version import __version__
 
 WRITER = "import"
 """Placeholder for the writing group in the manifest of an imported checkpoint."""
-_KEPT = ("step", "lineage", "batches", "cursor", "returned", "spec", "spec_digest", "ranks")
+_KEPT = (
+    "step",
+    "lineage",
+    "batches",
+    "cursor",
+    "returned",
+    "spec",
+    "spec_digest",
+    "ranks",
+    "mesh",
+    "items",
+)
 
 
 def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:

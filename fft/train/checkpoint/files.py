@@ -103,6 +103,8 @@ class Manifest(_Strict):
         writer: The group whose files contain the shared state of all groups.
         groups: The groups whose buffers and RNG states are in the checkpoint.
         ranks: Number of ranks of each group.
+        mesh: The layout of the mesh of each group; empty if it has one dimension.
+        items: Number of data items in a slice; 0 in checkpoints of earlier versions.
     """
 
     format: Literal[1] = 1
@@ -115,6 +117,8 @@ class Manifest(_Strict):
     writer: str
     groups: tuple[str, ...]
     ranks: Annotated[int, Field(ge=1)]
+    mesh: str = ""
+    items: Count = 0
     spec: str
     spec_digest: str
     fft_version: str

@@ -79,7 +79,7 @@ class Loader:
         self._plan, self._checkpoints = plan, checkpoints
         self._job, self._scope, self._state = rank.job, rank.scope, rank.state
         self._spec, self._groups = rank.settings.spec, rank.settings.expected_groups
-        self._ranks = rank.world
+        self._rank, self._ranks = rank, rank.world
         self._is_done = False
         self._notes: list[tuple[str, dict[str, Any]]] = []
 
@@ -100,7 +100,6 @@ class Loader:
         told = {"step": found.at.step, "lineage": found.at.lineage, "as": found.lineage}
         told |= {"place": self._checkpoints.store.url, "seconds": round(seconds, 3)}
         told["attempt"] = manifest.attempt
-        told["takes_same"] = self._state.paradigm.items_per_step != self._ranks
         entries = [{"slice": number, "version": version} for number, version in found.entries]
         self._notes = [("resumed", told), *((RESTORED, entry) for entry in entries)]
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
@@ -140,9 +139,11 @@ class Loader:
         Raises CheckpointError, DamagedCheckpoint, StateMismatch.
         """
         peer, at = self._job.peer, self._at(manifest)
-        same_ranks = manifest.ranks == self._ranks
+        # with another mesh a rank may have a shard of the same shape from another place
+        mesh = self._rank.groups.mesh_text
+        is_same = (manifest.ranks, manifest.mesh) == (self._ranks, mesh)
         try:
-            if same_ranks:
+            if is_same:
                 tree = tree_of(self._checkpoints, manifest, manifest.writer, peer.rank)
             else:
                 trees = [
@@ -152,8 +153,10 @@ class Loader:
                 tree = resharded(trees, state)
         except OSError as error:
             raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
-        own = self._own(manifest, peer.group, peer.rank, state) if same_ranks else None
-        found = _stands(manifest, at, self._ranks, state)
+        own = self._own(manifest, peer.group, peer.rank, state) if is_same else None
+        found = Loaded(manifest, at, at.lineage, at.cursor)
+        if not is_same:
+            found = self._stands_anew(manifest, at)
         place = f"{self._checkpoints.store.url}/{self._checkpoints.directory(manifest)}"
         try:
             self._take(tree, own, state)
@@ -166,15 +169,43 @@ class Loader:
             ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
         found = replace(found, entries=state.paradigm.load_entries(own))
-        if not same_ranks:
+        if not is_same:
             logger.warning(
-                "%s was written by groups of %d ranks, and this job has %d: the state is resharded;"
-                " from here on the same bits as without this are not promised",
+                "%s was written by groups of %d ranks%s, and this job has %d%s: the state is "
+                "resharded; from here on the same bits as without this are not promised",
                 name_of(manifest.step),
                 manifest.ranks,
+                manifest.mesh and f" on the mesh {manifest.mesh}",
                 self._ranks,
+                mesh and f" on the mesh {mesh}",
             )
         return found
+
+    def _stands_anew(self, manifest: Manifest, at: Scope) -> Loaded:
+        """Return the position for another number of ranks, or another mesh.
+
+        Raises UnfitCheckpoint.
+        """
+        items = self._state.paradigm.items_per_step
+        had = manifest.items or (1 if items == 1 else manifest.ranks)
+        mesh = self._rank.groups.mesh_text
+        lineage = lineage_of(f"{manifest.lineage}|ranks {self._ranks}{mesh and f'|mesh {mesh}'}")
+        if items == had:
+            return Loaded(manifest, at, lineage, manifest.cursor)
+        position = manifest.cursor * had
+        if manifest.returned:
+            raise UnfitCheckpoint(
+                f"of {name_of(manifest.step)} some of the data is still to be given out again, in "
+                f"slices of {had} batches for each group, and this job has slices of {items}: "
+                f"resume with groups of {manifest.ranks} ranks, or from another checkpoint"
+            )
+        if position % items:
+            raise UnfitCheckpoint(
+                f"{name_of(manifest.step)} stands at item {position} of the data, which groups "
+                f"that take {items} at a time cannot begin with: resume with another number of "
+                f"ranks, such as {manifest.ranks}, or from another checkpoint"
+            )
+        return Loaded(manifest, at, lineage, position // items)
 
     def _at(self, manifest: Manifest) -> Scope:
         """Return the position of this rank's scope.
@@ -320,46 +351,27 @@ def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tens
         )
 
 
-def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:
-    """Return the position for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
-    if manifest.ranks == ranks:
-        return Loaded(manifest, at, at.lineage, at.cursor)
-    lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
-    if state.paradigm.items_per_step != ranks:  # all ranks of a group take the same item
-        return Loaded(manifest, at, lineage, manifest.cursor)
-    items = manifest.cursor * manifest.ranks
-    if manifest.returned:
-        raise UnfitCheckpoint(
-            f"of {name_of(manifest.step)} some of the data is still to be given out again, in "
-            f"slices for groups of {manifest.ranks} ranks, and this job has {ranks}: resume with "
-            f"{manifest.ranks}, or from another checkpoint"
-        )
-    if items % ranks:
-        raise UnfitCheckpoint(
-            f"{name_of(manifest.step)} stands at item {items} of the data, which groups of {ranks} "
-            "ranks cannot begin with, for each takes so many at a time: resume with another number "
-            f"of ranks, such as {manifest.ranks}, or from another checkpoint"
-        )
-    return Loaded(manifest, at, lineage, items // ranks)
-
-
 # --- conversion to another number of ranks, on the CPU, tensor by tensor ---
 
 Part = tuple[Layout, torch.Tensor]
 
 
-def whole_of(parts: Sequence[Part]) -> torch.Tensor:
-    """Return the full tensor of the parts. Raises CheckpointError if elements are missing."""
+def whole_of(parts: Sequence[Part], name: str = "a sharded tensor") -> torch.Tensor:
+    """Return the full tensor of the parts.
+
+    Raises CheckpointError if elements are missing, or replicas of a part differ.
+    """
     shape = parts[0][0].shape
     whole = torch.empty(shape, dtype=parts[0][1].dtype)
-    filled = 0
-    for layout, part in {layout.offset: (layout, part) for layout, part in parts}.values():
+    filled, known = 0, dict[tuple[int, ...], torch.Tensor]()
+    for layout, part in parts:
+        if (other := known.setdefault(layout.offset, part)) is not part:
+            _refuse_different(name, other, part)
+            continue
         whole[_place(layout.offset, part.shape)] = part
         filled += part.numel()
     if filled < whole.numel():
-        raise CheckpointError(
-            f"the parts of a sharded tensor have {filled} of its {whole.numel()} elements"
-        )
+        raise CheckpointError(f"the parts of {name} have {filled} of its {whole.numel()} elements")
     return whole
 
 
@@ -408,9 +420,11 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             _refuse_marked(name, marked[0])
         is_part = isinstance(values[0], torch.Tensor) and values[0].shape == local[0].shape
         if not is_part or known[0] is None or values[0].dim() == 0:
+            for each in values[1:]:
+                _refuse_different(name, values[0], each)
             return values[0]
         pairs = zip(known, values, strict=True)
-        return whole_of([(layout, value) for layout, value in pairs if layout is not None])
+        return whole_of([(layout, value) for layout, value in pairs if layout is not None], name)
 
     state = dict(first["state"])
     state["parameters"] = {
@@ -472,6 +486,18 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
     ]
     taken = optimizers if found["optimizers"] is not None else None
     return {**whole, "state": {**found, "parameters": parameters, "optimizers": taken}}
+
+
+def _refuse_different(name: str, value: Any, other: Any) -> None:
+    """Raise CheckpointError if two ranks hold different bits where they should hold replicas."""
+    if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return
+    if value.shape != other.shape or value.dtype != other.dtype or not same_bits(value, other):
+        raise CheckpointError(
+            f"{name}: ranks of a group hold different values of the same part, such as experts of "
+            "their own, so there is no one full tensor: make it a DTensor that is sharded over "
+            "these ranks, or resume with as many ranks on the same mesh"
+        )
 
 
 def _refuse_marked(name: str, value: Mapping[str, Any]) -> None:

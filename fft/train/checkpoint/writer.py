@@ -85,6 +85,10 @@ class Attempt:
     origin: Origin | None
     most: int = 0
     """Expected number of groups of the job; 0 if unknown."""
+    mesh: str = ""
+    """The layout of the mesh of each group, as in `Manifest`."""
+    items: int = 0
+    """Number of data items in a slice, as in `Manifest`."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -494,6 +498,8 @@ class RankWriter:
             writer=attempt.named.writer,
             groups=tuple(whole),
             ranks=attempt.ranks,
+            mesh=attempt.mesh,
+            items=attempt.items,
             spec=attempt.spec,
             spec_digest=attempt.spec_digest,
             fft_version=__version__,

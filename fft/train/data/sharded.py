@@ -60,8 +60,8 @@ class ShardedSource:
         kind: ``"group"`` if the ranks of a group all draw the same shard and take an item each;
             ``"rank"`` if each rank has its own shard.
         group: The replica group of this process.
-        rank: Number of this rank.
-        ranks: Number of ranks of a group that take different items.
+        rank: Number of this rank; for ``"group"`` that of its item.
+        ranks: Number of different items that the ranks of a group take.
         shelf: The place where states are published.
         identify: The function for `StreamSource`.
 

@@ -1,7 +1,8 @@
 """Data by the committed global cursor: the item that a rank takes, and the source of the items.
 
 The cursor counts *slices*. A slice is the data that one replica group consumes in one txn: one item
-of the loader (a batch) for each of its ranks, or one for all ranks, if they are pipeline stages. In
+of the loader (a batch) for each of its ranks. Stages of a pipeline share an item, and so do ranks
+along dimensions of a mesh such as ``tp``. In
 a txn the i-th participating group takes the i-th slice after the cursor. COMMIT advances the cursor
 by the number of participating groups; ABORT leaves it. If the job fixes the number of slices
 (``global_batch=``), they are dealt to the participating groups in turn (`StartTxn.slices`). If
@@ -491,8 +492,8 @@ class Inputs:
 
     Args:
         source: The source of the items.
-        ranks: Number of ranks per replica group that take an item each; 1 if all take the same.
-        rank: Number of this process among them; 0 if all take the same.
+        ranks: Number of items that the ranks of a replica group take in a step.
+        rank: Number of this rank's item among them. Ranks may take the same item.
 
     Attributes:
         alive: Called while a failed item waits for its next attempt.

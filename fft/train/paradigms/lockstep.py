@@ -19,6 +19,7 @@ from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.lighthouse_vote import preconditions_of
 from fft.train.local_tensors import leaves_of
+from fft.train.mesh_layout import BatchShare
 from fft.train.paradigms.paradigm import Committed, Paradigm, SharedState, VotePrecondition
 from fft.train.rank_context import RankContext
 from fft.train.reducer import Reducer
@@ -90,8 +91,12 @@ class Lockstep(Paradigm[TransactionLoop]):
     # --- inputs and the loop ---
 
     @property
-    def items_per_step(self) -> int:
-        return 1 if self._rank.settings.spec.samples == "per_group" else self._rank.world
+    def batches(self) -> BatchShare:
+        rank = int(self._rank.manager._torchft.group_rank)
+        if self._rank.settings.spec.samples == "per_group":
+            return BatchShare(1, 0, rank == 0)
+        layout = self._rank.groups.layout
+        return BatchShare(self._rank.world, rank, True) if layout is None else layout.batches
 
     def refuse_unregistered(self) -> None:
         if "torch.distributed.pipelining.schedules" in sys.modules:
@@ -100,10 +105,10 @@ class Lockstep(Paradigm[TransactionLoop]):
             check_registered(self._rank.groups.stages)
 
     def refuse_sharded(self, kind: Sharded) -> None:
-        if kind == "rank" and self.items_per_step == 1 < self._rank.world:
+        if kind == "rank" and self.items_per_step < self._rank.world:
             raise FftError(
-                "transactions(loader, sharded='rank'): with this spec all ranks of a group take "
-                "the same batch; pass sharded='group'"
+                "transactions(loader, sharded='rank'): ranks of a group take the same batch by "
+                "this spec or mesh; pass sharded='group'"
             )
 
     def steps(

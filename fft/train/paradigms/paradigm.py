@@ -25,6 +25,7 @@ from fft.train.checkpoint.due import CheckpointSchedule
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
+from fft.train.mesh_layout import BatchShare
 from fft.train.reducer import Reducer
 
 LoopT = TypeVar("LoopT")
@@ -227,8 +228,13 @@ class Paradigm(ABC, Generic[LoopT]):
 
     @property
     @abstractmethod
+    def batches(self) -> BatchShare:
+        """The batches, each an item of the loader, that this replica group takes in a step."""
+
+    @property
     def items_per_step(self) -> int:
-        """Number of items in a slice: one for each rank of a group, or 1 for all its ranks."""
+        """Number of items in a slice: one for each rank of a group, unless ranks share an item."""
+        return self.batches.size
 
     @property
     def items_in_slice(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed.distributed_c10d import Store
 
@@ -45,6 +45,9 @@ class ShardProcessGroupNCCL(ShardGroup):
         self._library: NcclLibrary = TorchNccl() if library is None else library
         self._lock = threading.Lock()
         self._connecting: Communicator | None = None
+
+    def _anew(self) -> Self:
+        return type(self)(self._timeout, self._library)
 
     def getBackendName(self) -> str:
         """Return torchft's name for the backend."""

@@ -2,14 +2,17 @@
 
 They extend torchft's groups by the operations that FSDP2, DTensor, pipelining or their users need
 and that torchft does not forward. Between `mesh` and `unregister` they are in torch's registries of
-process groups.
+process groups. A mesh of several dimensions (`mesh_over`) has one group for each dimension of each
+rank.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch._C._distributed_c10d import (
@@ -24,8 +27,11 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Work, _update_default_pg, _world
+from torch.distributed.distributed_c10d import Store, Work, _update_default_pg, _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper
+
+from fft.errors import FftError
 
 try:
     from torch.distributed.distributed_c10d import GroupName
@@ -33,6 +39,20 @@ except ImportError:  # torch 2.11, on which `make gpu` may run, uses str
     GroupName = str  # type: ignore[misc, assignment]
 
 _numbers = itertools.count(1)
+
+
+class _NoStore(Store):
+    """The store of the default group, with which torch would connect further groups."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise FftError(
+            "torch.distributed was asked for another process group over ranks of this replica "
+            "group, such as by new_group(), DeviceMesh._flatten() or fully_shard("
+            "reshard_after_forward=<number>). FFT could not abort it: use the groups of "
+            "manager.mesh(names, sizes), with a dimension for each group that you need"
+        )
+
+    set = get = add = wait = check = compare_set = _refuse
 
 
 class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
@@ -48,6 +68,17 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         self._group_name: str | None = None
         self._number = next(_numbers)
         self._shape: tuple[int, int] | None = None
+        self.ranks: tuple[int, ...] | None = None
+        """The members' ranks in the replica group; None if these are all of its ranks."""
+
+    def line(self, ranks: Sequence[int]) -> Self:
+        """Return a new group like this one, over some of its ranks; not configured yet."""
+        made = self._anew()
+        made.ranks = tuple(ranks)
+        return made
+
+    def _anew(self) -> Self:
+        return type(self)(self._timeout)
 
     def rank(self) -> int:
         """Return the rank of the last configuration, or 0 before the first."""
@@ -82,11 +113,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         """
         if self._rank is None or self._pg is None:
             raise RuntimeError("configure() the shard process group before mesh()")
-        self._shape = (self._rank, self.size())
-        group_name = GroupName(self._group_name or f"fft-{name}-{self._number}")
-        if self._group_name is None:
-            self._set_group_name(group_name)
-            self._register_in_torch(group_name)
+        group_name = self.register(name)
         mesh = DeviceMesh(
             self.device_type,
             torch.arange(self.size(), dtype=torch.int),
@@ -101,22 +128,34 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         mesh._pg_registry[group_name] = self
         return mesh
 
-    def _register_in_torch(self, name: GroupName) -> None:
-        """Register the group as ``new_group`` does.
+    @property
+    def is_registered(self) -> bool:
+        """Whether the group is in torch's registries, which it is for a mesh."""
+        return self._group_name is not None
+
+    def register(self, name: str) -> GroupName:
+        """Register the group as ``new_group`` does, and return its name. Idempotent.
 
         Otherwise torch finds no ranks, and if there is a default process group, it replaces every
-        error of this group by a ValueError.
+        error of this group by a ValueError. The group keeps its present rank and size.
         """
-        _register_process_group(name, self)
-        _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
-        _world.pg_map[self] = (self.backend, None)  # type: ignore[assignment]
-        _world.pg_names[self] = name
-        _world.pg_backend_config[self] = f"{self.device_type}:{self.backend}"
+        assert self._rank is not None, "configured before"
+        self._shape = (self._rank, self.size())
+        group_name = GroupName(self._group_name or f"fft-{name}-{self._number}")
+        if self._group_name is None:
+            self._set_group_name(group_name)
+            _register_process_group(group_name, self)
+            ranks = range(self.size()) if self.ranks is None else self.ranks
+            _world.pg_group_ranks[self] = {rank: number for number, rank in enumerate(ranks)}
+            _world.pg_map[self] = (self.backend, _NoStore())
+            _world.pg_names[self] = group_name
+            _world.pg_backend_config[self] = f"{self.device_type}:{self.backend}"
+        return group_name
 
     def register_as_default(self) -> None:
         """Become torch's default process group if there is none; pipelining needs its ranks.
 
-        Call it after `mesh`.
+        Call it after `mesh` or `register`.
         """
         if not torch.distributed.is_initialized():
             _update_default_pg(self)
@@ -257,3 +296,26 @@ class ShardProcessGroupGloo(ShardGroup, ProcessGroupGloo):  # type: ignore[misc]
 
     backend = "gloo"
     device_type = "cpu"
+
+
+def mesh_over(groups: Sequence[ShardGroup], sizes: dict[str, int], rank: int) -> DeviceMesh:
+    """Return a mesh of two or more dimensions.
+
+    torch creates its slices with the rank in the default process group, which must be ``rank``.
+
+    Args:
+        groups: The group of this rank along each dimension.
+        sizes: Name and size of each dimension.
+        rank: Rank of this process in the replica group.
+    """
+    ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
+    mesh = DeviceMesh(
+        groups[0].device_type, ranks, mesh_dim_names=tuple(sizes), _init_backend=False, _rank=rank
+    )
+    mesh._dim_group_names = [
+        group.register(name) for name, group in zip(sizes, groups, strict=True)
+    ]
+    mesh._pg_registry.update(zip(mesh._dim_group_names, groups, strict=True))
+    # torch's slices of equal meshes are equal, so DTensor could reuse the groups of an earlier one
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    return mesh

@@ -160,9 +160,8 @@ class Periodic(Lockstep):
     ) -> Iterator[InnerTransaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
-        number = self._rank.manager._torchft.group_rank if self.items_per_step > 1 else 0
         steps = self.synchronizer.schedule.steps
-        inputs = LeasedInputs(source, steps, self.items_per_step, number)
+        inputs = LeasedInputs(source, steps, self.items_per_step, self.batches.number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
         self._rank.state.reshard_models()
 
