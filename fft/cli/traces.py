@@ -100,7 +100,7 @@ def report(
         if has_gaps:
             shown += ["these traces have gaps: faults and their costs may be missing above"]
         shown += of.change_lines(found, course)
-        shown += [of.refusals(folder), of.fired(folder), of.place_table(folder)]
+        shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
         shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
         shown += [of.went_on(folder, has_gaps)]
     for part in filter(None, shown):

@@ -176,6 +176,8 @@ class Resumptions:
         """Errors of the script that ended the previous start."""
         self._last: tuple[JobOutcome, RunConfig] | None = None
         """The newest start that has ended."""
+        self._returned_to: int | None = -1
+        """Step to which the last start that ended for different replicas returned the job."""
         self._died: dict[tuple[str, str], int] = {}
         """Step and cause of deaths that ended starts in a row, and the number of these starts."""
 
@@ -209,7 +211,8 @@ class Resumptions:
             found = self._run(config, plan)
             self._last = found, config
             given = config.checkpoint
-            if found.lost is None or given is None:
+            may_go_on = self._leaves_taint(found, config)
+            if found.lost is None or given is None or not may_go_on:
                 self._tell_of_nothing(found, config)
                 return found, config
             if found.errors & self._errors:
@@ -246,6 +249,36 @@ class Resumptions:
             self._say(f"{found.lost}: the job starts again {where}")
             plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
             config = _after(config, again, plan, began)
+
+    def _leaves_taint(self, found: JobOutcome, config: RunConfig) -> bool:
+        """Set checkpoints of tainted steps aside; return whether the job may start again.
+
+        In a job of several hosts, the traces here may lack later comparisons.
+        """
+        taint, is_whole = found.taint, config.groups_in_all == config.groups
+        if taint is None or config.checkpoint is None or not is_whole:
+            return True
+        store, sound = open_store(str(config.checkpoint.place)), config.resume_step or 0
+        sound = max(taint.sound, sound)  # all groups began with the same checkpoint
+        step = Checkpoints(store).give_up_tainted(sound)
+        if step is None and store.directories():
+            self._say(
+                f"no checkpoint at {store.url} is from step {sound} or before, after which the "
+                f"replicas were equal; {taint}, and with them all checkpoints. The job is not "
+                "started again: choose a checkpoint yourself (--resume takes the newest), keep "
+                "more of them (--keep), or compare more often (check_replicas)"
+            )
+            return False
+        if step == self._returned_to:
+            where = "the beginning" if step is None else f"step {step}"
+            self._say(
+                f"two starts in a row from {where} have ended because the replicas differ: the "
+                "job is not started again. Look for values that differ between the groups (seeds, "
+                "data, environment), and diagnose the machines"
+            )
+            return False
+        self._returned_to = step
+        return True
 
     def _tell_of_nothing(self, found: JobOutcome, config: RunConfig) -> None:
         """Report a job that ended by itself at the step at which it began.

@@ -69,8 +69,9 @@ class AuditReport:
     gaps: list[str] = field(default_factory=list)
     divergences: list[str] = field(default_factory=list)
     """Each time that the votes showed that the states of replicas differ."""
-    diverged: bool = False
-    """The job ended with the last of these divergences."""
+    tainted: tuple[int, int] | None = None
+    """First and last of the committed steps that may be wrong, if the job ended with the last of
+    these divergences."""
     no_state: str | None = None
     """Description of an end with ``NoState``, or None if the job ended in another way."""
     ended: bool = True
@@ -83,6 +84,11 @@ class AuditReport:
     """Reports on the scopes of the later stages."""
     flow: Flow | None = None
     """The part of this scope that is compared with the scopes that it is bound to."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the job ended because its replicas differ."""
+        return self.tainted is not None
 
     @property
     def ok(self) -> bool:
@@ -111,6 +117,7 @@ class AuditReport:
             "gaps": self.gaps,
             "divergences": self.divergences,
             "diverged": self.diverged,
+            "tainted_steps": None if self.tainted is None else list(self.tainted),
             "no_state": self.no_state,
             "consumed": self.consumed,
             "ended": self.ended,
@@ -381,7 +388,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         bytes_healed=ends.bytes_healed,
         gaps=[gap for line in lines for gap in line.file.gaps],
         divergences=ends.divergences(),
-        diverged=ends.diverged,
+        tainted=ends.tainted,
         no_state=ends.without_state(),
         consumed=[*shards, *told_of_ids(found.given)],
         ended=ends.has_final_record,

@@ -5,6 +5,11 @@ The input is the moves of a history; the texts are for ``fft audit`` and ``fft r
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from fft.messages.effects import Finish
 from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
 from fft.protocol.equality import differing, minority, tell
@@ -14,6 +19,64 @@ from fft.trace.format import RUNS
 
 _NAMED = 8
 """Maximum number of participants that a text names."""
+
+
+@dataclass(frozen=True)
+class Taint:
+    """Committed steps whose results may be wrong, because no state has a majority.
+
+    Attributes:
+        sound: The step after which the last comparison found equal states; 0 without one.
+        bad: The step after which the states differed.
+    """
+
+    sound: int
+    bad: int
+
+    def __str__(self) -> str:
+        if self.bad <= self.sound:
+            return f"the states changed after step {self.bad}"
+        first = self.sound + 1
+        steps = f"step {first} is" if first == self.bad else f"steps {first} to {self.bad} are"
+        return f"{steps} tainted"
+
+
+class Comparisons:
+    """The comparisons of states in the ballots of a job, until one of them ended it."""
+
+    def __init__(self) -> None:
+        self._sound = 0
+        self._bad: int | None = None
+
+    def voted(self, step: int, digests: Iterable[tuple[int, str | None]]) -> None:
+        """Take the votes of a complete ballot, as (number of the rank, digest of its state).
+
+        They count if all ranks have a replica and a digest, and replicas are equal.
+        """
+        found = list(digests)
+        numbers = Counter(rank for rank, _ in found)
+        is_whole = all(digest is not None for _, digest in found)
+        has_replicas = min(numbers.values(), default=0) > 1
+        if is_whole and has_replicas and len(set(found)) == len(numbers):
+            self._sound = max(self._sound, step)
+
+    def ended(self, step: int) -> None:
+        """Note that the states after ``step`` differed without a majority."""
+        self._bad = step
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take a line of a trace. Raises LookupError or TypeError if it cannot be read."""
+        event = line.get("event") or {}
+        if event.get("type") == "ballot":
+            digests = [(vote["peer"][1], vote.get("digest")) for vote in event["votes"]]
+            self.voted(line["step"], digests)
+        elif (event.get("record") or {}).get("diverged"):
+            self.ended(event["record"]["step"])
+
+    @property
+    def taint(self) -> Taint | None:
+        """The tainted steps, or None if the job did not end for different states."""
+        return None if self._bad is None else Taint(self._sound, self._bad)
 
 
 class Ends:
@@ -29,6 +92,7 @@ class Ends:
         self._last_commit = 0
         self._without_state: list[tuple[Peer, Record | None]] = []
         """Participants that stopped with ``NoState``, and the newest record that each had."""
+        self._comparisons = Comparisons()
         self.bytes_healed = 0
         self.has_final_record = False
         """At least one trace shows that its participant ended."""
@@ -41,9 +105,12 @@ class Ends:
                 self._last_commit = max(self._last_commit, record.n)
             elif record.kind == "epoch":
                 self._epochs.add(record.n)
+            if record.diverged:
+                self._comparisons.ended(record.step)
             if record.odd or record.diverged:
                 self._apart.setdefault(record.n, record)
         votes = move.event.votes if isinstance(move.event, Ballot) else ()
+        self._comparisons.voted(move.before.step, [(v.peer.rank, v.digest) for v in votes])
         if votes and (apart := differing(votes)):
             self._ballots.setdefault(move.before.token, (apart, minority(votes)))
         if isinstance(move.event, Healed):
@@ -64,9 +131,10 @@ class Ends:
         return len(self._epochs)
 
     @property
-    def diverged(self) -> bool:
-        """Whether the job ended because its replicas differ; the right state is unknown."""
-        return any(record.diverged for record in self._apart.values())
+    def tainted(self) -> tuple[int, int] | None:
+        """First and last of the tainted steps, if the job ended because its replicas differ."""
+        taint = self._comparisons.taint
+        return None if taint is None else (taint.sound + 1, taint.bad)
 
     def divergences(self) -> list[str]:
         """Describe each divergence of replicas: the step, and the digest of each rank."""
@@ -84,7 +152,7 @@ class Ends:
             given_up = f"the state of {names} was given up for that of most"
             return f"{what}; the job went on, and {given_up}"
         whose = f"most agree, and {names} differ" if odd else "no state has a majority"
-        return f"{what}; {whose}, and the job ended with Diverged"
+        return f"{what}; {whose}, and the job ended with Diverged; {self._comparisons.taint}"
 
     def without_state(self) -> str | None:
         """Describe an end with ``NoState`` (no process had the state), or return None."""

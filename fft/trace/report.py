@@ -26,6 +26,7 @@ from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course, Fault, readable_cause
+from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures, plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.read import (
@@ -343,6 +344,7 @@ def full_report(directory: str | Path) -> dict[str, Any]:
         "faults_not_fired": [fault.name for fault in missing],
         "input": input_wait(directory),
         "refusals": refusals(directory),
+        "taint": taint(directory),
         "checkpoints": checkpoints(directory),
         "damage": damages(directory),
     }
@@ -518,6 +520,16 @@ def refusals(directory: str | Path) -> str | None:
         found.append(f"  step {step}, {reaction}: {why}, on {'; '.join(ranks)}")
     more = len(found) - _MOST_REFUSALS
     return "\n".join(found if more < 1 else [*found[:_MOST_REFUSALS], f"  and {more} more"])
+
+
+def taint(directory: str | Path) -> str | None:
+    """Report the steps that may be wrong, because the replicas differed without a majority."""
+    found = Comparisons()
+    for line in read_lines(Path(directory), lambda line: "event" in line):
+        found.take(line)
+    if found.taint is None:
+        return None
+    return f"the job ended because its replicas differed: {found.taint}"
 
 
 def _skip_in(line: Mapping[str, Any]) -> tuple[str, int, int] | None:

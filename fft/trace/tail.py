@@ -24,6 +24,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
+from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
 from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
@@ -104,6 +105,8 @@ class JobView:
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     gaps: dict[tuple[str, int], int] = field(default_factory=dict)
     """Ranks that reported that they cannot write their traces → the newest such incarnation."""
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    """Comparisons of the replicas, and whether one of them ended the job."""
     begun: int = 0
     """Step of the checkpoint that the job has begun with."""
     is_stale: bool = False
@@ -261,6 +264,8 @@ class TraceTail:
             self._lines.append((wall, scope, record))
         if name not in self._of_stages:  # The history is that of one register.
             newest = _mapping(_mapping(record.get("event")).get("record"))
+            with suppress(LookupError, TypeError, AttributeError):
+                self.view.comparisons.take(record)
             self.view.history.take(newest)
             self.view.cursor = max(self.view.cursor, _number(newest.get("cursor")))
             if newest.get("live") == "end":

@@ -22,6 +22,8 @@ from fft.launch.exit_status import ExitStatus
 from fft.launch.resuming import Resumptions, begun, held
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
+from fft.trace.ends import Taint
+from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.plan import Checkpointing
 from fft.train.checkpoint.stores import NoRoom, open_store
 
@@ -90,6 +92,49 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
     (said,) = [line for line in job.said if "starts in a row" in line]
     assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in said
     assert str(job.folders[-1] / "logs") in said
+
+
+def diverged(sound: int, bad: int) -> JobOutcome:
+    return JobOutcome(False, lost="the replicas differ", taint=Taint(sound, bad))
+
+
+def test_job_returns_to_the_newest_checkpoint_before_the_tainted_steps(tmp_path: Path) -> None:
+    def once(job: Job) -> JobOutcome:
+        if len(job.began) > 1:
+            return JobOutcome(True)
+        for step in (2, 4, 6, 8):
+            job.publish(step)
+        return diverged(5, 8)
+
+    job = Job(tmp_path, once)
+    assert job.run().ok
+    assert job.began == [None, 4]
+    store = open_store(str(tmp_path / "checkpoints"))
+    assert [e.step for e in Checkpoints(store).found() if e.step is not None] == [2, 4]
+
+
+def test_job_with_only_tainted_checkpoints_keeps_them_and_ends(tmp_path: Path) -> None:
+    def late(job: Job) -> JobOutcome:
+        job.publish(6)
+        job.publish(8)
+        return diverged(5, 8)
+
+    job = Job(tmp_path, late)
+    assert not job.run().ok and job.began == [None]
+    assert "steps 6 to 8 are tainted, and with them all checkpoints" in job.said[-1]
+    assert open_store(str(tmp_path / "checkpoints")).directories() == ["step-6", "step-8"]
+
+
+def test_job_that_diverges_again_from_the_same_checkpoint_ends(tmp_path: Path) -> None:
+    def always(job: Job) -> JobOutcome:
+        if len(job.began) == 1:
+            job.publish(4)
+        return diverged(4, 5)
+
+    job = Job(tmp_path, always)
+    assert not job.run().ok
+    assert job.began == [None, 4]
+    assert "two starts in a row from step 4 have ended because the replicas differ" in job.said[-1]
 
 
 def test_failed_resume_is_a_failed_job(tmp_path: Path) -> None:

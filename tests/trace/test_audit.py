@@ -23,7 +23,7 @@ from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, audit_dir, read_lines
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
-from fft.trace.report import fired, incidents, input_wait, save_plan
+from fft.trace.report import fired, incidents, input_wait, save_plan, taint
 from fft.trace.writer import TraceWriter, trace_path
 
 
@@ -165,8 +165,9 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
 
     class Apart(TracedJob):
         def post(self, node: Node, event: Event) -> None:
-            if isinstance(event, Prepared) and node.local.step == 2:
-                event = replace(event, digest="bad" if node.peer.group == "1" else "good")
+            if isinstance(event, Prepared) and node.local.step in (0, 2):
+                is_bad = node.peer.group == "1" and node.local.step == 2
+                event = replace(event, digest="bad" if is_bad else "good")
             super().post(node, event)
 
     job = Apart(directory, groups, **config)
@@ -209,6 +210,9 @@ def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     assert f"replicas differ after step 2: rank 0: {good}; bad on 1/0#1" in text
     most = "no state has a majority" if groups == 2 else "most agree, and 1/0#1 differ"
     assert most in text
+    assert "ended with Diverged; steps 1 to 2 are tainted" in text
+    assert report.to_json()["tainted_steps"] == [1, 2]
+    assert "steps 1 to 2 are tainted" in str(taint(tmp_path))
     assert text.splitlines()[-1].startswith("verdict: DIVERGED: the job ended")
     assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1
 
@@ -217,6 +221,7 @@ def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> N
     _apart(tmp_path, 3, on_divergence="heal")
     report = audit_dir(tmp_path)
     assert report.ok and not report.diverged
+    assert report.tainted is None and taint(tmp_path) is None
     assert "bad on 1/0#1; the job went on, and the state of 1/0#1 was given up" in report.render()
 
 

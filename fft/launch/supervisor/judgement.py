@@ -32,7 +32,7 @@ from fft.launch.supervisor.children import MISMATCH, Child, cause_of
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
-from fft.trace.ends import about_no_state
+from fft.trace.ends import Taint, about_no_state
 from fft.trace.inputs import TRANSACTIONS
 from fft.trace.tail import JobView, RankView
 from fft.util.error_places import Place
@@ -56,6 +56,8 @@ class JobOutcome:
     lines: tuple[str, ...] = ()
     lost: str | None = None
     """The reason why no process has the state, if the job can continue from a checkpoint."""
+    taint: Taint | None = None
+    """Steps that may be wrong, if the job ended because its replicas differ."""
     fired: frozenset[str] = frozenset()
     """Faults of the plan that have fired."""
     step: int = 0
@@ -185,6 +187,7 @@ class Judgement:
         return JobOutcome(
             not lines,
             (*filter(None, early), *lines, *remarks),  # the cause comes first
+            taint=view.comparisons.taint,
             step=view.reached(0),
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,

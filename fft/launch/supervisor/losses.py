@@ -27,6 +27,8 @@ def loss_of(
     """
     if config.groups_in_all != len(groups):
         return None
+    if (taint := view.comparisons.taint) is not None:
+        return f"the replicas differ, and no state has a majority: {taint}"
     living = [group for group in groups if group.living]
     is_clear = view.committed and not any(group.finished for group in groups)
     if config.can_resume and is_clear and not any(_has_joined(g, view) for g in living):

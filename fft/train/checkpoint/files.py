@@ -461,6 +461,19 @@ class Checkpoints:
                 raise Passed(f"that of step {entry.step} is there already")
         return later
 
+    def give_up_tainted(self, sound: int) -> int | None:
+        """Rename the checkpoints after step ``sound``, whose states may be wrong.
+
+        Returns:
+            The step of the newest checkpoint that is kept. None if there is none; then no
+            checkpoint is renamed, because one of them may be right.
+        """
+        kept = [e.step for e in self.found() if e.step is not None and e.problem is None]
+        kept = [step for step in kept if step <= sound]
+        if kept:
+            self._give_up_after(sound, life="")
+        return max(kept, default=None)
+
     def _give_up_after(self, step: int, life: str) -> None:
         """Rename the checkpoints after ``step``, which the job has abandoned.
 
