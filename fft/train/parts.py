@@ -434,6 +434,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         membership=parts.settings.config.membership,
         on_nonfinite=parts.settings.config.on_nonfinite,
         recompute_every=parts.settings.config.recompute_every,
+        check_buffers=parts.settings.config.check_buffers,
         vetoes=len(parts.rank.results.vetoes),
         slices_of_a_global_batch=config.fixed_slices,
         mesh=parts.groups.mesh_text,

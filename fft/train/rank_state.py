@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
-from fft.errors import FftError
+from fft.errors import ConfigError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.files import Scope
@@ -136,9 +137,9 @@ class RankState:
         )
         self.refuse_unfit()
         self.paradigm.registered()
-        self.checks = EqualityChecks(
-            self.registered_state.fingerprint, self._settings.config.check_replicas
-        )
+        config = self._settings.config
+        fingerprint = partial(self.registered_state.fingerprint, config.check_buffers)
+        self.checks = EqualityChecks(fingerprint, config.check_replicas)
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
@@ -175,7 +176,15 @@ class RankState:
         self.registered.refuse_replaced_parameters()
 
     def compare_by(self, fingerprint: Callable[[], str]) -> None:
-        """Compare replicas by ``fingerprint`` instead of the registered state."""
+        """Compare replicas by ``fingerprint`` instead of the registered state.
+
+        Raises ConfigError if buffers are to be compared, too.
+        """
+        if self._settings.config.check_buffers:
+            raise ConfigError(
+                "ManagerConfig(check_buffers=True): in a job whose groups take local steps each "
+                "group has its own buffers; remove it"
+            )
         self.checks = EqualityChecks(fingerprint, self._settings.config.check_replicas)
 
     @property

@@ -56,6 +56,10 @@ class ManagerConfig(BaseModel):
     """Interval in steps at which replicas compare fingerprints in their votes: of parameters and
     optimizer state, and of the reduced gradients; a power of 2. None chooses an interval that costs
     1 % of the time; 0 disables the comparison. It needs ``register``."""
+    check_buffers: bool = False
+    """Whether these fingerprints include the buffers of the models, except the statistics of
+    normalization layers. They must then be equal on all groups. All groups must have the same
+    value."""
     on_divergence: OnDivergence | None = None
     """Reaction to replicas that differ. ``stop`` ends the job with ``Diverged``. With ``heal``,
     ranks that differ from the majority fetch its state; without a majority the job stops. None

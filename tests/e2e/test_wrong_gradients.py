@@ -142,19 +142,25 @@ def test_odd_one_of_three_is_named_and_gives_up_while_the_others_continue(tmp_pa
     assert all(rollback.named == {("1", 0)} for rollback in history.run), "for the diagnosis"
 
 
-def test_flipped_parameter_ends_the_job_at_the_next_vote(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_buffer", [False, True], ids=["parameter", "buffer"])
+def test_flipped_bit_of_the_state_ends_the_job_at_the_next_vote(
+    is_buffer: bool, tmp_path: Path
+) -> None:
     """A majority of two does not exist, so no rank fetches."""
 
     def work(member: Member) -> None:
+        member.model.register_buffer("scale", torch.ones(4))
+
         def spoil() -> None:
             if member.group == "1" and member.manager.current_step() == BAD:
-                _flip(member.model.first.weight)
+                _flip(member.model.scale if is_buffer else member.model.first.weight)
 
         member.manager.on_commit(spoil)
         _train(member, lambda member, step: False)
 
     with job(tmp_path, 2) as made:
-        members = [made.member(str(g), check_replicas=1, digest="never") for g in range(2)]
+        given = {"check_replicas": 1, "check_buffers": is_buffer, "digest": "never"}
+        members = [made.member(str(g), **given) for g in range(2)]
         for member in members:
             member.start(work)
         for member in members:

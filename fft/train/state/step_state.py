@@ -421,10 +421,13 @@ class StepState:
         feed(hasher, parts)
         return hasher.hexdigest()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, buffers: bool = False) -> str:
         """Return a cheap fingerprint of this rank's parameters and optimizer state.
 
         See `fft.train.state.fingerprint`.
+
+        Args:
+            buffers: Include the buffers that all groups should share.
         """
         reshard(self._models)
         names = self._parameters or self.names()
@@ -432,7 +435,19 @@ class StepState:
         for optimizer in self._optimizers:
             for parameter in names.values():
                 tensors += leaves_in(optimizer.state.get(parameter, {}))
+        if buffers:
+            tensors += (leaf for _, buffer in self._shared_buffers() for leaf in leaves_of(buffer))
         return fingerprint(tensors)
+
+    def _shared_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that all groups should share, with their names in their modules.
+
+        Each group has its own statistics of normalization layers.
+        """
+        for module in (module for model in self._models for module in model.modules()):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(module, _NormBase):
+                    yield name, buffer
 
     def progress(self) -> dict[str, Any]:
         """Copy the state besides weights and optimizer state, as plain data.
@@ -506,10 +521,8 @@ class StepState:
             for name, each in self._extra.items()
         }
         buffers: dict[str, list[torch.Tensor]] = {}
-        for module in (module for model in self._models for module in model.modules()):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not isinstance(module, _NormBase):
-                    buffers.setdefault(f"buffers {name!r}", []).extend(leaves_of(buffer))
+        for name, buffer in self._shared_buffers():
+            buffers.setdefault(f"buffers {name!r}", []).extend(leaves_of(buffer))
         return found | {name: _digest_of(tensors) for name, tensors in buffers.items()}
 
     def has_extra(self, thing: object) -> bool:
