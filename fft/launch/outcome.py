@@ -7,7 +7,7 @@ know it: `srun`, for example, also returns 0 when a node was lost. Accesses only
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fft.bus import ErrorBus
@@ -93,19 +93,26 @@ def _in_words(holder: Holder | None) -> str:
     return IN_A_WORD[ExitStatus(holder.status)]
 
 
-def until_ended(bus: ErrorBus, groups: int) -> Outcome:
+def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda: False) -> Outcome:
     """Wait until the job has ended, and return its outcome.
 
     A job has ended if all supervisors have ended in good order, or if all groups have left and the
     remaining supervisors have not ended for 20 s, because they were lost with their hosts.
+
+    Args:
+        is_over: Whether the caller knows that all supervisors have ended.
 
     Raises:
         FftError: See `Outcome.read`.
     """
     over_since: float | None = None
     while True:
-        found, now = Outcome.read(bus, groups), time.monotonic()
+        is_known, found, now = is_over(), Outcome.read(bus, groups), time.monotonic()
         over_since = (over_since or now) if found.is_over else None
-        if found.has_ended or (over_since is not None and now > over_since + _RELEASE_S):
+        if (
+            is_known
+            or found.has_ended
+            or (over_since is not None and now > over_since + _RELEASE_S)
+        ):
             return found
         time.sleep(_LOOK_S)

@@ -22,7 +22,7 @@ _KINDS: dict[Role, str] = {"healing": "form", "joining": "join", "apart": "local
 
 @dataclass
 class Happening:
-    """What one rank did for some time. Times are in seconds."""
+    """An activity of one rank, with times in seconds."""
 
     kind: str
     """``step`` (an attempt), ``rollback``, ``transfer``, ``form`` (an epoch is formed), ``join``

@@ -419,7 +419,7 @@ def test_evicted_bus_drains_the_groups_and_the_bits_stay_the_same(tmp_path: Path
 
 @in_pods
 def test_spare_pod_takes_over_the_group_of_a_pod_that_is_cut_off(tmp_path: Path) -> None:
-    with trial(tmp_path, "250 0.1 1", "--spare-pods", "1") as job:
+    with trial(tmp_path, "900 0.1 1", "--spare-pods", "1") as job:
         job.trains(0, 5)
         job.trains(1, 5)
         lost = job.cluster.job("group").pods[1]

@@ -1,0 +1,198 @@
+"""Ray: run a job on a Ray cluster. Each group is an actor, and Ray places the group of a lost node
+again.
+
+An actor supervises its group by `fft run --join`, in processes of its own: trainers are no actors.
+They end with the actor. The bus is an actor on the node of the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fft.bus import open_job_bus
+from fft.bus.token import JobToken
+from fft.errors import FftError
+from fft.launch.outcome import Outcome, until_ended
+from fft.launch.placement import Part, Placement
+from fft.operate.client import JobClient
+from fft.operate.drain import drain
+from fft.protocol.timeouts import bus_operation
+from fft.train.checkpoint.plan import EVERY
+from fft.util.die_with_parent import tied
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
+except ImportError as error:
+    raise FftError(f"fft.launch.ray needs Ray ({error}): pip install 'fft-torch[ray]'") from error
+
+_PROGRAM = (sys.executable, "-m", "fft.cli")
+_END_S = 5.0
+"""How long the actors of an ended job have to return, in seconds; those of lost nodes never do."""
+
+
+class _Bus:
+    """The actor that serves the bus."""
+
+    def start(self, token: str) -> str:
+        """Start the bus, and return its URL."""
+        command = [*_PROGRAM, "serve", "--host", ray.util.get_node_ip_address(), "--no-lighthouse"]
+        env = {**os.environ, "FFT_TOKEN": token}
+        self._server = subprocess.Popen(tied(command), env=env, stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout is not None
+        words = dict(word.split("=", 1) for word in self._server.stdout.readline().split())
+        if "FFT_BUS" not in words:
+            raise FftError(f"`fft serve` has ended with status {self._server.wait()}")
+        return words["FFT_BUS"]
+
+
+class _Group:
+    """The actor of one part. Ray starts it again elsewhere if its node is lost."""
+
+    def run(self, options: Sequence[str], env: Mapping[str, str]) -> int:
+        """Run `fft run` to its end; return its exit status.
+
+        The actor has one thread, and the process ends with that thread.
+        """
+        command = [*_PROGRAM, "run", *options]
+        return subprocess.run(tied(command), env={**os.environ, **env}, check=False).returncode
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The settings of a job."""
+
+    placement: Placement
+    script: Sequence[str]
+    traces: Path
+    drain_timeout: float
+    checkpoint: Sequence[str]
+
+    def options(self, part: Part) -> list[str]:
+        """Return the options of `fft run` of a part.
+
+        A part that Ray has placed again takes its group over, in case the old one still lives.
+        """
+        return [
+            *self.placement.common_options(),
+            *self.placement.options(part),
+            *("--no-lighthouse", "--no-progress", "--take-over", "--trace-dir", str(self.traces)),
+            *("--drain-timeout", f"{self.drain_timeout:g}", *self.checkpoint, *self.script),
+        ]
+
+
+def run(
+    script: str | Sequence[str],
+    *,
+    groups: int = 1,
+    ranks: int = 1,
+    resources_per_group: Mapping[str, float] | None = None,
+    trace_dir: str | Path | None = None,
+    checkpoint: str | None = None,
+    every: str = EVERY,
+    drain_timeout: float = 60.0,
+) -> Outcome:
+    """Run a training script on the Ray cluster that this process is connected to.
+
+    Call `ray.init` first. All nodes need FFT, the script, and the folders named here at the same
+    paths. An interrupt (Ctrl-C) drains the job.
+
+    Args:
+        script: Path of the script, or a list of it and its arguments.
+        groups: Number of replica groups.
+        ranks: Number of ranks in each group.
+        resources_per_group: Ray resources of a group, such as ``{"CPU": 16, "GPU": 8}``. By default
+            one CPU for each rank.
+        trace_dir: Folder of traces and logs. By default ``runs/<time>``.
+        checkpoint: Place of durable checkpoints. The job begins with the newest one there.
+        every: Interval of checkpoints: 100 (steps), 10m or 2h.
+        drain_timeout: Longest drain, in seconds.
+
+    Returns:
+        How the job has ended, with its ``status`` and last ``step``.
+
+    Raises:
+        FftError: The job could not be started, or its bus was lost.
+    """
+    if not ray.is_initialized():
+        raise FftError("this process is connected to no Ray cluster: call ray.init() first")
+    words = [script] if isinstance(script, str) else [*script]
+    traces = Path(trace_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    kept = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
+    placement = Placement(groups, ranks, groups)
+    job = _Job(placement, words, traces, drain_timeout, kept)
+    token = JobToken.fresh()
+    bus = _on_own_node(_Bus)
+    try:
+        url = str(ray.get(bus.start.remote(token.text())))
+        return _supervised(job, url, token, resources_per_group or {"CPU": float(ranks)})
+    except ray.exceptions.RayError as error:
+        raise FftError(f"the job's bus could not be served: {error}") from error
+    finally:
+        ray.kill(bus)
+
+
+def _on_own_node(actor: type[_Bus]) -> Any:
+    """Start an actor on the node of this process."""
+    node = ray.get_runtime_context().get_node_id()
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=strategy).remote()
+
+
+def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, float]) -> Outcome:
+    """Place the groups, and wait until the job has ended."""
+    parts, env = list(job.placement.parts()), {"FFT_BUS": url, "FFT_TOKEN": token.text()}
+    space = placement_group([dict(resources) for _ in parts], strategy="SPREAD")
+    actors = [_placed(space, number, resources) for number in range(len(parts))]
+    try:
+        running = [
+            actor.run.remote(job.options(part), env)
+            for actor, part in zip(actors, parts, strict=True)
+        ]
+
+        def all_have_returned() -> bool:
+            done, _ = ray.wait(running, num_returns=len(running), timeout=0)
+            return len(done) == len(running)
+
+        with closing(open_job_bus(url, token, bus_operation(url))) as bus:
+            try:
+                return until_ended(bus, job.placement.groups, all_have_returned)
+            except KeyboardInterrupt:
+                with JobClient(url, token=token) as client:
+                    drain(client, sorted(client.job().groups), job.drain_timeout)
+                until_ended(bus, job.placement.groups, all_have_returned)
+                raise
+            finally:
+                ray.wait(running, num_returns=len(running), timeout=_END_S)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(space)
+
+
+def _placed(space: Any, number: int, resources: Mapping[str, float]) -> Any:
+    """Start the actor of a part in its bundle of the placement group."""
+    named = dict(resources)
+    options = {
+        "num_cpus": named.pop("CPU", 0),
+        "num_gpus": named.pop("GPU", 0),
+        "memory": named.pop("memory", None),
+        "resources": named,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(space, number),
+        # After the loss of its node, Ray starts the actor elsewhere, and calls `run` again.
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    return ray.remote(_Group).options(**options).remote()

@@ -1,0 +1,84 @@
+"""A driver for test_ray.py: ``python ray_driver.py FOLDER SCRIPT STEPS KILLS``.
+
+It starts a Ray cluster of raylets on this machine, runs a job of two groups, kills so many raylets
+that have a group, and prints how the job has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.state import list_actors
+
+import fft.launch.ray
+
+LIMIT_S = 240.0
+BEFORE = 10
+"""Steps of each group between two kills."""
+
+
+def committed(traces: Path) -> list[int]:
+    """Return the steps that the groups have committed, by their traces."""
+    counts = []
+    for group in (0, 1):
+        found = traces.glob(f"g{group}r0i*.jsonl")
+        counts.append(sum(p.read_text().count('"note":"consumed"') for p in found))
+    return counts
+
+
+def kill_nodes(cluster: Cluster, traces: Path, kills: int) -> None:
+    """Kill the raylet of a group, wait until both groups train again, and repeat."""
+    for _ in range(kills):
+        wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
+        alive = [a for a in list_actors() if a.class_name == "_Group" and a.state == "ALIVE"]
+        lost = alive[0].node_id
+        (node,) = [n for n in cluster.worker_nodes if n.node_id == lost]
+        cluster.remove_node(node, allow_graceful=False)
+        print(f"killed the raylet {lost}", flush=True)
+    wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
+    print("both groups train", flush=True)
+
+
+def wait_for_steps(traces: Path, goals: list[int]) -> None:
+    """Wait until each group has committed so many steps."""
+    deadline = time.monotonic() + LIMIT_S
+    while any(count < goal for count, goal in zip(committed(traces), goals, strict=True)):
+        if time.monotonic() > deadline:
+            print(f"only {committed(traces)} of {goals} steps", flush=True)
+            return
+        time.sleep(0.2)
+
+
+def main(folder: str, script: str, steps: str, kills: int) -> None:
+    """Run the job."""
+    traces = Path(folder, "traces")
+    cluster = Cluster()
+    for number in range(4):  # the first one is the head, without a group
+        cluster.add_node(
+            num_cpus=min(number, 1),
+            node_ip_address=f"127.0.0.{number + 2}",
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+        )
+    ray.init(address=cluster.address, log_to_driver=True)
+    try:
+        killer = threading.Thread(target=kill_nodes, args=(cluster, traces, kills), daemon=True)
+        if kills:
+            killer.start()
+        outcome = fft.launch.ray.run(
+            [script, steps, "0.1", "1"], groups=2, ranks=1, trace_dir=traces
+        )
+        print(json.dumps({"status": int(outcome.status), "step": outcome.step}), flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], kills=int(sys.argv[4]))
