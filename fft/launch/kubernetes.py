@@ -64,7 +64,8 @@ done
 case $status in
   0 | 3) exit 0 ;;         # complete, perhaps with fewer groups
   2) exit 69 ;;            # fft serve has ended
-  *) exit "$status" ;;
+  75) exit 75 ;;
+  *) sleep 60 & wait -n "$!"; exit "$status" ;;  # the pods of the groups ask for the outcome, too
 esac
 """
 )
