@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import ray
+from ray._private import state
 from ray.cluster_utils import Cluster
-from ray.util.state import list_actors
 
 import fft.launch.ray
 
@@ -36,8 +36,8 @@ def kill_nodes(cluster: Cluster, traces: Path, kills: int) -> None:
     """Kill the raylet of a group, wait until both groups train again, and repeat."""
     for _ in range(kills):
         wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
-        alive = [a for a in list_actors() if a.class_name == "_Group" and a.state == "ALIVE"]
-        lost = alive[0].node_id
+        groups = [a for a in state.actors().values() if a["ActorClassName"] == "_Group"]
+        lost = next(a["Address"]["NodeID"] for a in groups if a["State"] == "ALIVE")
         (node,) = [n for n in cluster.worker_nodes if n.node_id == lost]
         cluster.remove_node(node, allow_graceful=False)
         print(f"killed the raylet {lost}", flush=True)
