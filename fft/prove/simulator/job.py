@@ -39,6 +39,7 @@ from fft.messages.causes import CauseCode
 from fft.messages.commands import Answer
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.progress import HeldReport
+from fft.messages.protocol import ENTRY as BLOCK_ENTRY
 from fft.messages.protocol import (
     Applied,
     ApplyFailed,
@@ -84,6 +85,9 @@ _LIMIT_EVENTS = 500
 _LIMIT_SECONDS = 60.0
 _REDUCTIONS = 3
 """Number of reductions of a step function."""
+
+_BLOCK = f"{BLOCK_ENTRY}block"
+_BLOCK_END = "end of block"
 
 _SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4, 2)]
 
@@ -327,6 +331,33 @@ class Skips:
         return self._all_skip[token]
 
 
+class LiveBlocks:
+    """The live blocks that the script enters, at the same places on all ranks.
+
+    A block that fails is entered again. A step follows each block, so that the job advances.
+    """
+
+    def __init__(self, seed: int, spec: FsmSpec) -> None:
+        self._seed = seed
+        is_possible = not (spec.is_periodic or spec.bound or spec.stages)
+        self._chance = 0.2 if is_possible and seed % 3 == 0 else 0.0
+        self._after: dict[str, tuple[str, int]] = {}
+        """Lineage → the place in a block that led to it, and the epoch of its txn."""
+
+    def place(self, plan: StartTxn) -> str:
+        """Return the part of a block that the txn is, for its vote; empty for a step."""
+        part, epoch = self._after.get(plan.lineage, ("", 0))
+        if part.startswith(BLOCK_ENTRY):
+            return _BLOCK_END if epoch == plan.token.epoch else _BLOCK
+        draw = random.Random(f"block of {self._seed} after {plan.lineage}").random()
+        return _BLOCK if not part and draw < self._chance else ""
+
+    def committed(self, record: Record, place: str) -> None:
+        """Note the record of a COMMIT. ``place`` is as in the vote for it."""
+        if place:
+            self._after[record.lineage] = place, record.epoch
+
+
 class World:
     """All objects of one run.
 
@@ -378,6 +409,7 @@ class World:
         self.hopeless = False
         self.data_notes = DataNotes(self, spec)
         self.skips = Skips(self)
+        self.blocks = LiveBlocks(seed, spec)
         self._core = core
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         supervised = self.rng.random()
@@ -996,6 +1028,8 @@ class MainThread:
         self._quits = False
         """Whether the user's code has failed and is shutting down."""
         self._plan: StartTxn | None = None
+        self._block = ""
+        """The part of a live block that the open txn is; empty for a step."""
         self._failing: str | None = None
         """The fault that will occur in this step function, or None."""
         self._heal: Heal | None = None
@@ -1050,7 +1084,9 @@ class MainThread:
 
     def _apply(self, command: Apply) -> None:
         base = self._computed[1] if self._computed is not None else None
-        self._world.consumed(self._process, self._plan, base)
+        if not self._block:
+            self._world.consumed(self._process, self._plan, base)
+        self._world.blocks.committed(command.record, self._block)
         self._computed = None
         self._process.later(self._world.latency.apply(), self._applied, command.skip)
 
@@ -1140,19 +1176,25 @@ class MainThread:
         world = self._world
         if plan.token.txn > 1 or self.serving is None or not self.serving.learners:
             self.serving = None
-        self._plan = plan
+        self._plan, self._block = plan, world.blocks.place(plan)
         self._bring(plan)
         self.bits = self.bits.begin(self._process.peer, plan.token)
         if world.setting.compares and self._learning is None and world.strikes("corrupted"):
             self.bits = self.bits.corrupted(self._process.peer)
         self._failing = world.body_fault()
         compute = world.latency.compute()
-        if not world.data_notes.takes(self._process, plan):
+        if not self._block and not world.data_notes.takes(self._process, plan):
             self._process.later(compute, self._quit)  # like a data loader that fails
         elif self._failing in ("exception", "quit"):
             self._process.later(compute * world.rng.random(), self._raise, self._failing)
         else:
-            self._process.later(compute, self._reduce)
+            self._process.later(compute, self._vote_on_block if self._block else self._reduce)
+
+    def _vote_on_block(self) -> None:
+        if self.groups.aborted:
+            self._give_up()
+        else:
+            self._vote(0, skip=True)
 
     def _raise(self, kind: str) -> None:
         self._world.count(kind)
@@ -1235,11 +1277,11 @@ class MainThread:
             self._waits = True
             self._learn()
             return
-        manifest = Manifest(count=count, bytes=4 * count, shapes="x")
+        manifest = Manifest(count=count, bytes=4 * count, shapes="x", block=self._block)
         # Select digests by step, so that a repeated step also has one.
         compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
-        if compares and not cause:
+        if compares and not cause and not self._block:
             if self._world.flips(again="flipped" in (self._refused or "")):
                 self.bits = self.bits.flip(self._process.peer)
             reduced = self.bits.gradients
