@@ -425,7 +425,7 @@ def test_spare_pod_takes_over_the_group_of_a_pod_that_is_cut_off(tmp_path: Path)
         lost = job.cluster.job("group").pods[1]
         job.cluster.cut(lost)
         job.cluster.run_until(
-            lambda: "group 1 was taken over" in job.cluster.output(), "it is taken over", LIMIT_S
+            lambda: "group 1 is taken over" in job.cluster.output(), "it is taken over", LIMIT_S
         )
         job.trains(1, 5)
         job.cluster.mend(lost)
