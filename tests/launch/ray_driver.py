@@ -1,12 +1,15 @@
-"""A driver for test_ray.py: ``python ray_driver.py FOLDER SCRIPT STEPS KILLS``.
+"""A driver for test_ray.py: ``python ray_driver.py FOLDER SCRIPT STEPS WHAT``.
 
-It starts a Ray cluster of raylets on this machine, runs a job of two groups, kills so many raylets
-that have a group, and prints how the job has ended.
+It starts a Ray cluster of raylets on this machine, and runs a job of two groups. If WHAT is
+``kill`` it kills a raylet that has a group; if it is ``interrupt`` it is interrupted, as by Ctrl-C.
+It prints how the job has ended.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -20,7 +23,7 @@ import fft.launch.ray
 
 LIMIT_S = 240.0
 BEFORE = 10
-"""Steps of each group between two kills."""
+"""Steps of each group before the disturbance, and after it."""
 
 
 def committed(traces: Path) -> list[int]:
@@ -32,17 +35,24 @@ def committed(traces: Path) -> list[int]:
     return counts
 
 
-def kill_nodes(cluster: Cluster, traces: Path, kills: int) -> None:
-    """Kill the raylet of a group, wait until both groups train again, and repeat."""
-    for _ in range(kills):
-        wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
-        groups = [a for a in state.actors().values() if a["ActorClassName"] == "_Group"]
-        lost = next(a["Address"]["NodeID"] for a in groups if a["State"] == "ALIVE")
-        (node,) = [n for n in cluster.worker_nodes if n.node_id == lost]
-        cluster.remove_node(node, allow_graceful=False)
-        print(f"killed the raylet {lost}", flush=True)
+def kill_node(cluster: Cluster, traces: Path) -> None:
+    """Kill the raylet of a group, and wait until both groups train again."""
+    groups = [a for a in state.actors().values() if a["ActorClassName"] == "_Group"]
+    lost = next(a["Address"]["NodeID"] for a in groups if a["State"] == "ALIVE")
+    (node,) = [n for n in cluster.worker_nodes if n.node_id == lost]
+    cluster.remove_node(node, allow_graceful=False)
+    print(f"killed the raylet {lost}", flush=True)
     wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
     print("both groups train", flush=True)
+
+
+def disturb(cluster: Cluster, traces: Path, what: str) -> None:
+    """Wait until both groups train, and do what was asked for."""
+    wait_for_steps(traces, [BEFORE, BEFORE])
+    if what == "kill":
+        kill_node(cluster, traces)
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def wait_for_steps(traces: Path, goals: list[int]) -> None:
@@ -55,7 +65,7 @@ def wait_for_steps(traces: Path, goals: list[int]) -> None:
         time.sleep(0.2)
 
 
-def main(folder: str, script: str, steps: str, kills: int) -> None:
+def main(folder: str, script: str, steps: str, what: str) -> None:
     """Run the job."""
     traces = Path(folder, "traces")
     cluster = Cluster()
@@ -68,9 +78,7 @@ def main(folder: str, script: str, steps: str, kills: int) -> None:
         )
     ray.init(address=cluster.address, log_to_driver=True)
     try:
-        killer = threading.Thread(target=kill_nodes, args=(cluster, traces, kills), daemon=True)
-        if kills:
-            killer.start()
+        threading.Thread(target=disturb, args=(cluster, traces, what), daemon=True).start()
         outcome = fft.launch.ray.run(
             [script, steps, "0.1", "1"], groups=2, ranks=1, trace_dir=traces
         )
@@ -81,4 +89,4 @@ def main(folder: str, script: str, steps: str, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], kills=int(sys.argv[4]))
+    main(*sys.argv[1:])

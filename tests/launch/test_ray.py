@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def driven(folder: Path, steps: int, kills: int) -> tuple[dict[str, int], str]:
-    """Run a job of two groups; return how it has ended, and the output of the driver."""
+def driven(folder: Path, steps: int, what: str) -> subprocess.CompletedProcess[str]:
+    """Run the driver with a job of two groups to its end."""
     (folder / "train.py").write_text(SCRIPT)
     env = {
         **os.environ,
@@ -35,8 +35,8 @@ def driven(folder: Path, steps: int, kills: int) -> tuple[dict[str, int], str]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [sys.executable, str(DRIVER), str(folder), str(folder / "train.py")]
-    done = subprocess.run(
-        [*command, str(steps), str(kills)],
+    return subprocess.run(
+        [*command, str(steps), what],
         env=env,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -45,26 +45,36 @@ def driven(folder: Path, steps: int, kills: int) -> tuple[dict[str, int], str]:
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status')]
-    assert found, done.stdout
-    return found[0], done.stdout
+
+
+def audited(traces: Path) -> None:
+    audit = audit_dir(traces)
+    assert audit.ok, audit.render()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_group_of_a_killed_raylet_is_placed_on_another(tmp_path: Path) -> None:
-    end, output = driven(tmp_path, steps=600, kills=1)
-    assert end == {"status": 0, "step": 600}, output
-    assert "killed the raylet" in output and "both groups train" in output
+    done = driven(tmp_path, 600, "kill")
+    assert done.returncode == 0, done.stdout
+    assert "killed the raylet" in done.stdout and "both groups train" in done.stdout
+    assert json.dumps({"status": 0, "step": 600}) in done.stdout
     traces = tmp_path / "traces"
-    starts = {p.name for p in traces.glob("g*.jsonl")}
+    starts = {path.name for path in traces.glob("g*.jsonl")}
     assert starts > {"g0r0i1.jsonl", "g1r0i1.jsonl"}, "another process has taken a group's place"
     logs = [line for p in traces.glob("logs/*") for line in p.read_text().splitlines()]
     bits = {line for line in logs if line.startswith("bits 600 ")}
     assert len(bits) == 1, "both groups have the same weights"
-    audit = audit_dir(traces)
-    assert audit.ok, audit.render()
+    audited(traces)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_interrupt_of_the_driver_drains_the_job(tmp_path: Path) -> None:
+    done = driven(tmp_path, 5000, "interrupt")
+    assert "KeyboardInterrupt" in done.stdout and done.returncode != 0
+    assert done.stdout.count("the job has ended: drained before its end") == 2, done.stdout
+    audited(tmp_path / "traces")
 
 
 def test_process_without_a_cluster_is_told_to_connect() -> None:
