@@ -29,6 +29,8 @@ _SHOWN = 100
 """Maximum number of faults, changes and checkpoints on the page; it shows the newest."""
 _SLOWEST_S = 5.0
 """Time in which a client must send its request."""
+_CLOSES_S = 0.1
+"""Longest time until the server notices that it is closed."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -196,7 +198,9 @@ class WebView:
         key = token.key("web page").hex()
         self._server = _Server(listening_at(address, "--web"), key)
         self.url = f"{url_of(self._server.socket)}/?key={key}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="fft-web")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSES_S,), name="fft-web"
+        )
         self._thread.start()
 
     def word(self, line: dict[str, object]) -> None:
