@@ -110,7 +110,8 @@ class ResultJudge:
         Raises:
             ResultRefused, Recompute, GradientsNotReproducible: The step must be rolled back.
             FftError: A veto returned neither None nor a reaction.
-            GroupAborted: A rollback came while the ranks of the group added up their norms.
+            GroupAborted, CollectiveFailed: A rollback, or a fault, came while the ranks of the
+                group added up their norms.
         """
         self.recomputation.compare()
         must_skip, gradients = updates.must_skip(), updates.gradients()

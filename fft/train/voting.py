@@ -19,7 +19,7 @@ from fft.train.data.step_input import StepInput
 from fft.train.error_reports import Reported, code_of, text_of
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault
-from fft.train.process_group import GroupAborted
+from fft.train.process_group import CollectiveFailed, GroupAborted
 from fft.train.rank_context import RankContext
 from fft.train.recomputation import Recompute
 
@@ -171,6 +171,10 @@ class Voter:
             return self._state.paradigm.must_skip(plan)
         except (ResultRefused, GradientsNotReproducible, Recompute, GroupAborted) as error:
             self._manager._torchft.errored = Reported(error)
+            return False
+        except CollectiveFailed as error:  # a peer has already left the sum of the norms
+            self._manager._torchft.errored = Reported(error)
+            self._job.note_error(error)
             return False
 
     def _note_loop(self, plan: StartTxn, consumes: dict[str, Any] | None) -> None:

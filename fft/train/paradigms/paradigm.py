@@ -188,7 +188,7 @@ class Paradigm(ABC, Generic[LoopT]):
 
         Raises:
             ResultRefused: The txn must be rolled back.
-            GroupAborted: A rollback has started in the meantime.
+            GroupAborted, CollectiveFailed: A rollback has started in the meantime.
         """
 
     @abstractmethod
