@@ -17,6 +17,7 @@ those of its sub-states.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,9 @@ from typing import Literal, cast
 from transitions import EventData, Machine
 
 from fft.protocol.spec import MachineSpec, Part, Row
+
+# it logs each transition at INFO, which a script may have enabled for all libraries
+logging.getLogger("transitions").setLevel(logging.WARNING)
 
 EXIT_ROWS = "exit"
 """Event name under which a state's exit rows are triggered; no other event may use it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import product
 
 import pytest
@@ -35,3 +36,12 @@ def test_event_without_a_row_changes_nothing(kind: type[Table]) -> None:
     for event in (EXIT_ROWS, "prepared", "no such event"):
         turn = table.take(Turn("EXIT", lambda _: True), event)
         assert (turn.row, turn.state, turn.guards) == (None, "EXIT", {})
+
+
+def test_library_logs_nothing_for_scripts_that_log_at_info(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torchtitan, for one, logs at INFO through the root logger."""
+    with caplog.at_level(logging.INFO):
+        assert Table(load_spec("hsdp")).take(Turn("INIT", lambda _: False), "start").row is not None
+    assert not caplog.records
