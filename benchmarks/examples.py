@@ -7,6 +7,7 @@ run failed, if a planned fault did not fire, or if an audit had a finding.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Example:
     groups: int = 2
     arguments: tuple[str, ...] = ()
     """Further arguments of the script; ``{folder}`` is that of the run."""
+    needs: str | None = None
+    """Package without which the example is left out, because `make setup` does not install it."""
 
 
 EXAMPLES = (
@@ -53,6 +56,14 @@ EXAMPLES = (
         "hf_trainer.py",
         "hf_faults.yaml",
         arguments=("--output", "{folder}/model", "--steps", "100000"),
+    ),
+    Example(
+        "torchtitan",
+        2,
+        "torchtitan_debug.py",
+        "torchtitan_faults.yaml",
+        arguments=("--dump-folder", "{folder}/files", "--training.steps", "100000"),
+        needs="torchtitan",
     ),
 )
 COLUMNS = (
@@ -123,6 +134,9 @@ def main() -> int:
     failed = False
     for example in EXAMPLES:
         if args.names and example.spec not in args.names:
+            continue
+        if example.needs is not None and importlib.util.find_spec(example.needs) is None:
+            print(f"{example.spec}: left out, because {example.needs} is not installed", flush=True)
             continue
         place = folder / example.spec
         if not run(example, place):
