@@ -13,6 +13,7 @@ from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fft.messages.identities import Peer
+    from fft.protocol import active as active
     from fft.train import abort as abort
     from fft.train import health_checks as health_checks
     from fft.train.checkpoint.plan import Checkpointing
@@ -56,6 +57,12 @@ _HOME = {
     "restartable": "fft.train.restartable",
 }
 
+_MODULES = {
+    "abort": "fft.train.abort",
+    "active": "fft.protocol.active",
+    "health_checks": "fft.train.health_checks",
+}
+
 __all__ = [
     *errors.__all__,
     "Checkpointing",
@@ -80,6 +87,7 @@ __all__ = [
     "StreamLoader",
     "Transaction",
     "abort",
+    "active",
     "errors",
     "health_checks",
     "live_set",
@@ -90,8 +98,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("abort", "health_checks"):
-        return importlib.import_module(f"fft.train.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'fft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -75,6 +75,8 @@ class GroupEntry:
     group: Name
     store: str
     ranks: tuple[RankEntry, ...]
+    place: str = ""
+    """The node or rack of the group; see ``Hello``."""
 
     def peers(self) -> tuple[Peer, ...]:
         """The group's participants in rank order."""
@@ -87,6 +89,16 @@ class GroupEntry:
     def entry(self, rank: int) -> RankEntry:
         """Return the entry of the rank with this number."""
         return next(r for r in self.ranks if r.rank == rank)
+
+
+class Rule(NamedTuple):
+    """A rule that keeps some of a list of groups; see `fft.protocol.active`."""
+
+    kind: Name
+    number: Count
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.number})"
 
 
 class Standing(NamedTuple):

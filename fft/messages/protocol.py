@@ -25,6 +25,7 @@ from fft.messages.identities import Lease as Lease
 from fft.messages.identities import Name as Name
 from fft.messages.identities import Peer as Peer
 from fft.messages.identities import RankEntry as RankEntry
+from fft.messages.identities import Rule as Rule
 from fft.messages.identities import Seen as Seen
 from fft.messages.identities import Standing as Standing
 from fft.messages.identities import Text as Text
@@ -130,6 +131,8 @@ class Hello:
     """Slices before the cursor that were not consumed, as loaded from a checkpoint."""
     lease: Count | None = None
     """The slice that the group's contribution is computed from, in an asynchronous job."""
+    place: str = ""
+    """The node or rack of the group, for the rules that choose groups; empty without them."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -152,6 +155,10 @@ class Record:
     """Member groups in index order; epoch records only."""
     learners: tuple[str, ...] = ()
     """Members that fetch the state while the others compute the first txn; epoch records only."""
+    rules: tuple[Rule, ...] = ()
+    """Rules that choose the members that contribute; epoch records only."""
+    active: tuple[str, ...] = ()
+    """Members that contribute by these rules, the others are spares; empty without rules."""
     change: bool = False
     """The epoch ends with this commit; commit records only."""
     leavers: tuple[str, ...] = ()

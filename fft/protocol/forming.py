@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fft.messages.protocol import GroupEntry, Hello, Peer, RankEntry, Record, Standing, Token
 from fft.protocol import apart
+from fft.protocol.active import Rule, chosen
 from fft.protocol.leases import Granted, granted
 from fft.protocol.state import (
     Base,
@@ -15,6 +16,7 @@ from fft.protocol.state import (
     contributing,
     leavers,
     member_peers,
+    suffice,
     whole_groups,
 )
 
@@ -78,7 +80,7 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
         None if there are too few groups, or if they do not hold the state.
     """
     groups = apart.ready_groups(s, c) if c.bound else whole_groups(s, c)
-    if len(groups) < max(1, c.min_groups):
+    if not suffice(groups, c):
         return None
     base = base_of(s, groups)
     if not state_held(base, groups, c.world):
@@ -107,6 +109,8 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
         by=c.me,
         members=entries,
         learners=late,
+        rules=tuple(Rule(*rule) for rule in c.rules),
+        active=chosen([(g.group, g.place) for g in entries], c.rules) if c.rules else (),
         leases=base.leases,
         returned=base.returned,
         bound=c.bound,
@@ -123,6 +127,7 @@ def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
     return GroupEntry(
         group=ranks[0].peer.group,
         store=ranks[0].store,
+        place=ranks[0].place,
         ranks=tuple(
             RankEntry(
                 rank=h.peer.rank,

@@ -26,6 +26,7 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
+from fft.protocol.active import chosen
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
@@ -65,6 +66,10 @@ class Config:
     fixed_slices: int = 0
     """Number of slices of the data that a txn takes, whatever the number of groups; 0: one slice
     for each group that contributes."""
+    rules: tuple[tuple[str, int], ...] = ()
+    """Rules that choose the groups of an epoch that contribute; see `fft.protocol.active`."""
+    place: str = ""
+    """Place of this group for these rules, such as its node; empty if no rule needs it."""
 
     @property
     def ranks(self) -> range:
@@ -216,7 +221,9 @@ def contributors(s: Local, c: Config) -> list[str]:
     """
     if c.bound and s.epoch is not None:
         return [g.group for g in with_lease(s.epoch)]
-    return [g.group for g in contributing(members(s), learners(s), c)]
+    active = s.epoch.active if s.epoch is not None else ()
+    able = [g for g in members(s) if not active or g.group in active]
+    return [g.group for g in contributing(able, learners(s), c)]
 
 
 def with_lease(epoch: Record) -> list[GroupEntry]:
@@ -270,6 +277,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         head=s.head.n if s.head else 0,
         returned=held.returned if s.head is None else (),
         lease=s.lease,
+        place=c.place,
         # The current rollback does not count: every participant acknowledges before it unwinds.
         unwinding=s.stuck or s.restoring not in (None, s.token),
     )
@@ -391,6 +399,12 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
         for group, ranks in sorted(by_group.items(), key=lambda kv: _group_order(kv[0]))
         if [h.peer.rank for h in ranks] == list(c.ranks) and len({h.store for h in ranks}) == 1
     ]
+
+
+def suffice(groups: Sequence[Sequence[Hello]], c: Config) -> bool:
+    """Return whether enough of these whole groups would contribute to an epoch."""
+    places = [(ranks[0].peer.group, ranks[0].place) for ranks in groups]
+    return len(chosen(places, c.rules)) >= max(1, c.min_groups)
 
 
 def awaited(s: Local, c: Config) -> set[str]:

@@ -86,6 +86,9 @@ class Bounds:
     slices: int = 0
     """Number of slices of the data that each txn takes; 0: one for each group that contributes."""
 
+    rules: tuple[tuple[str, int], ...] = ()
+    """Rules that choose the groups of an epoch that contribute."""
+
     def describe(self) -> str:
         """Return a one-line description."""
         what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
@@ -98,6 +101,7 @@ class Bounds:
         least += ", beside one that may end" if self.ends else ""
         least += f", {self.behind} behind at most" if self.behind else ""
         least += f", {self.slices} slices a step" if self.slices else ""
+        least += "".join(f", {kind}({number})" for kind, number in self.rules)
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"

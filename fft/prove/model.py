@@ -209,6 +209,7 @@ class Model:
                 on_divergence="heal" if self.bounds.heals else "stop",
                 flow=self.beside.bounds,
                 fixed_slices=self.bounds.slices,
+                rules=self.bounds.rules,
             )
             found = self._memo.participants[who, inc] = self._core(config)
         return found

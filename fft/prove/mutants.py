@@ -173,6 +173,20 @@ def _live_as_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return EFFECTS["propose_commit"](s, c, event)
 
 
+# --- rules for active groups ----------------------------------------------------------------------
+
+
+def _some_are_behind(s: Local, c: Config, event: Event) -> bool:
+    return GUARDS["learners_can_follow"](s, replace(c, rules=()), event)
+
+
+def _all_contribute(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    (effect,) = EFFECTS["propose_epoch"](s, c, event)
+    assert isinstance(effect, Decide)
+    everyone = tuple(g.group for g in effect.proposal.members)
+    yield replace(effect, proposal=replace(effect.proposal, active=everyone))
+
+
 # --- states that differ ---------------------------------------------------------------------------
 
 
@@ -498,6 +512,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "protocol",
         small(block=2, lose=1),
         participant=planted({"settled_commit": _settled_by_a_step}),
+    ),
+    # rules for active groups
+    Mutant(
+        "rules_not_applied",
+        "The proposer of an epoch lets all members contribute, whatever the rules choose.",
+        "live_set",
+        small(rules=(("max_active", 1),), formed=False),
+        participant=planted(actions={"propose_epoch": _all_contribute}),
+    ),
+    Mutant(
+        "active_group_fetches",
+        "A group that the rules choose may fetch its state while the others compute.",
+        "live_set",
+        small(rules=(("max_active", 2),), crash=1, restart=1),
+        participant=planted({"learners_can_follow": _some_are_behind}),
     ),
     # divergent states
     Mutant(

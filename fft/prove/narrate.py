@@ -57,7 +57,9 @@ def say_record(record: Record | None) -> str:
         groups = " ".join(
             g.group + (f"#{g.ranks[0].inc}" if g.ranks[0].inc > 1 else "") for g in record.members
         )
-        return f"epoch {record.epoch} of {groups}" + _leases(record)
+        spares = [g.group for g in record.members if record.active and g.group not in record.active]
+        spare = f", of which {' '.join(spares)} is spare" if spares else ""
+        return f"epoch {record.epoch} of {groups}{spare}" + _leases(record)
     text = f"{record.kind} {txn(record.token)}"
     if record.live:
         text += ", a live block"

@@ -31,6 +31,7 @@ def small(
     stage: int | None = None,
     ends: bool = False,
     slices: int = 0,
+    rules: tuple[tuple[str, int], ...] = (),
     **budget: int,
 ) -> Bounds:
     """Return bounds with these faults, all of which may happen in one run."""
@@ -49,6 +50,7 @@ def small(
         stage=stage,
         ends=ends,
         slices=slices,
+        rules=rules,
     )
 
 

@@ -120,6 +120,7 @@ _DEFAULTS = {
     "spec": "hsdp",
     "groups": "2",
     "ranks": "1",
+    "rules": "",
     "commits": "2",
     "formed": "yes",
     "alike": "yes",
@@ -274,6 +275,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         "scenario",
         groups=_number(header, "groups"),
         ranks=_number(header, "ranks"),
+        rules=_rules(header["rules"]),
         commits=_number(header, "commits"),
         faults=_AMPLE,
         budget=tuple((kind, _AMPLE) for kind in KINDS),
@@ -290,6 +292,14 @@ def _number(header: dict[str, str], key: str) -> int:
     if not header[key].isdigit():
         raise _Wrong(f"{key}: {header[key]!r} is no number")
     return int(header[key])
+
+
+def _rules(text: str) -> tuple[tuple[str, int], ...]:
+    """Return the rules that choose active groups, such as ``max_active 2``."""
+    words = text.split()
+    if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+        raise _Wrong(f"rules: {text!r} is no list of names and numbers")
+    return tuple(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
 def _yes(header: dict[str, str], key: str) -> bool:

@@ -80,6 +80,21 @@ DEFAULT = (
         "three slices", commits=2, faults=2, slices=3, budget=budget("crash", "restart", "skip")
     ),
     Bounds("one slice", groups=3, commits=1, faults=1, slices=1, budget=budget("crash", "drain")),
+    Bounds(
+        "max_active",
+        commits=1,
+        faults=2,
+        rules=(("max_active", 1),),
+        budget=budget("crash", "restart"),
+    ),
+    Bounds(
+        "divisible_by",
+        groups=3,
+        commits=1,
+        faults=1,
+        rules=(("divisible_by", 2),),
+        budget=budget("crash", "drain"),
+    ),
     Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
     Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
     Bounds("too few", commits=1, faults=3, least=2, budget=budget("crash", drain=2)),

@@ -407,7 +407,7 @@ def _wholeness(lines: list[_Line], judge: Judge) -> Finding:
     return whole
 
 
-_ALIKE = ("world", "leases", "bound", "flow", "quorum", "min_groups", "on_divergence")
+_ALIKE = ("world", "leases", "bound", "flow", "quorum", "min_groups", "on_divergence", "rules")
 """Fields that must be equal in the configurations of all ranks."""
 
 
@@ -416,7 +416,7 @@ def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
     for line in lines:
         head, first = line.replay.head, lines[0].replay.head
         for name in _ALIKE:
-            mine, other = head["config"][name], first["config"][name]
+            mine, other = (each["config"].get(name) for each in (head, first))
             text = f"its header has {name} {mine}, and that of {lines[0].file.path.name} {other}"
             finding.expect(mine == other, text, f"{line.file.path.name}:1")
         text = f"its header has another spec than that of {lines[0].file.path.name}"

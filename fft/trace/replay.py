@@ -43,7 +43,9 @@ def participant_of(head: dict[str, Any]) -> Participant:
         known = " or ".join(map(str, READABLE))
         raise ValueError(f"the first line is no header of trace format {known}")
     flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
-    values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
+    rules = tuple((kind, number) for kind, number in head["config"].get("rules", ()))
+    me = Peer(*head["config"]["me"])
+    values = {**head["config"], "me": me, "flow": flow, "rules": rules}
     table, head["spec"] = _shared(json.dumps(head["spec"]))
     return Participant(table, Config(**values))
 

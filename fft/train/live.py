@@ -206,7 +206,7 @@ class LiveBlocks:
 
     def _raise_if_nested(self, place: str) -> None:
         """Raise LiveBlockMisuse for a block within another one, or within a transaction."""
-        self._paradigm.refuse_live()
+        self._paradigm.refuse_unless_lockstep("live()")
         if self._open:
             raise LiveBlockMisuse(
                 f"live block at {place} inside the live block at {self._open}: blocks cannot be "

@@ -39,12 +39,13 @@ from fft.bus.base import HEAD
 from fft.bus.token import JobToken
 from fft.engine.calls import Buses
 from fft.engine.loop import Engine
-from fft.errors import FftError, NoState, TxnAborted
+from fft.errors import ConfigError, FftError, NoState, TxnAborted
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command, RollCall, fresh_id
 from fft.messages.protocol import Fault, Peer, RankEntry, Record, Start
 from fft.operate.client import JobClient, OperatorError
 from fft.operate.entering import JobStart, enter
+from fft.protocol.active import at_most
 from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
@@ -366,8 +367,22 @@ def join(manager: Manager, parts: Parts) -> Engine:
     return engine
 
 
+def _refuse_rules(parts: Parts) -> None:
+    """Raise FftError if no epoch of this job could satisfy ``ManagerConfig.active``."""
+    if not (rules := parts.settings.config.active):
+        return
+    parts.paradigm.refuse_unless_lockstep("ManagerConfig(active=…)")
+    most, least = at_most(rules), parts.rank.manager._torchft.min_replica_size
+    if most is not None and most < least:
+        raise ConfigError(
+            f"ManagerConfig(active=…): max_active({most}) is less than min_replica_size={least}, "
+            "so no step could be made; change one of them"
+        )
+
+
 def _refuse_unfit(parts: Parts) -> None:
     """Raise FftError if the registered state cannot be trained. Called when it is complete."""
+    _refuse_rules(parts)
     if (step := parts.state.registered_state) is not None:
         parts.state.refuse_unfit()
         parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
@@ -419,6 +434,8 @@ def _config(manager: Manager, parts: Parts) -> Config:
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
         fixed_slices=parts.loop.fixed_slices,
+        rules=settings.config.active,
+        place=settings.config.place if settings.config.active else "",
         **parts.scope.terms(manager._torchft.group_world_size),
     )
 
@@ -438,6 +455,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
         vetoes=len(parts.rank.results.vetoes),
         slices_of_a_global_batch=config.fixed_slices,
         mesh=parts.groups.mesh_text,
+        active=list(map(str, parts.settings.config.active)),
         **parts.paradigm.common_settings(),
     )
 

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from fft.bus.tcpserver import host_store
 from fft.bus.token import JobToken
 from fft.errors import FftError, OtherSettings
 from fft.health.detectors.trainer import MonitorConfig
+from fft.protocol.active import Rule
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, from_env, resolve
@@ -97,6 +99,22 @@ class ManagerConfig(BaseModel):
     (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``) only receives heartbeats. ``lighthouse``: no txn
     commits without a quorum of the lighthouse that names every group. All groups must have the same
     value (``FFT_MEMBERSHIP``, else ``register``)."""
+
+    active: tuple[Rule, ...] = ()
+    """Rules of ``fft.active`` that choose the groups whose gradients count, in this order; the
+    other groups are spares. For specs whose groups run in lockstep. All groups must have the same
+    value, and ``min_replica_size`` is the least number of chosen groups."""
+    place: str = Field(default_factory=lambda: os.environ.get("FFT_PLACE") or socket.gethostname())
+    """Name of the node or rack of this group, for ``fft.active.whole`` (``FFT_PLACE``, else the
+    host name)."""
+
+    @field_validator("active")
+    @classmethod
+    def _check_rules(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        for rule in rules:
+            if rule.number < 1:
+                raise ValueError(f"{rule}: expected a number of at least 1")
+        return rules
 
     @field_validator("check_replicas")
     @classmethod

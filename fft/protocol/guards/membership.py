@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Drain, Event, Here, Join, Leave, Peer
+from fft.protocol.active import chosen
 from fft.protocol.guards.base import GUARDS, guard, record_of
 from fft.protocol.state import (
     Config,
@@ -13,6 +14,7 @@ from fft.protocol.state import (
     member_peers,
     members,
     missing_mates,
+    suffice,
     waited_for,
     whole_groups,
 )
@@ -139,7 +141,7 @@ def mates_are_here(s: Local, c: Config, event: Event) -> bool:
 @guard
 def enough_groups(s: Local, c: Config, event: Event) -> bool:
     """There are at least as many whole groups as an epoch needs."""
-    return len(whole_groups(s, c)) >= max(1, c.min_groups)
+    return suffice(whole_groups(s, c), c)
 
 
 @guard
@@ -182,7 +184,8 @@ def too_few_remain(s: Local, c: Config, event: Event) -> bool:
     ended = {p.group for p in member_peers(s) if p in s.dead}
     remaining = {g.group for g in members(s)} - set(leavers(s)) - (asked & ended)
     joins = s.joining - s.leaving - s.dead
-    return len(remaining) < c.min_groups and remaining <= asked and not joins
+    left = [(g.group, g.place) for g in members(s) if g.group in remaining]
+    return len(chosen(left, c.rules)) < c.min_groups and remaining <= asked and not joins
 
 
 GUARDS["all_others_left"] = too_few_remain  # the name in the tables of older traces

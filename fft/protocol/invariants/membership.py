@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fft.messages.effects import Decide, Finish, Heal
 from fft.messages.protocol import Begin, Join, Peer, Record, Stop, Timer
+from fft.protocol.active import chosen
 from fft.protocol.flow import data_end
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
 from fft.protocol.roles import COMMITTING, OUTSIDE
@@ -33,6 +34,7 @@ def live_set(move: Move) -> Iterator[Claim]:
             names = ", ".join(map(str, left))
             text = f"{peer} leaves {names} out of epoch {effect.proposal.epoch}, and nothing is"
             yield Holds(not left, text + " said against them")
+            yield from _active(peer, effect.proposal)
     if move.entered("training") and before.role == "healing":
         epoch = after.token.epoch
         if isinstance(move.event, Begin):
@@ -43,6 +45,18 @@ def live_set(move: Move) -> Iterator[Claim]:
             if not isinstance(move.event, Begin):  # the coordinator has all `ready` messages
                 yield Holds(after.ready.get(member) == epoch, text)
             yield Given((("in barrier", epoch, member),), text)
+
+
+def _active(peer: Peer, epoch: Record) -> Iterator[Claim]:
+    """The members that contribute are those that the rules choose, and they hold the state."""
+    if epoch.rules:
+        due = chosen([(g.group, g.place) for g in epoch.members], epoch.rules)
+        text = (
+            f"{peer} has {epoch.active} contribute to epoch {epoch.epoch}; the rules choose {due}"
+        )
+        yield Holds(bool(due) and epoch.active == due, text)
+        late = set(epoch.active) & set(epoch.learners)
+        yield Holds(not late, f"{sorted(late)} must contribute to epoch {epoch.epoch}, but fetch")
 
 
 def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:

@@ -93,7 +93,8 @@ def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
     epoch = move.after.epoch
     late = epoch.learners if epoch and token.txn == 1 else ()
     counting = with_lease(epoch) if epoch and epoch.bound else epoch.members if epoch else ()
-    able = [g.group for g in counting if g.group not in late]
+    active = epoch.active if epoch else ()
+    able = [g.group for g in counting if g.group not in late and (not active or g.group in active)]
     mine = able.index(move.peer.group) if move.peer.group in able else None
     if mine is not None and mine >= start.participants:
         mine = None  # a spare

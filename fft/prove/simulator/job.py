@@ -149,6 +149,7 @@ class Setting:
         min_groups: Minimum number of groups of an epoch.
         target: Number of steps after which the faults stop.
         slices: Number of slices that each txn takes; 0: one for each group that contributes.
+        rules: Rules that choose the groups that contribute.
     """
 
     groups: int
@@ -164,6 +165,7 @@ class Setting:
     min_groups: int
     target: int
     slices: int
+    rules: tuple[tuple[str, int], ...]
 
     @classmethod
     def drawn(
@@ -194,6 +196,7 @@ class Setting:
             min_groups=2 if rng.random() < 0.15 and shape[0] > 2 else 1,
             target=rng.randint(3, 10),
             slices=_drawn_slices(seed, spec, shape[0]),
+            rules=_drawn_rules(seed, spec, shape[0]),
         )
 
 
@@ -202,6 +205,17 @@ def _drawn_slices(seed: int, spec: FsmSpec, groups: int) -> int:
     if spec.ranks == "stages" or spec.stages or spec.is_periodic:
         return 0
     return random.Random(f"slices of {seed}").choice([0, 0, 0, 0, 0, 0, 1, groups, groups + 1])
+
+
+def _drawn_rules(seed: int, spec: FsmSpec, groups: int) -> tuple[tuple[str, int], ...]:
+    """Return a rule for one of eight jobs that can have one: a part of the groups are spares.
+
+    Rules that any number of groups satisfies do not end a job that has lost some of them.
+    """
+    if spec.ranks == "stages" or spec.stages or spec.is_periodic:
+        return ()
+    rng = random.Random(f"rules of {seed}")
+    return (("max_active", rng.randint(min(2, groups), groups)),) if rng.random() < 1 / 8 else ()
 
 
 def _drawn_timeouts(
@@ -457,6 +471,7 @@ class World:
             on_divergence=setting.on_divergence,
             flow=self.spec.bound_to(self.name) if self.name else (),
             fixed_slices=setting.slices,
+            rules=setting.rules,
         )
         participant = self._core(config)
         lineage = GENESIS if setting.alike else f"fresh:{group.name}:{store}"

@@ -105,8 +105,8 @@ class Paradigm(ABC, Generic[LoopT]):
     def refuse_torchft_loop(self) -> None:
         """Raise FftError if a loop that is written for torchft cannot run in this paradigm."""
 
-    def refuse_live(self) -> None:
-        """Raise FftError if live blocks are not supported in this paradigm."""
+    def refuse_unless_lockstep(self, what: str) -> None:
+        """Raise FftError, which names ``what``, if the groups do not run in lockstep."""
 
     def refuse_unconnected(self) -> None:
         """Raise FftError if the ranks of this group cannot train the registered models together."""

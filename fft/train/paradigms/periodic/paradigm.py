@@ -58,9 +58,9 @@ class Periodic(Lockstep):
 
     # --- the job ---
 
-    def refuse_live(self) -> None:
+    def refuse_unless_lockstep(self, what: str) -> None:
         raise FftError(
-            f"live() with spec={self._rank.settings.spec.name!r}: its groups do not run in "
+            f"{what} with spec={self._rank.settings.spec.name!r}: its groups do not run in "
             "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
         )
 
