@@ -315,7 +315,7 @@ def trained(form: Form, steps: int, groups: int, rank: int) -> dict[str, Any]:
         manager.veto(lambda result: seen.append(result.grad_norm))
         faults = json.loads(os.environ.get("MESH_FAULTS", "[]"))
         plan = once(model, faults, rank, manager._parts.groups)
-        for txn in manager.transactions(batches(8 * groups * steps), max_steps=steps):
+        for txn in manager.transactions(batches(400), max_steps=steps):
             with txn:
                 plan(txn.step)
                 form.loss(model, txn.batch).backward()
