@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import fft
+from fft.errors import ConfigError
+from fft.train.health_checks import GpuState
 from fft.util.memory import available_memory
 
 
@@ -74,3 +76,22 @@ def test_device_check_computes_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "ones", damaged)
     with pytest.raises(RuntimeError, match="multiplies matrices incorrectly"):
         fft.health_checks.device("cpu")()
+
+
+def test_gpu_check_judges_what_nvml_reports() -> None:
+    before = GpuState(None, 3, False, frozenset({0, 1}))
+    assert not list(before.faults_since(before))
+    (asks,) = before._replace(recovery=2).faults_since(before)
+    assert asks == "the driver asks for a reboot (recovery action 2)"
+    worse = GpuState(0, 5, True, frozenset({1}))
+    assert list(worse.faults_since(before)) == [
+        "2 new uncorrected memory errors",
+        "a defective row of its memory could not be replaced",
+        "NVLink 0 is down",
+    ]
+
+
+def test_gpu_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fft.train.health_checks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install nvidia-ml-py"):
+        fft.health_checks.gpu()
