@@ -10,8 +10,8 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -71,7 +71,10 @@ class _Restarts:
     """
 
     def __init__(
-        self, most: int | None, within_s: float | None, stop_on: tuple[type[Exception], ...]
+        self,
+        most: int | None,
+        within_s: float | None,
+        stop_on: type[Exception] | tuple[type[Exception], ...],
     ) -> None:
         self._most, self._within_s, self._stop_on = most, within_s, stop_on
         self._failures: deque[float] = deque()
@@ -104,11 +107,15 @@ class _Restarts:
         self._failures.append(time.monotonic())
         self._failed = error.failed
 
-    def refused(self, error: Exception) -> RestartRefused | None:
-        """Return the error that ends the job because of an error of the function, or None."""
-        if not isinstance(error, self._stop_on):
-            return None
-        return RestartRefused(f"{text_of(error)} is not followed by a restart (stop_on)")
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Replace an error of the function after which no restart may follow by RestartRefused."""
+        try:
+            yield
+        except self._stop_on as error:
+            raise RestartRefused(
+                f"{text_of(error)} is not followed by a restart (stop_on)"
+            ) from error
 
 
 def _most_of_all(number: int, group: ProcessGroup) -> int:
@@ -153,7 +160,6 @@ def restartable(
         group: As for `live_set`.
         timeouts: As for `live_set`.
     """
-    types = stop_on if isinstance(stop_on, tuple) else (stop_on,)
 
     def decorate(function: Callable[Concatenate[Call, P], R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -161,7 +167,7 @@ def restartable(
             # the limits of this function replace those of steps
             config = ManagerConfig(max_body_failures=sys.maxsize)
             live = live_set(group, min_members=min_members, timeouts=timeouts, config=config)
-            restarts = _Restarts(max_restarts, within_s, types)
+            restarts = _Restarts(max_restarts, within_s, stop_on)
             with live:
                 if hooks is not None:
                     hooks(live.manager)
@@ -169,12 +175,8 @@ def restartable(
                     try:
                         with live.manager._live.final_block(function.__qualname__) as members:
                             call = restarts.call(live, members)
-                            try:
+                            with restarts.stopping():
                                 result = function(call, *args, **kwargs)
-                            except Exception as error:
-                                if (refused := restarts.refused(error)) is not None:
-                                    raise refused from error
-                                raise
                     except LiveBlockFailed as error:
                         restarts.failed(error)
                     else:

@@ -46,7 +46,7 @@ def run(
     Args:
         faults: The fault plan.
         inside: Faults in the middle of a forward, of the script itself.
-        options: Of `fft run`; after ``--``, arguments of the script.
+        options: Options of `fft run`, then ``--`` and arguments of the script.
     """
     (root / "out").mkdir(parents=True)
     (root / "plan.yaml").write_text(yaml.safe_dump({"faults": list(faults)}))

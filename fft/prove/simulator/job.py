@@ -380,7 +380,6 @@ class World:
         name: The stage, if stages have scopes: each stage then has its own world.
         beside: The worlds of the other stages.
         processes: All processes, including those that have ended.
-        outage_until: End of an outage of the bus, in virtual seconds.
         phase: ``weather``, then ``calm``, then ``ending``.
         hopeless: Whether the job has lost its state and must stop.
     """
@@ -418,7 +417,6 @@ class World:
         )
         self.bus = SimBus(self)
         self.processes: dict[Peer, Process] = {}
-        self.outage_until = 0.0
         self.phase: Literal["weather", "calm", "ending"] = "weather"
         self.hopeless = False
         self.data_notes = DataNotes(self, spec)
@@ -534,10 +532,10 @@ class World:
     def announce(self, message: BusMessage) -> None:
         """Broadcast a message of the supervisor; in a bus outage it is delayed or dropped."""
         delay = self.latency.hop()
-        if self.outage_until > self.clock.now:
+        if self.bus.outage_until > self.clock.now:
             if self.rng.random() < 0.5:
                 return
-            delay += self.outage_until - self.clock.now
+            delay += self.bus.outage_until - self.clock.now
         self.clock.after(delay, None, self.bus.publish, message)
 
     def meeting(self, key: tuple[int, ...], peers: tuple[Peer, ...]) -> Meeting:
@@ -692,6 +690,8 @@ class SimBus:
     def __init__(self, world: World) -> None:
         self._world = world
         self._clock = world.clock
+        self.outage_until = 0.0
+        """End of an outage, in virtual seconds."""
         self.head: Record | None = None
         """The value of the head register, with its member list."""
         self.history: list[Record] = []
@@ -1023,6 +1023,16 @@ class Executor(StepExecutor):
             self._process.world.log.violated("protocol_error", f"{self._process.peer}: {error}")
 
 
+@dataclass
+class _Reduced:
+    """Digests of reduced gradients."""
+
+    now: str | None = None
+    """That in the last vote."""
+    refused: str | None = None
+    """That of the attempt before, if it was refused because replicas differed."""
+
+
 class MainThread:
     """The main thread of a process: the shipped executor, with a model of the torch code.
 
@@ -1051,10 +1061,7 @@ class MainThread:
         self._held = 0, False
         """The vote that waits for the state: number of reductions, and whether to skip."""
         self._interval = self._world.whims.digest_interval()
-        self._reduced_to: str | None = None
-        """Digest of the reduced gradients in the last vote."""
-        self._refused: str | None = None
-        """The same of the attempt before, if it was refused because replicas differed."""
+        self._compared = _Reduced()
         self._learning: Heal | None = None
         """The heal of a joiner that is still fetching its state, or None."""
         self._came: _Came | None = None
@@ -1126,7 +1133,7 @@ class MainThread:
     def _restored(self, command: Restore) -> None:
         self._plan, self._learning = None, None
         differed = command.cause.code == CauseCode.GRADIENTS_DIFFER
-        self._refused = self._reduced_to if differed else None
+        self._compared.refused = self._compared.now if differed else None
         self.bits = self.bits.restored()
         self._executor.restored(command)
         self._wait()
@@ -1297,14 +1304,15 @@ class MainThread:
         compares = self._world.setting.compares and self._plan.step % self._interval == 0
         digest = self.bits.digest if compares else None
         if compares and not cause and not self._block:
-            if self._world.flips(again="flipped" in (self._refused or "")):
+            if self._world.flips(again="flipped" in (self._compared.refused or "")):
                 self.bits = self.bits.flip(self._process.peer)
             reduced = self.bits.gradients
             if self.bits.flipped:  # another bit in every second attempt
                 reduced += str(self._plan.token.epoch // 2)
-            repeats = None if self._refused is None else reduced == self._refused
+            refused = self._compared.refused
+            repeats = None if refused is None else reduced == refused
             manifest = replace(manifest, fingerprint=reduced, repeats=repeats)
-        self._reduced_to = manifest.fingerprint
+        self._compared.now = manifest.fingerprint
         self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")
@@ -1611,8 +1619,8 @@ class Group:
             delay = world.latency.boot()
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
-        if world.outage_until > world.clock.now:  # the bus cannot assign an incarnation
-            delay = world.outage_until - world.clock.now + world.latency.boot()
+        if world.bus.outage_until > world.clock.now:  # the bus cannot assign an incarnation
+            delay = world.bus.outage_until - world.clock.now + world.latency.boot()
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
         self.processes.append(world.spawn(self, rank, instance, replaces))
@@ -1767,7 +1775,7 @@ class Chaos:
             if process.stopped:
                 process.resume()
             world.bus.mend(process)
-        world.outage_until = 0.0
+        world.bus.outage_until = 0.0
 
     def body_fault(self) -> str | None:
         """Return the fault for a step function that starts now, or None."""
@@ -1916,7 +1924,7 @@ class Chaos:
 
     def _outage(self) -> bool:
         world = self._world
-        world.outage_until = world.clock.now + self._cut(world.live())
+        world.bus.outage_until = world.clock.now + self._cut(world.live())
         return True
 
     def _cut(self, victims: list[Process]) -> float:
