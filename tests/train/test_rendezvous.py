@@ -17,8 +17,10 @@ import pytest
 import torch.distributed as dist
 from forked import Forked
 from torch.distributed import PrefixStore
+from torchft import ProcessGroupGloo
 
 from fft.bus.tcpserver import host_store
+from fft.train.process_group import AbortableGroup
 from fft.train.process_group.rendezvous import RendezvousCancelled, RendezvousStore
 
 LIMIT = timedelta(seconds=60)
@@ -65,6 +67,23 @@ def test_silent_store_blocks_only_its_cleaner(
         safety.wait()
     thread.join(60)
     assert not thread.is_alive() and not client.check(["epoch/a"])
+
+
+def test_group_whose_store_is_silent_can_be_closed(server: Forked) -> None:
+    port = int(server.stdout.readline())
+    group = AbortableGroup(ProcessGroupGloo(LIMIT))
+    group.configure(f"127.0.0.1:{port}/epoch", "0", 0, 1)
+    safety = woken_after(SAFETY_S + 10, server.pid)
+    try:
+        server.stop()
+        since = time.monotonic()
+        group.close()
+        assert time.monotonic() < since + SAFETY_S
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            safety.kill()
+        safety.wait()
 
 
 class TakenBack(PrefixStore):

@@ -311,8 +311,7 @@ class AbortableGroup:
             logger.warning("the %s group is closed without its device: %s", self.name, lost)
         if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
-        for generation in (*self._take_past(), self._generation):
-            self._release(generation, everyone=False)
+        self._release_all()
         self._clients.clear()
         self._devices.clear()
         for name in self._hooks:
@@ -457,6 +456,26 @@ class AbortableGroup:
                     generation.store_addr: self._clients.get(generation.store_addr, [])
                 }
                 self._clients[generation.store_addr].append(client)
+
+    def _release_all(self) -> None:
+        """Release all configurations, on a thread: a store on a vanished host never answers."""
+        generations = [*self._take_past(), self._generation]
+
+        def release() -> None:
+            for generation in generations:
+                self._release(generation, everyone=False)
+
+        thread = threading.Thread(target=release, name="fft-release", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_LIMIT)
+        if thread.is_alive():
+            logger.warning(
+                "the store at %s has not answered for %g s, so rendezvous keys of the %s group "
+                "remain on it",
+                self._generation.store_addr,
+                _CLOSE_LIMIT,
+                self.name,
+            )
 
     def _take_past(self) -> list[Generation]:
         with self._lock:
