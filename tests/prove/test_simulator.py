@@ -314,8 +314,6 @@ def test_live_blocks_of_a_seed_with_kills_are_entered_and_audited(tmp_path: Path
     ("name", "seed", "broken"),
     [
         ("block_as_skip", 0, "samples_once"),
-        ("block_beside_a_step", 138, "liveness"),
-        ("block_not_recognised", 132, "protocol_error"),
     ],
 )
 def test_planted_bug_of_live_blocks_breaks_its_seed(name: str, seed: int, broken: str) -> None:
