@@ -49,6 +49,7 @@ from fft.engine.calls import (
     beside,
 )
 from fft.errors import BusError
+from fft.messages.causes import CauseCode
 from fft.messages.commands import COMMANDS, Answer, RollCall, answer_inbox
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import (
@@ -433,6 +434,7 @@ class EngineCore:
             self._host.members_lost()
         if isinstance(event, Decision) and event.record is not None:
             self._host.decided(event.record)
+            self._ballots.decided(event.record)
             yield from self._records.clean_up(event.record)
 
     # --- used by the components of the core ---
@@ -737,6 +739,13 @@ class _Ballots:
         self._core, self._log = core, wiring.log
         self._world = core.participant.config.world
         self._has_group_bus = wiring.has_group_bus and self._world > 1
+        self._is_stalled = False
+        """Whether the last attempt that was rolled back had no decision in time."""
+
+    def decided(self, record: Record) -> None:
+        """Note a record of the scope."""
+        if record.kind == "abort":
+            self._is_stalled = record.code == CauseCode.NO_DECISION
 
     def cast(self, effect: CastVote) -> Calls[Ballot | None]:
         """Cast a vote; return the job's ballot if it is complete, or None."""
@@ -753,10 +762,11 @@ class _Ballots:
     def _group_votes(self, effect: CastVote) -> Calls[list[Vote]]:
         """Return the votes to cast on the job bus: all of the group, this rank's only, or none.
 
-        In the first txn of an epoch, every rank votes directly on the job bus. A group in which one
-        rank has lost the group bus, while the others wait for its vote there, can then commit.
+        Every rank votes directly on the job bus in the first txn of an epoch, and in a whole epoch
+        that follows a rollback without a decision in time. A group in which one rank has lost the
+        group bus, while the others wait for its vote there, can then commit.
         """
-        if not self._has_group_bus or effect.token.txn <= 1:
+        if not self._has_group_bus or effect.token.txn <= 1 or self._is_stalled:
             return [effect.vote]
         try:
             slot, tag = _slot(effect.token), _tag(effect.token)

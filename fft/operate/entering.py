@@ -49,7 +49,7 @@ class JobStart:
     number: int
     """Its number, from 1."""
     generation: str = field(default="", compare=False)
-    """Generation of its bus, empty if it was not asked for."""
+    """Generation of its bus; empty if it was not asked for, or if the bus is in this process."""
 
     @property
     def name(self) -> str:
@@ -84,9 +84,11 @@ def enter(
         return JobStart(url, 1)
     is_restart = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
     with open_job_bus(url, token, timeout) as bus:
+        # a bus in this process has another one each time the last of its users has closed it
+        generation = "" if url.startswith("memory:") else bus.generation
         while True:
             number = newest(bus)
-            start = JobStart(url_of(url, number), number, bus.generation)
+            start = JobStart(url_of(url, number), number, generation)
             if not _is_over(start, token, timeout, is_restart):
                 return start
             begin(bus, number + 1)

@@ -111,6 +111,10 @@ def test_without_faults_every_attempt_commits() -> None:
         assert result.settled_in is not None
 
 
+def test_live_block_ends_where_one_rank_has_lost_the_bus_of_its_group() -> None:
+    assert run_seed(138, HSDP).violations == ()
+
+
 # --- the modelled world ---------------------------------------------------------------------------
 
 
