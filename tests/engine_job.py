@@ -169,11 +169,13 @@ class EngineJob:
         return self
 
     def start_group(self, group: str, inc: int = 1, **timeouts: float) -> list[Rank]:
-        made = [Rank(self, Peer(group, rank, inc), **timeouts) for rank in range(self.ranks)]
-        for one in made:
-            self.stack.callback(one.thread.join, LIMIT_S)
-            self.stack.callback(one.engine.close)
-        self.members += made
+        return [self.start_rank(Peer(group, rank, inc), **timeouts) for rank in range(self.ranks)]
+
+    def start_rank(self, peer: Peer, **timeouts: float) -> Rank:
+        made = Rank(self, peer, **timeouts)
+        self.stack.callback(made.thread.join, LIMIT_S)
+        self.stack.callback(made.engine.close)
+        self.members.append(made)
         return made
 
     def train(self, steps: int) -> None:

@@ -739,13 +739,24 @@ class _Ballots:
         self._core, self._log = core, wiring.log
         self._world = core.participant.config.world
         self._has_group_bus = wiring.has_group_bus and self._world > 1
+        self._newest, self._is_after_commit = 0, False
+        """Number of the newest record, and whether it is a commit."""
         self._is_stalled = False
-        """Whether the last attempt that was rolled back had no decision in time."""
+        """Whether the newest rollback had no decision in time, and no group has joined since."""
 
     def decided(self, record: Record) -> None:
-        """Note a record of the scope."""
+        """Note a record of the scope. All ranks of a group must draw the same conclusion.
+
+        A rank that replaces another one may not have seen the rollback. It is in the epoch that
+        follows the rollback, for which it has read the head, or in one that follows a commit.
+        """
+        if record.n <= self._newest:
+            return
         if record.kind == "abort":
             self._is_stalled = record.code == CauseCode.NO_DECISION
+        elif record.kind == "epoch" and self._is_after_commit:
+            self._is_stalled = False
+        self._newest, self._is_after_commit = record.n, record.kind == "commit"
 
     def cast(self, effect: CastVote) -> Calls[Ballot | None]:
         """Cast a vote; return the job's ballot if it is complete, or None."""
@@ -762,9 +773,9 @@ class _Ballots:
     def _group_votes(self, effect: CastVote) -> Calls[list[Vote]]:
         """Return the votes to cast on the job bus: all of the group, this rank's only, or none.
 
-        Every rank votes directly on the job bus in the first txn of an epoch, and in a whole epoch
-        that follows a rollback without a decision in time. A group in which one rank has lost the
-        group bus, while the others wait for its vote there, can then commit.
+        Every rank votes directly on the job bus in the first txn of an epoch, and in all txns of an
+        epoch that follows a rollback without a decision in time. A group in which one rank has lost
+        the group bus, while the others wait for its vote there, can then commit.
         """
         if not self._has_group_bus or effect.token.txn <= 1 or self._is_stalled:
             return [effect.vote]

@@ -119,6 +119,26 @@ def test_one_rank_without_the_bus_of_its_group_costs_one_timeout(
     assert odd.committed[-1].epoch == 2, "a step is aborted and repeated; then all vote apart"
 
 
+def test_rank_replaced_after_a_rollback_without_a_decision_votes_with_its_group(
+    stack: ExitStack,
+) -> None:
+    """The replacement has not seen that rollback, and the rank that stayed has."""
+    job = EngineJob(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 2)
+    windows = {"vote_window": 1.0, "ack_window": 0.5, "reform_window": 0.2}
+    job.start(**windows)
+    job.train(3)
+    stayed, lost, *others = job.members
+    lost.bus.close()  # as if its process were killed, and nothing noticed it
+    job.members.remove(lost)
+    for member in (stayed, *others):
+        member.train(6)
+    wait_until(lambda: all(m.committed[-1].step == 6 for m in others), "the others go on")
+    assert [m.engine.local.epoch.epoch for m in others if m.engine.local.epoch] == [2, 2]
+    job.start_rank(Peer("0", 1, 2), **windows)
+    job.train(12)
+    assert [m.committed[-1].epoch for m in job.members] == [3, 3, 3, 3]
+
+
 def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
     """The operation that decides a commit announces it, and the winner does not announce it
     again."""
