@@ -11,8 +11,10 @@ import hmac
 import json
 import socket
 import threading
+import time
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -28,7 +30,9 @@ _PAGE = Path(__file__).with_name("web.html")
 _SHOWN = 100
 """Maximum number of faults, changes and checkpoints on the page; it shows the newest."""
 _SLOWEST_S = 5.0
-"""Time in which a client must send its request."""
+"""Time in which a client must send its request, and then the next one."""
+_MOST_CLIENTS = 100
+"""Maximum number of connections; further ones are closed. A client needs no key to connect."""
 _CLOSES_S = 0.1
 """Longest time until the server notices that it is closed."""
 _HEADERS = {
@@ -114,12 +118,47 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listening
         self.key, self.state = key, b"null"
+        self._clients = threading.Semaphore(_MOST_CLIENTS)
         self.page = _PAGE.read_bytes()
         self.cookie = f"fft-{listening.getsockname()[1]}"
         """A browser sends the cookies of all ports of a host."""
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread for the connection, unless there are too many."""
+        if self._clients.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve the connection until it ends."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._clients.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a request: its client has gone, or was too slow."""
+
+
+class _Incoming(socket.SocketIO):
+    """What a client sends; raises TimeoutError if the request takes too long as a whole."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, "r")
+        self._connection = connection
+        self.begin()
+
+    def begin(self) -> None:
+        """Expect a request from now on."""
+        self._until = time.monotonic() + _SLOWEST_S
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Wait for bytes until the end of the time, which a client cannot extend by single ones."""
+        if (left := self._until - time.monotonic()) <= 0:
+            raise TimeoutError(f"no whole request within {_SLOWEST_S:g} s")
+        self._connection.settimeout(left)
+        return super().readinto(buffer)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,6 +166,18 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SLOWEST_S
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "fft", ""
+
+    def setup(self) -> None:
+        """Replace the reader of the connection by one with a deadline."""
+        super().setup()
+        self._incoming = _Incoming(self.connection)
+        self.rfile.close()
+        self.rfile = BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        """Serve the next request of the connection."""
+        self._incoming.begin()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Serve the page or the state; a page that is given the key gets a cookie for it."""
@@ -166,6 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = {"Content-Type": kind, "Content-Length": str(len(body))}
         for name, value in {**_HEADERS, **length, **(more or {})}.items():
             self.send_header(name, value)
+        self.connection.settimeout(_SLOWEST_S)  # for the answer
         self.end_headers()
         self.wfile.write(body)
 

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -25,6 +26,7 @@ from fft.bus.token import JobToken
 from fft.cli import app
 from fft.errors import ConfigError
 from fft.messages.progress import Goal, SpeedReport
+from fft.operate import web
 from fft.operate.job_view import _POINTS, JobModel, LossCurve
 from fft.operate.web import WebView, state_of
 from fft.trace.audit import read_lines
@@ -120,6 +122,50 @@ def test_slow_client_does_not_delay_others(view: WebView) -> None:
         slow.connect()
         slow.sock.sendall(b"GET / HTTP/1.1\r\nX: ")
         assert ask(view.url, "/", Authorization=bearer(view.url))[0] == 200
+
+
+def test_client_that_sends_single_bytes_is_disconnected(
+    view: WebView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_SLOWEST_S", 0.5)
+    parts = urlsplit(view.url)
+    with closing(socket.create_connection((parts.hostname or "", parts.port or 0))) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        slow.settimeout(0.05)
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"a")
+                return not slow.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        wait_until(is_closed, "the server closes the connection", 20.0)
+
+
+def test_connections_beyond_the_limit_are_closed_and_later_ones_served(
+    view: WebView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_MOST_CLIENTS", 3)
+    with closing(WebView("0", "tcp://bus/job", TOKEN)) as small, ExitStack() as stack:
+        parts = urlsplit(small.url)
+        for _ in range(3):
+            one = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", parts.port)))
+            one.request("GET", "/", headers={"Authorization": bearer(small.url)})
+            assert one.getresponse().read()
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+            ask(small.url, "/", Authorization=bearer(small.url))
+        stack.close()
+
+        def is_served() -> bool:
+            try:
+                return ask(small.url, "/", Authorization=bearer(small.url))[0] == 200
+            except (http.client.RemoteDisconnected, ConnectionError):
+                return False
+
+        wait_until(is_served, "the server serves a new client", LIMIT_S)
 
 
 def test_port_is_free_after_close(view: WebView) -> None:
