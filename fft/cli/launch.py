@@ -6,6 +6,7 @@ its end.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from datetime import datetime
@@ -17,6 +18,14 @@ import typer
 from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
 from fft.train.checkpoint.plan import EVERY
+
+
+def _finite(seconds: float) -> float:
+    """Return ``seconds``; a scheduler needs the number."""
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is not a finite number of seconds")
+    return seconds
+
 
 app = typer.Typer(help="Start a job on a scheduler.", no_args_is_help=True)
 
@@ -44,7 +53,10 @@ _CHECKPOINT = Annotated[
 _EVERY = Annotated[
     str, typer.Option(metavar="INTERVAL", help="Between checkpoints: 100 (steps), 10m or 2h.")
 ]
-_DRAIN = Annotated[float, typer.Option(min=1, metavar="S", help="Longest drain, in seconds.")]
+_DRAIN = Annotated[
+    float,
+    typer.Option(min=1, metavar="S", callback=_finite, help="Longest drain, in seconds."),
+]
 _SBATCH = Annotated[str, typer.Option(metavar="OPTIONS", help="More options of sbatch, quoted.")]
 _BUS_SBATCH = Annotated[
     str | None,

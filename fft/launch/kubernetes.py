@@ -314,8 +314,9 @@ def _literal(text: str) -> str:
 
 
 def name_for(script: Path) -> str:
-    """Return the name of the script as Kubernetes allows it."""
-    return re.sub("[^a-z0-9]+", "-", script.stem.lower()).strip("-")
+    """Return the name of the script as Kubernetes allows it; empty if it has no letter."""
+    name = re.sub("[^a-z0-9]+", "-", script.stem.lower()).lstrip("-0123456789")
+    return name[:_LONGEST_NAME].rstrip("-")
 
 
 def parsed_limits(text: str) -> dict[str, str]:

@@ -230,6 +230,20 @@ def test_name_that_kubernetes_refuses_is_refused(name: str) -> None:
 
 def test_name_is_derived_from_the_script() -> None:
     assert name_for(Path("src/My_train.v2.py")) == "my-train-v2"
+    for name in ("2d_train", "_" + "long_name_" * 9, "x" * 39 + "_y", "Über$(HOME)"):
+        a_job(name=name_for(Path(f"{name}.py")))
+
+
+@pytest.mark.parametrize("scheduler", [("k8s", "--image", "i:1"), ("slurm", "--print")])
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
+def test_drain_timeout_without_an_end_is_refused(
+    scheduler: tuple[str, ...], seconds: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    command = ["launch", *scheduler, "--drain-timeout", seconds, "--", str(script)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and "--drain-timeout" in done.output
 
 
 def test_limits_of_another_form_are_refused() -> None:
