@@ -535,7 +535,7 @@ def taint(directory: str | Path) -> str | None:
 def _skip_in(line: Mapping[str, Any]) -> tuple[str, int, int] | None:
     """Return an identity of the skipped step, or local step, that a trace line shows, or None."""
     record = (line.get("event") or {}).get("record") or {}
-    if record.get("kind") == "commit" and record.get("skip"):
+    if record.get("kind") == "commit" and record.get("skip") and not record.get("live"):
         return "", record["n"], 0
     if line.get("note") == "inner_commit" and line["data"].get("skipped"):
         return line["group"], line["data"]["slice"], line["data"]["inner_step"]

@@ -13,6 +13,7 @@ from forked_run import running
 import fft
 from benchmarks.live_kills import EXAMPLES, Job, judged, kill_at_random
 from fft.errors import LiveBlockMisuse
+from fft.trace.report import refusals
 
 SCRIPT = Path(__file__).with_name("live_script.py")
 
@@ -112,3 +113,4 @@ def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
     assert len(seen) == len(set(seen)) == 8
     found = judged(tmp_path)
     assert found.commits == 4 + 2 * 3
+    assert refusals(tmp_path) is None, "a live block is not a step whose batches were skipped"
