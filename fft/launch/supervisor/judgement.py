@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 NO_TRANSACTIONS = (
     "the groups train alone, without each other and without fault tolerance: use "
-    "fft.ManagerFFT with `for txn in manager.transactions(loader)`, or in a torchft loop, or with "
-    "Lightning and Hugging Face the class of fft.integrations (see the quick start); for one "
-    "process group without FFT use torchrun"
+    "fft.ManagerFFT with `for txn in manager.transactions(loader)` or in a torchft loop, or the "
+    "class of fft.integrations for Lightning, Hugging Face or torchtitan (see their guides); to "
+    "train one process group without FFT use torchrun"
 )
 
 
