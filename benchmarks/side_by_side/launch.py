@@ -31,6 +31,8 @@ from fft.util import pidfd
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+NVRX_WORKER = WORKER.with_name("nvrx_worker.py")
+EXAMPLE = WORKER.with_name("example_worker.py")
 BECOME = WORKER.with_name("become.py")
 START_S = 300.0
 """Seconds from the start of the processes to the fault, or to the end of a row without one."""
@@ -103,7 +105,8 @@ class Launch:
             shape = ["--groups", str(self.row.groups), "--ranks", str(self.row.ranks)]
             command = [str(BECOME), sys.executable, "-m", "fft.cli", "run", "--no-progress", *shape]
             command += ["--max-restarts", again]
-            command += ["--trace-dir", str(self.directory / "traces"), str(WORKER)]
+            command += ["--trace-dir", str(self.directory / "traces")]
+            command.append(str(EXAMPLE if self.row.example else WORKER))
             self._child(LAUNCHER, LAUNCHER, command, {})
             return
         if self.system.manager == "nvrx":
@@ -123,8 +126,8 @@ class Launch:
                 "MASTER_PORT": str(port),
                 "REPLICA_GROUP_ID": str(group),
             }
-            script = str(WORKER.with_name("nvrx_worker.py"))
-            program = [str(BECOME), str(nvrx.python()), script]
+            script = EXAMPLE if self.row.example else NVRX_WORKER
+            program = [str(BECOME), str(nvrx.python()), str(script)]
             child = self._child(group, 0, program, place)
             self._watch(child.pid, (group, 0))
 

@@ -15,8 +15,8 @@ from benchmarks.side_by_side.rows import ROWS, Row
 _NEVER_MS = 200_000.0
 _COLOURS = {"fft": "tab:green", "torchft": "tab:red", "nvrx": "tab:blue"}
 _MARKS = {
-    "fft": "o", "fft-nats": "p", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v", "torchft": "x",
-    "torchft-tuned": "+", "nvrx": "s",
+    "fft": "o", "fft-nats": "p", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v",
+    "fft-restartable": "<", "torchft": "x", "torchft-tuned": "+", "nvrx": "s",
 }  # fmt: skip
 
 

@@ -53,7 +53,10 @@ FFT_TXN_RUN = System(
 TORCHFT = System("torchft", "torchft, default", "torchft")
 TUNED = System("torchft-tuned", "torchft, tuned", "torchft", tuned=True)
 NVRX = System("nvrx", "NVRx in-process restart", "nvrx", tuned=True)
-SYSTEMS = {s.name: s for s in (FFT, FFT_TXN, FFT_NATS, FFT_RUN, FFT_TXN_RUN, TORCHFT, TUNED, NVRX)}
+CALLED = System("fft-restartable", "FFT, fft.restartable", "fft", supervised=True)
+SYSTEMS = {
+    s.name: s for s in (FFT, FFT_TXN, FFT_NATS, FFT_RUN, FFT_TXN_RUN, CALLED, TORCHFT, TUNED, NVRX)
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Row:
     """The target of FFT's longest gap between commits, in steps."""
     whole_s: float = 0.0
     """How long after the fault all groups are awaited to contribute again; 0 if they are not."""
+    example: bool = False
+    """Whether the ranks run `examples/from_nvrx.py`."""
 
     @property
     def layout(self) -> str:
@@ -188,6 +193,21 @@ ROWS: dict[str, Row] = {
             (FFT_RUN, FFT, TORCHFT, TUNED, NVRX),
             Fault("kill", lost="group"),
             over_ms=(("fft-run", 100.0), ("fft", 300.0)),
+        ),
+        Row(
+            "from-nvrx-exception",
+            "a function that is called again: exception",
+            (CALLED, NVRX),
+            Fault("exception"),
+            whole_s=10,
+            example=True,
+        ),
+        Row(
+            "from-nvrx-sigkill",
+            "a function that is called again: SIGKILL",
+            (CALLED, NVRX),
+            Fault("kill", lost="group"),
+            example=True,
         ),
         Row(
             "hang",

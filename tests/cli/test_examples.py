@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from forked_run import fft
 
+from benchmarks.side_by_side import nvrx
 from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir, read_lines
 
@@ -96,3 +97,53 @@ def test_the_plain_loop_runs_with_either_manager(tmp_path: Path, manager: str) -
     if manager == "fft":
         found = audit_dir(traces)
         assert found.ok, found.render()
+
+
+def results(output: str) -> list[str]:
+    """Return the loss and the weights that each process of from_nvrx.py prints at its end."""
+    return re.findall(r"^done: (loss \S+, weights \w+),", output, re.MULTILINE)
+
+
+def results_under_fft(folder: Path, fault: str) -> list[str]:
+    """Run from_nvrx.py with a fault and return the results of its processes."""
+    folder.mkdir()
+    example = [str(EXAMPLES / "from_nvrx.py"), str(folder / "state"), "--under", "fft"]
+    traces = run(folder, "--groups", "3", *example, "--fault", fault, "--pause", "0")
+    logs = "".join(log.read_text() for log in sorted((traces / "logs").iterdir()))
+    assert logs.count("call 1: ") >= (fault != "none") * 2, logs
+    return results(logs)
+
+
+@pytest.mark.multiprocess
+def test_restarted_function_has_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+    undisturbed = results_under_fft(tmp_path / "none", "none")
+    killed = results_under_fft(tmp_path / "kill", "kill")
+    assert len(undisturbed) == 3
+    assert len(killed) >= 2, "the killed process returns only if it is early enough"
+    assert len({*undisturbed, *killed}) == 1, (undisturbed, killed)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not nvrx.python().exists(), reason="make bench installs NVIDIA's package")
+def test_either_system_restarts_the_example_after_an_exception(tmp_path: Path) -> None:
+    port = nvrx.free_ports()
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [str(nvrx.python()), str(EXAMPLES / "from_nvrx.py"), str(tmp_path / "state")]
+    command += ["--under", "nvrx", "--fault", "exception"]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **place, "RANK": str(n)}
+        )
+        for n in range(3)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    found = results("".join(outputs))
+    assert all("call 1: " in text for text in outputs), outputs
+    under_fft = results_under_fft(tmp_path / "fft", "exception")
+    assert len(under_fft) == 3 and found == under_fft

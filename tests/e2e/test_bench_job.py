@@ -20,10 +20,15 @@ LIMIT_S = 200
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "system"), [("sigkill", "fft"), ("from-nvrx-sigkill", "fft-restartable")]
+)
+def test_a_killed_group_is_left_out_and_nothing_is_left_behind(
+    tmp_path: Path, row: str, system: str
+) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "benchmarks.side_by_side", "run", "--dir", str(run)]
-    command += ["--row", "sigkill", "--system", "fft", "--reps", "1"]
+    command += ["--row", row, "--system", system, "--reps", "1"]
     for _ in range(2):  # the second run finds its results
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
@@ -35,7 +40,7 @@ def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -
     assert not found["never"] and found["next_commit_ms"] > 0
     zeros = ("splits", "phantoms", "mismatches", "transfers", "died")
     assert {name: found[name] for name in zeros} == dict.fromkeys(zeros, 0)
-    events = list(lines(run / "events" / "sigkill.fft.1.jsonl"))
+    events = list(lines(run / "events" / f"{row}.{system}.1.jsonl"))
     pids = {event["pid"] for event in events if event["g"] >= 0}
     assert len(pids) == 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
