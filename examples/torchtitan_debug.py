@@ -2,10 +2,10 @@
 
     fft run --groups 2 --ranks 2 --trace-dir traces examples/torchtitan_debug.py
 
-An ordinary configuration and entry point of torchtitan, whose arguments it takes, such as
-``--training.steps 50``. FFTTrainer stands for torchtitan's Trainer, and nothing else differs. The
-text is the one that CPython ships in ``pydoc_data.topics``, so nothing is downloaded. Without a GPU
-it trains two layers of the model.
+The script has a configuration and the entry point of torchtitan, and takes torchtitan's arguments,
+such as ``--training.steps 50``. The only difference is that FFTTrainer replaces torchtitan's
+Trainer. The text is ``pydoc_data.topics`` of CPython, so nothing is downloaded. Without a GPU the
+model has two layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The commands for schedulers.
 
-`fft launch slurm` submits a job, `fft launch k8s` prints its manifests, and `fft outcome` judges
-its end.
+`fft launch slurm` submits a job, `fft launch k8s` prints the manifests of one, and `fft outcome`
+prints how a job has ended.
 """
 
 from __future__ import annotations
@@ -65,24 +65,25 @@ _BUS_SBATCH = Annotated[
 _RUN = Annotated[str, typer.Option(metavar="OPTIONS", help="More options of `fft run`, quoted.")]
 _IMAGE = Annotated[str, typer.Option(metavar="IMAGE", help="Image with FFT, the script and bash.")]
 _NAME = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of the job. Default: the script's.")
+    str | None, typer.Option(metavar="NAME", help="Name of the job. Default: that of the script.")
 ]
 _SPARE_PODS = Annotated[
-    int, typer.Option(min=0, help="More pods, which take over groups of lost ones.")
+    int, typer.Option(min=0, help="Spare pods, which take over the groups of lost pods.")
 ]
 _CLAIM = Annotated[
     str | None,
-    typer.Option(metavar="CLAIM", help="Claim of a shared volume, for traces and checkpoints."),
+    typer.Option(metavar="CLAIM", help="PersistentVolumeClaim for traces and checkpoints."),
 ]
 _PLACE = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Place of checkpoints. Default: on the shared volume."),
+    typer.Option(metavar="URL", help="Place of checkpoints. Default: the volume of --claim."),
 ]
 _LIMITS = Annotated[
-    str, typer.Option(metavar="NAME=N,…", help="Resources of a pod, such as nvidia.com/gpu=8.")
+    str, typer.Option(metavar="NAME=N,…", help="Limits of a group's pod, such as nvidia.com/gpu=8.")
 ]
 _NATS = Annotated[
-    str | None, typer.Option(metavar="URL", help="NATS bus. Default: a pod serves the bus.")
+    str | None,
+    typer.Option(metavar="URL", help="Bus of your NATS cluster. Default: a pod serves the bus."),
 ]
 _JOBSET = Annotated[bool, typer.Option("--jobset", help="Print a JobSet instead of Jobs.")]
 _PRINT = Annotated[bool, typer.Option("--print", help="Print the script, and submit nothing.")]
@@ -199,6 +200,6 @@ def outcome(
         found = until_ended(client.bus, groups) if wait else Outcome.read(client.bus, groups)
         bus_line = f"bus {client.bus.url}, generation {client.bus.generation}"
     is_over = wait or found.has_ended
-    state = "the job has ended" if is_over else "some `fft run` have not ended; the job at present"
+    state = "the job has ended" if is_over else "the job has not ended; its present state"
     sys.stdout.write(f"{state}: {found}\n{bus_line}\n")
     raise typer.Exit(int(found.status))

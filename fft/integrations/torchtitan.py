@@ -1,9 +1,10 @@
-"""torchtitan's ``Trainer`` on FFT's transactions; needs the extra ``titan``.
+"""torchtitan's ``Trainer`` on FFT's transactions. It needs the extra ``titan``.
 
-Write ``from fft.integrations.torchtitan import FFTTrainer as Trainer`` in the configuration of a
-model, and start torchtitan's entry point with ``fft run``. torchtitan shards the model over the
-ranks of a replica group, and FFT averages the gradients across the groups. `FFTTrainer.train` runs
-each optimizer step as a transaction; logging, checkpoints and validation follow its commit.
+Write ``from fft.integrations.torchtitan import FFTTrainer as Trainer`` in the module with the
+configuration of a model, and start torchtitan's entry point with ``fft run``. torchtitan shards the
+model over the ranks of a replica group, and FFT averages the gradients across the groups.
+`FFTTrainer.train` runs each optimizer step as a transaction; logging, checkpoints and validation
+follow its commit.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from torchtitan.trainer import Trainer
 import fft
 
 _GROUP_MESHES = ("batch", "loss", "fsdp")
-"""torchtitan's names of the mesh over the ranks of a replica group."""
+"""torchtitan's names for the mesh over the ranks of a replica group."""
 
 
 def _fault_tolerance() -> FaultTolerance:
     kind = "nccl" if torch.cuda.is_available() else "gloo"
-    # a fault aborts collectives at once; the limit must exceed the time of a checkpoint, for which
-    # the other groups wait in one
+    # Faults abort collectives at once, so a long limit costs nothing. It must exceed the time of a
+    # checkpoint: while one group writes it, the others wait in a collective.
     return FaultTolerance(enable=True, process_group=kind, process_group_timeout_ms=300_000)
 
 
 class FFTTrainer(Trainer):
     """torchtitan's ``Trainer`` whose optimizer steps are transactions across replica groups.
 
-    ``training.global_batch_size`` and the shares of the data are those of all groups together, as
-    of ``data_parallel_replicate_degree`` of torchtitan. With ``fault_tolerance.enable=False`` it
-    is torchtitan's ``Trainer`` without replica groups.
+    The replica groups take the place of torchtitan's ``data_parallel_replicate_degree``, also for
+    ``training.global_batch_size`` and the shares of the data. With ``fault_tolerance.enable=False``
+    this class is torchtitan's ``Trainer`` without replica groups.
 
     Attributes:
-        manager: The manager; it does not exist with ``fault_tolerance.enable=False``.
+        manager: The manager of this rank. Not set with ``fault_tolerance.enable=False``.
 
     Raises:
         FftError: A setting is not supported; the message gives the fix.
@@ -61,7 +62,7 @@ class FFTTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's configuration of a ``Trainer``, and its section ``fault_tolerance``."""
+        """torchtitan's configuration of a ``Trainer``, with a section ``fault_tolerance``."""
 
         fault_tolerance: FaultTolerance = field(default_factory=_fault_tolerance)
 
@@ -76,7 +77,7 @@ class FFTTrainer(Trainer):
         _refuse_unsupported(config)
         self._group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
         self._groups = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
-        # set for the replacement of a lost rank until the manager is created
+        # this process replaces a lost rank; the manager removes the variable
         self._is_successor = "FFT_SUCCESSOR" in os.environ
         training: Any = config.training
         if training.global_batch_size > 0:
@@ -99,7 +100,7 @@ class FFTTrainer(Trainer):
             setattr(self.metrics_processor, name, partial(self._log_once, function))
 
     def init_distributed(self) -> ParallelDims:
-        """Create the manager, and let its process group be the default one of torch."""
+        """Create the manager, and make its shard group torch's default process group."""
         config: Any = self.config
         if not config.fault_tolerance.enable:
             return super().init_distributed()
@@ -115,7 +116,7 @@ class FFTTrainer(Trainer):
             state_dict=None,
             min_replica_size=settings.min_replica_size,
             shard_pg=self._shard_pg,
-            # the first step waits for all groups, whose imports take different times
+            # the first step waits for all groups, which do not start at the same time
             timeouts={"join_window": float(config.comm.init_timeout_seconds)},
         )
         mesh = self.manager.shard_mesh()
@@ -132,16 +133,16 @@ class FFTTrainer(Trainer):
     # --- the loop ---
 
     def train(self) -> None:
-        """Train to ``training.steps``, or until this group drains."""
+        """Train until ``training.steps`` steps are committed, or until this group is drained."""
         if not self.config.fault_tolerance.enable:
             super().train()
             return
         config, manager, source = self.config, self.manager, self.dataloader
         assert isinstance(source, _Data), "built by _DataConfig"
-        if not self._is_successor:  # which fetches its state, and has no peers before
+        if not self._is_successor:  # a successor fetches its state, and cannot load collectively
             self.checkpointer.load(step=config.checkpoint.load_step)
         txns = manager.transactions(source.steps, config.training.steps, sharded="rank")
-        txn = next(txns, None)  # joins the job, and fetches its state if it runs
+        txn = next(txns, None)  # joins the job, and fetches the state of a job that is running
         first = self.step
         logger.info("Training starts at step %d", first + 1)
         folder = {"base_folder": config.dump_folder, "leaf_folder": f"replica_{self._group}"}
@@ -162,14 +163,14 @@ class FFTTrainer(Trainer):
     def _compute(self, txn: fft.Transaction) -> _Computed:
         """Compute the gradients of one step: the step function.
 
-        It is torchtitan's ``train_step`` up to the optimizer, with sums over all groups.
+        This is torchtitan's ``train_step`` up to the optimizer, with sums over all groups.
         """
         micro_batches, device = txn.batch, self.device
         groups = self.manager.num_participants()
         seen = self.ntokens_seen
         local = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
-        # FFT averages the gradients, which torchtitan adds up, over the groups; so each rank
-        # divides by the number of tokens of all groups divided by that of groups
+        # torchtitan adds the gradients of all ranks up, and FFT averages them over the groups. So
+        # the divisor is the number of tokens in all groups, divided by the number of groups.
         tokens = txn.mean(torch.tensor(float(local), dtype=torch.float64, device=device))
         divisor = (tokens * self._ranks).float()
         loss = torch.zeros((), device=device)
@@ -187,7 +188,7 @@ class FFTTrainer(Trainer):
                 self.config.training.max_norm,
                 foreach=True,
             )
-        # each rank has its own place, so the mean times their number holds the values of all ranks
+        # each rank writes only its own row, so the sum over all ranks has the values of each rank
         values = torch.zeros(groups * self._ranks, 3, dtype=torch.float64, device=device)
         place = (self.manager.participating_rank() or 0) * self._ranks + self._rank
         summed = loss.double() * divisor
@@ -209,7 +210,7 @@ class FFTTrainer(Trainer):
         return torch.distributed.get_rank()
 
     def _finish_step(self, computed: _Computed) -> None:
-        """Do what follows the commit of a step."""
+        """Count, log, save and validate after the commit of a step."""
         self.step += 1
         self.ntokens_seen += computed.tokens
         self.gc_handler.run(self.step)
@@ -227,7 +228,7 @@ class FFTTrainer(Trainer):
             self.validator.validate(self.model_parts, self.step)
 
     def _log_once(self, log: Any, *args: Any, **kwargs: Any) -> None:
-        """Log on one rank of the job, and start the next period of measurement on the others."""
+        """Log on one rank of the job. On the others, begin the next measurement interval."""
         processor = self.metrics_processor
         if self.manager.is_writer or processor.config.save_for_all_ranks:
             log(*args, **kwargs)
@@ -246,14 +247,14 @@ class FFTTrainer(Trainer):
 
 @dataclass(frozen=True)
 class _Computed:
-    """The results of a step function; they are the same on all ranks."""
+    """The results of a step function, equal on all ranks."""
 
     mean: float
     """Mean loss of the tokens of all groups."""
     max: float
-    """Greatest mean loss of a rank."""
+    """Largest mean loss of a rank."""
     norm: float
-    """Norm of the gradients before they are clipped."""
+    """Norm of the gradients before clipping."""
     tokens: int
     """Number of tokens that all groups have read."""
 
@@ -278,7 +279,7 @@ class _GroupDims(ParallelDims):
 
 
 class _DataConfig:
-    """The configuration of a dataloader that reads the share of a rank among all groups."""
+    """The configuration of a dataloader that reads the share of one rank of all groups."""
 
     def __init__(self, config: Any, trainer: FFTTrainer) -> None:
         self._config, self._trainer = config, trainer
@@ -289,7 +290,7 @@ class _DataConfig:
     def build(self, *, dp_world_size: int, dp_rank: int, **others: Any) -> _Data:
         trainer = self._trainer
         per_step = trainer.gradient_accumulation_steps
-        others["snapshot_every_n_steps"] = per_step  # FFT reads the state before each step
+        others["snapshot_every_n_steps"] = per_step  # FFT reads the loader's state at each step
         loader = self._config.build(
             dp_world_size=trainer._groups * dp_world_size,
             dp_rank=trainer._group * dp_world_size + dp_rank,
@@ -299,9 +300,9 @@ class _DataConfig:
 
 
 class _Data(BaseDataLoader):
-    """The dataloader as torchtitan's checkpoints see it: its state is that of the manager.
+    """The dataloader that torchtitan's checkpoints contain, with the state of the manager.
 
-    FFT reads ahead, so the state of torchtitan's dataloader is beyond the committed step.
+    FFT reads ahead, so the position of torchtitan's own dataloader is beyond the committed step.
     """
 
     def __init__(self, loader: BaseDataLoader, per_step: int, trainer: FFTTrainer) -> None:
@@ -322,7 +323,7 @@ class _Data(BaseDataLoader):
 
 
 class _Steps:
-    """A stateful loader whose items are the micro-batches of a step of this rank."""
+    """A stateful loader. An item is the list of micro-batches of this rank for one step."""
 
     def __init__(self, loader: BaseDataLoader, per_step: int) -> None:
         self._loader, self._per_step = loader, per_step
@@ -339,7 +340,7 @@ class _Steps:
             yield item
 
     def take_seconds(self) -> float:
-        """Return the seconds in which batches were loaded since the last call."""
+        """Return the time that loading batches has taken since the last call, in seconds."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -351,7 +352,7 @@ class _Steps:
 
 
 def _refuse_unsupported(config: Any) -> None:
-    """Raise FftError for settings that cannot work."""
+    """Raise FftError for settings that FFTTrainer does not support."""
     settings, parallel, training = config.fault_tolerance, config.parallelism, config.training
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {
         f"parallelism.{name}_parallel_degree": (getattr(parallel, f"{name}_parallel_degree"), (1,))
@@ -376,7 +377,7 @@ def _refuse_unsupported(config: Any) -> None:
         # `fft run` sets both
         "fault_tolerance.replica_id": (settings.replica_id, (0, group)),
         "fault_tolerance.group_size": (settings.group_size, (0, groups)),
-        # torchtitan makes process groups for the other modes, which FFT cannot abort
+        # for the other modes torchtitan makes process groups that FFT cannot abort
         "checkpoint.async_mode": (mode, ("disabled",)),
         "checkpoint.create_seed_checkpoint": (config.checkpoint.create_seed_checkpoint, (False,)),
         # hooks of the optimizer, such as load balancing of experts, would not reach all groups

@@ -1,8 +1,8 @@
 """Kubernetes: render the manifests of a job.
 
-The bus, the groups and the spares are one Indexed Job each, and every index is one pod. A pod waits
-for the bus, runs `fft run --join`, and translates the exit status of FFT into one that the failure
-policy of its Job understands.
+There is an Indexed Job for the bus, one for the groups and one for the spares. Each index is one
+pod. A pod of a group or a spare waits for the bus and runs `fft run --join`. It translates the exit
+status of FFT for the failure policy of its Job.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from fft.errors import ConfigError
 from fft.launch.placement import Placement
 
 FOLDER = "/job"
-"""Folder of the job in each pod: the volume of the claim, or an empty folder of the pod."""
+"""Folder of the job in the pods of groups and spares: the volume of the claim, or an emptyDir."""
 PORT = 29500
 _LONGEST_NAME = 40
-"""Characters of a job's name. A pod's host name appends a role and an index, and has at most 63."""
+"""Maximum length of a job's name. A pod's host name, which appends a role and an index, has 63."""
 _GRACE_S = 30
-"""Time between the end of the drain and SIGKILL, in seconds."""
+"""Grace period of a pod beyond the limit of its drain, in seconds."""
 _BACKOFF_LIMIT = 6
-"""Failures of one pod that are repaired by another pod. Disruptions and drains do not count."""
+"""Number of failures of an index after which Kubernetes still starts another pod. Disruptions and
+drains do not count."""
 
 _ALIVE = """\
 alive() { kill -0 "$1" 2>/dev/null; }
@@ -59,7 +60,7 @@ while :; do
   wait "$over"
   status=$?
   [ "$status" = 75 ] && [ -z "$stop" ] || break
-  tick  # all groups were drained, and come back to this bus
+  tick  # the groups were drained or lost, and their new pods join this bus
 done
 case $status in
   0 | 3) exit 0 ;;         # complete, perhaps with fewer groups
@@ -78,9 +79,9 @@ trap 'stop=1; ${child:+kill -TERM $child}' TERM
 """
     + _ALIVE
     + """\
-outcome() {  # sets the status, 2 if the bus does not answer, and the line that names the bus
-  mapfile -t said < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
-  job=${said[2]-2} bus=${said[1]-}
+outcome() {  # sets job to the status, or to 2 without an answer, and bus to the line about the bus
+  mapfile -t answer < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
+  job=${answer[2]-2} bus=${answer[1]-}
 }
 while :; do
   outcome
@@ -105,12 +106,12 @@ case $status in
   75) exit 75 ;;           # drained: another pod takes the index
 esac
 outcome
-# If the bus was lost, another pod joins the next one, which may be there already.
+# If the bus was lost, another pod joins the new one, which may have started already.
 if [ "$bus" != "$before" ]; then exit 69; fi
 case $job:$status in
-  1:* | *:2) exit 1 ;;     # the job has failed, or it was not started as asked
+  1:* | *:2) exit 1 ;;     # the job has failed, or `fft run` could not start
 esac
-exit 70                    # only this pod has failed
+exit 70                    # this pod has failed, and the job continues
 """
 )
 
@@ -127,7 +128,7 @@ class KubernetesJob:
     """Options of `fft run` about checkpoints."""
     token: JobToken
     claim: str | None = None
-    """PersistentVolumeClaim that all pods mount as the folder of the job."""
+    """PersistentVolumeClaim that the pods of groups and spares mount as the folder of the job."""
     bus: str | None = None
     """URL of a NATS bus of the user. By default a pod serves the bus."""
     limits: Mapping[str, str] = field(default_factory=dict)
@@ -188,7 +189,7 @@ class KubernetesJob:
             "metadata": self._metadata(),
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                # The first role knows the outcome; its end also ends pods that come too late.
+                # The first role knows the outcome. Its end also ends pods that started too late.
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": roles[:1]},
                 "replicatedJobs": jobs,
             },
@@ -284,7 +285,7 @@ class KubernetesJob:
         return {**pod, "topologySpreadConstraints": [spread], "volumes": [folder, shm]}
 
     def _command(self, role: str) -> list[str]:
-        """Return the `fft run` of a pod as Kubernetes expands it."""
+        """Return the `fft run` command of a pod, in which Kubernetes expands ``$(NAME)``."""
         place = self.placement
         own = place.options(next(p for p in place.parts() if bool(p.spares) == (role == "spare")))
         if role == "group":
@@ -314,7 +315,10 @@ def _literal(text: str) -> str:
 
 
 def name_for(script: Path) -> str:
-    """Return the name of the script as Kubernetes allows it; empty if it has no letter."""
+    """Return the name of the script in the characters that Kubernetes allows.
+
+    The name is empty if the script's name has no letter.
+    """
     name = re.sub("[^a-z0-9]+", "-", script.stem.lower()).lstrip("-0123456789")
     return name[:_LONGEST_NAME].rstrip("-")
 
@@ -323,7 +327,7 @@ def parsed_limits(text: str) -> dict[str, str]:
     """Return the resources in ``text``, such as ``cpu=8,nvidia.com/gpu=1``.
 
     Raises:
-        ConfigError: The text has another form.
+        ConfigError: The text is malformed.
     """
     found = {}
     for each in filter(None, text.split(",")):
@@ -335,7 +339,7 @@ def parsed_limits(text: str) -> dict[str, str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that writes a text of several lines as a block."""
+    """A dumper that writes a string of several lines as a literal block."""
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -1,8 +1,8 @@
-"""Ray: run a job on a Ray cluster. Each group is an actor, and Ray places the group of a lost node
-again.
+"""Ray: run a job on a Ray cluster, with an actor for each group.
 
-An actor supervises its group by `fft run --join`, in processes of its own: trainers are no actors.
-They end with the actor. The bus is an actor on the node of the driver.
+An actor supervises its group by `fft run --join`. The ranks are its child processes, not actors,
+and end with it. If a node is lost, Ray starts its actors on other nodes. The bus is an actor on the
+node of the driver.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError as error:
 
 _PROGRAM = (sys.executable, "-m", "fft.cli")
 _END_S = 5.0
-"""How long the actors of an ended job have to return, in seconds; those of lost nodes never do."""
+"""Time limit for the actors of an ended job to return, in seconds. Those of lost nodes never do."""
 
 
 class _Bus:
@@ -62,9 +62,9 @@ class _Group:
     """The actor of one part. Ray starts it again elsewhere if its node is lost."""
 
     def run(self, options: Sequence[str], env: Mapping[str, str]) -> int:
-        """Run `fft run` to its end; return its exit status.
+        """Run `fft run` to its end, and return its exit status.
 
-        The actor has one thread, and the process ends with that thread.
+        The process of `fft run` is tied to the only thread of the actor, and dies with it.
         """
         command = [*_PROGRAM, "run", *options]
         return subprocess.run(tied(command), env={**os.environ, **env}, check=False).returncode
@@ -81,9 +81,10 @@ class _Job:
     checkpoint: Sequence[str]
 
     def options(self, part: Part) -> list[str]:
-        """Return the options of `fft run` of a part.
+        """Return the options of `fft run` for a part.
 
-        A part that Ray has placed again takes its group over, in case the old one still lives.
+        After Ray has restarted an actor, `--take-over` fences the old `fft run` of the group, which
+        may still run.
         """
         return [
             *self.placement.common_options(),
@@ -104,10 +105,10 @@ def run(
     every: str = EVERY,
     drain_timeout: float = 60.0,
 ) -> Outcome:
-    """Run a training script on the Ray cluster that this process is connected to.
+    """Run a training script on the Ray cluster to which this process is connected.
 
     Call `ray.init` first. All nodes need FFT, the script, and the folders named here at the same
-    paths. An interrupt (Ctrl-C) drains the job.
+    paths. An interrupt (Ctrl-C) drains the job, and is then raised as KeyboardInterrupt.
 
     Args:
         script: Path of the script, or a list of it and its arguments.
@@ -116,9 +117,9 @@ def run(
         resources_per_group: Ray resources of a group, such as ``{"CPU": 16, "GPU": 8}``. By default
             one CPU for each rank.
         trace_dir: Folder of traces and logs. By default ``runs/<time>``.
-        checkpoint: Place of durable checkpoints. The job begins with the newest one there.
+        checkpoint: Place of durable checkpoints. The job begins with the newest one, if any.
         every: Interval of checkpoints: 100 (steps), 10m or 2h.
-        drain_timeout: Longest drain, in seconds.
+        drain_timeout: Time limit of a drain, in seconds.
 
     Returns:
         How the job has ended, with its ``status`` and last ``step``.
@@ -127,7 +128,7 @@ def run(
         FftError: The job could not be started, or its bus was lost.
     """
     if not ray.is_initialized():
-        raise FftError("this process is connected to no Ray cluster: call ray.init() first")
+        raise FftError("this process is not connected to a Ray cluster: call ray.init() first")
     words = [script] if isinstance(script, str) else [*script]
     traces = Path(trace_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}").absolute()
     kept = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
@@ -139,13 +140,13 @@ def run(
         url = str(ray.get(bus.start.remote(token.text())))
         return _supervised(job, url, token, resources_per_group or {"CPU": float(ranks)})
     except ray.exceptions.RayError as error:
-        raise FftError(f"the job's bus could not be served: {error}") from error
+        raise FftError(f"Ray could not run the job: {error}") from error
     finally:
         ray.kill(bus)
 
 
 def _on_own_node(actor: type[_Bus]) -> Any:
-    """Start an actor on the node of this process."""
+    """Start an actor on the node of the driver."""
     node = ray.get_runtime_context().get_node_id()
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=strategy).remote()
