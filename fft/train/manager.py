@@ -297,13 +297,14 @@ class ManagerFFT(TorchftInterface):
         self._parts.rank.results.vetoes.append(function)
 
     def initialize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
-        """Call ``function()`` before each series of attempts, and before the health checks: when
-        this rank joins the job, and after each rollback.
+        """Call ``function()`` when this rank joins the job, and after each rollback.
 
-        Use it to build what an abort has destroyed, such as the process groups of another library.
-        It runs on the main thread, after the state of the step has been restored. If it raises,
-        this rank leaves the job with ``HookFailed``, which names the function and the error; the
-        other groups continue, and `fft run` restarts the process.
+        It runs before the health checks.
+
+        Use it to rebuild what an abort has destroyed, such as the process groups of another
+        library. It runs on the main thread, after the state of the step has been restored. If it
+        raises, this rank leaves the job with ``HookFailed``, which names the function and the
+        error; the other groups continue, and `fft run` restarts the process.
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
@@ -371,8 +372,8 @@ class ManagerFFT(TorchftInterface):
         commit.
 
         It runs on the main thread of each rank that takes part then, before the code after the
-        loop. If it raises, ``HookFailed`` names it. The loop of torchft has no last commit that FFT
-        knows of.
+        loop. If it raises, the loop raises ``HookFailed``, which names it. It does not run in a
+        torchft loop, because FFT does not know the last commit there.
 
         Args:
             function: Must be local to this process: the other ranks may have ended.
@@ -386,8 +387,8 @@ class ManagerFFT(TorchftInterface):
     def terminate(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` once when this rank leaves for good before the job is complete.
 
-        It runs after the rank has left: it was drained, an error ends the script, or the script has
-        left its loop. A process that is killed cannot call it. Its error is logged.
+        It runs after the rank has left, because it was drained, an error ended the script, or the
+        script left its loop. It does not run in a process that is killed. Its error is logged.
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
@@ -451,14 +452,15 @@ class ManagerFFT(TorchftInterface):
         group, if there is none.
 
         Args:
-            names: Names of the dimensions, from the outermost one.
-            shape: Their sizes, whose product is the number of ranks in this replica group.
+            names: Names of the dimensions, the outermost one first.
+            shape: Sizes of the dimensions. Their product must be the number of ranks in this
+                replica group.
             same_batch: Dimensions along which all ranks take the same batch. None means those
                 called ``tp``, ``cp`` or ``sp``. Along other dimensions each rank takes its own.
 
         Raises:
-            FftError: The arguments do not fit the replica group, there is another mesh already, the
-                call comes too late, or the manager has no ``shard_pg`` of FFT.
+            FftError: The arguments do not fit the replica group, `mesh` was called before with
+                other arguments, the call comes too late, or the manager has no ``shard_pg`` of FFT.
         """
         groups, torchft = self._parts.groups, self._torchft
         layout = MeshLayout.checked(

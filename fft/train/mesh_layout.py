@@ -33,7 +33,7 @@ class MeshLayout:
     Attributes:
         sizes: Name and size of each dimension.
         same_batch: Dimensions along which all ranks work on the same batch.
-        rank: The rank that looks at it.
+        rank: The rank whose batch and lines are asked for.
     """
 
     sizes: dict[str, int]
@@ -54,8 +54,9 @@ class MeshLayout:
         Args:
             names: The names of the dimensions.
             shape: Their sizes.
-            same_batch: See `MeshLayout`; None decides by the names.
-            rank: The rank that looks at it.
+            same_batch: Dimensions along which all ranks work on the same batch. None chooses them
+                by their names.
+            rank: Rank of this process in the replica group.
             ranks: Number of ranks of the replica group.
 
         Raises:
@@ -66,7 +67,7 @@ class MeshLayout:
         call = f"manager.mesh({tuple(names)}, {tuple(shape)})"
         if not names or not len(set(names)) == len(names) == len(shape):
             raise FftError(
-                f"{call}: expected a size for each of the different names, as in "
+                f"{call}: expected different names and one size for each name, as in "
                 "manager.mesh(('fsdp', 'tp'), (2, 2))"
             )
         if math.prod(shape) != ranks or min(shape) < 1:
@@ -78,12 +79,13 @@ class MeshLayout:
         if same_batch is None and (unknown := [name for name in names if name not in known]):
             raise FftError(
                 f"{call}: FFT cannot tell whether the ranks along {unknown[0]!r} work on the same "
-                f"batch; pass same_batch=, the names of such dimensions, or use known names: "
-                f"{', '.join(_SAME_BATCH)} share a batch, {', '.join(_OWN_BATCH)} do not"
+                f"batch; pass the names of such dimensions as same_batch=, or use known names: "
+                f"ranks share a batch along {', '.join(_SAME_BATCH)}, and not along "
+                f"{', '.join(_OWN_BATCH)}"
             )
         if unknown := [name for name in same_batch or () if name not in names]:
             raise FftError(
-                f"{call}: same_batch= names {unknown[0]!r}, which is no dimension of this mesh"
+                f"{call}: same_batch= names {unknown[0]!r}, which is not a dimension of this mesh"
             )
         shared = _SAME_BATCH if same_batch is None else same_batch
         return cls(dict(zip(names, shape, strict=True)), frozenset({*names} & {*shared}), rank)

@@ -26,11 +26,11 @@ def layout(
     [
         (("fsdp", "tp"), (2, 3), None, r"multiply to 6, but this replica group has 4 ranks"),
         (("fsdp", "tp"), (-2, -2), None, r"multiply to 4"),
-        (("fsdp", "tp"), (4,), None, r"a size for each of the different names"),
+        (("fsdp", "tp"), (4,), None, r"different names and one size for each name"),
         (("tp", "tp"), (2, 2), None, r"different names"),
         ((), (), None, r"different names"),
-        (("fsdp", "rows"), (2, 2), None, r"along 'rows' work on the same batch; pass same_batch="),
-        (("fsdp", "rows"), (2, 2), ("tp",), r"names 'tp', which is no dimension"),
+        (("fsdp", "rows"), (2, 2), None, r"along 'rows' work on the same batch; pass the names"),
+        (("fsdp", "rows"), (2, 2), ("tp",), r"names 'tp', which is not a dimension"),
     ],
 )
 def test_layout_refuses_arguments_that_do_not_fit(
