@@ -167,7 +167,7 @@ class ResultRefused(FftError):
 
 
 class RestartRefused(ResultRefused):
-    """A restartable function is not called again: its limits or its type of error forbid it."""
+    """A restartable function is not called again, because of ``max_restarts`` or ``stop_on``."""
 
 
 class StateMismatch(StateError):

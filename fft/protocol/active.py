@@ -1,8 +1,9 @@
-"""The groups of an epoch that contribute to its steps: rules over the list of members. Pure.
+"""Rules that choose the groups of an epoch that contribute to its steps. Pure.
 
-Public as ``fft.active``, for ``ManagerConfig(active=[…])``. The rules apply in their order, each to
-the groups that the one before has kept. Groups are ordered by name, numbers by value. The others
-are spares: they compute every step and hold the state, and may contribute in the next epoch.
+Public as ``fft.active``, for ``ManagerConfig(active=[…])``. The first rule applies to all groups of
+the epoch, and each further rule to the groups that the previous one has kept. Groups are ordered by
+name; names that are numbers are ordered by value. The groups that are not chosen are spares: they
+compute every step and hold the state, and may contribute in the next epoch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def max_active(number: int) -> Rule:
 
 
 def divisible_by(number: int) -> Rule:
-    """Keep the first groups, as many as the largest multiple of ``number``."""
+    """Keep the first groups, as many as the largest multiple of ``number`` that there are."""
     return Rule("divisible_by", number)
 
 
 def whole(number: int) -> Rule:
-    """Keep the groups of places with at least ``number`` groups, such as nodes or racks.
+    """Keep the groups of each place, such as a node or a rack, that has at least ``number`` groups.
 
-    The place of a group is ``ManagerConfig(place=…)``.
+    ``ManagerConfig(place=…)`` names the place of a group.
     """
     return Rule("whole", number)
 
@@ -55,13 +56,13 @@ _KINDS: dict[str, Callable[[Sequence[Place], int], Sequence[Place]]] = {
 
 
 def at_most(rules: Sequence[tuple[str, int]]) -> int | None:
-    """Return the largest number of groups that the rules can choose; None: any number."""
+    """Return the largest number of groups that the rules can choose, or None if there is none."""
     limits = [number for kind, number in rules if kind == "max_active"]
     return min(limits, default=None)
 
 
 def chosen(groups: Sequence[Place], rules: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Return the names of the groups that contribute; without rules, of all of them."""
+    """Return the names of the groups that contribute. Without rules all groups do."""
     for kind, number in rules:
         groups = _KINDS[kind](groups, number)
     return tuple(name for name, _ in groups)

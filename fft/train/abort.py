@@ -1,7 +1,7 @@
 """Ready-made aborts for `ManagerFFT.on_abort`, as ``fft.abort``.
 
-Each function returns an abort: a function without arguments that frees the main thread from a call
-of another library. For example::
+Each function returns an abort: a function without arguments that ends a call of another library, in
+which the main thread may be blocked. For example::
 
     manager.on_abort(fft.abort.process_groups())
     manager.on_abort(fft.abort.transformer_engine())
@@ -30,19 +30,19 @@ def process_groups(*groups: ProcessGroup) -> Abort:
     `ManagerFFT.initialize`.
 
     Args:
-        groups: The groups; none means all that exist at the time of the abort, except FFT's and
-            those that torch cannot abort.
+        groups: The groups to abort. Without arguments these are all NCCL groups that exist at the
+            time of the abort, except those of FFT.
 
     Raises:
-        ConfigError: torch cannot abort one of ``groups``. This includes groups of gloo.
+        ConfigError: torch cannot abort one of ``groups``, such as a group of gloo.
     """
     for group in groups:
         if not _is_abortable(group):
             raise ConfigError(
                 f"fft.abort.process_groups(): torch cannot abort the group {group.group_name!r} of "
-                f"backend {dist.get_backend(group)!r}, only groups of NCCL. Use call.group or "
-                "fft.ShardProcessGroupGloo, which FFT aborts itself, or give the group a short "
-                "timeout"
+                f"backend {dist.get_backend(group)!r}, only groups of NCCL. Use a group of FFT, "
+                "which FFT aborts itself (fft.ShardProcessGroupGloo, or call.group of "
+                "fft.restartable), or give this group a short timeout"
             )
 
     def abort_process_groups() -> None:
@@ -59,7 +59,7 @@ def _is_abortable(group: ProcessGroup) -> bool:
 
 
 def transformer_engine() -> Abort:
-    """Destroy the user buffers of Transformer Engine, and forget its process groups for FP8.
+    """Destroy the user buffers of Transformer Engine, and reset its global state for FP8.
 
     Raises:
         ConfigError: Transformer Engine is not installed.
@@ -77,8 +77,8 @@ def transformer_engine() -> Abort:
 def nvshmem() -> Abort:
     """Finalize NVSHMEM (nvshmem4py).
 
-    NVSHMEM has no abort of its own, and finalizing is collective. It returns if all processes still
-    live; if one has died, it does not, and FFT ends this process after the limit of the hook.
+    NVSHMEM has no abort, and finalizing waits for all processes. If one of them has died, it does
+    not return, and FFT kills this process after the ``limit_s`` of `ManagerFFT.on_abort`.
 
     Raises:
         ConfigError: nvshmem4py is not installed.

@@ -76,7 +76,7 @@ def live_set(
     if (ranks := manager._torchft.group_world_size) > 1:
         manager.shutdown()
         raise FftError(
-            f"fft.live_set() in a replica group of {ranks} ranks: expected 1. Start the program "
+            f"a live set in a replica group of {ranks} ranks: expected 1. Start the program "
             "with `fft run --groups N`, without --ranks"
         )
     return LiveSet(manager, group)

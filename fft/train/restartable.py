@@ -1,7 +1,8 @@
 """Functions that are called again, in the same processes, after a fault: `fft.restartable`.
 
-Each call is a live block: all members of the job enter it together, and it ends on all of them or
-on none. A fault of one member interrupts the call on the others. The last commit ends the job.
+Each call is a live block: all members of the job enter it together, and it returns on all of them
+or on none. A fault of one member interrupts the call on the others. The job is complete when a call
+has returned.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a restartable function; its first argument.
+    """One call of a restartable function, which gets it as its first argument.
 
     Attributes:
         iteration: Number of calls that have failed before this one, equal on all members.
@@ -62,34 +63,36 @@ class Call:
 
 
 class _Restarts:
-    """The calls of one restartable function in this process.
+    """Counts the restarts of one function in this process, and enforces their limits.
 
     Args:
-        most: Maximum number of restarts, or None.
-        within_s: Seconds within which they count; None: the whole time.
+        max_restarts: Maximum number of restarts, or None.
+        within_s: Only restarts in this number of past seconds count; None counts all.
         stop_on: Types of exceptions after which the function is not called again.
     """
 
     def __init__(
         self,
-        most: int | None,
+        max_restarts: int | None,
         within_s: float | None,
         stop_on: type[Exception] | tuple[type[Exception], ...],
     ) -> None:
-        self._most, self._within_s, self._stop_on = most, within_s, stop_on
+        self._max_restarts, self._within_s, self._stop_on = max_restarts, within_s, stop_on
         self._failures: deque[float] = deque()
+        """Times of the failed calls."""
         self._iteration = 0
-        self._failed: tuple[object, ...] = ()
+        self._last_failed: tuple[object, ...] = ()
+        """The members that failed in the last call."""
 
-    def call(self, live: LiveSet, members: tuple[Peer, ...]) -> Call:
-        """Return the next call. Raises RestartRefused if it would be one too many."""
-        self._iteration = _most_of_all(self._iteration, live.group)
+    def next_call(self, live: LiveSet, members: tuple[Peer, ...]) -> Call:
+        """Return the next call. Raises RestartRefused if it would exceed ``max_restarts``."""
+        self._iteration = _maximum_of_all(self._iteration, live.group)
         restarts = self._recent()
-        if self._most is not None and restarts > self._most:
+        if self._max_restarts is not None and restarts > self._max_restarts:
             window = "" if self._within_s is None else f" in {self._within_s:g} s"
             raise RestartRefused(
-                f"{restarts} restarts{window} would exceed max_restarts={self._most}; failed "
-                f"last: {', '.join(map(str, self._failed)) or 'none'}"
+                f"{restarts} restarts{window} would exceed max_restarts={self._max_restarts}; "
+                f"failed last: {', '.join(map(str, self._last_failed)) or 'none'}"
             )
         rank = members.index(live.me)
         return Call(self._iteration, rank, members, live.group, live.manager)
@@ -105,11 +108,11 @@ class _Restarts:
         """Count a failed call."""
         self._iteration += 1
         self._failures.append(time.monotonic())
-        self._failed = error.failed
+        self._last_failed = error.failed
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Replace an error of the function after which no restart may follow by RestartRefused."""
+        """Raise RestartRefused in place of an error of a type in ``stop_on``."""
         try:
             yield
         except self._stop_on as error:
@@ -118,8 +121,8 @@ class _Restarts:
             ) from error
 
 
-def _most_of_all(number: int, group: ProcessGroup) -> int:
-    """Return the largest ``number`` of all members: a process that was restarted counts from 0."""
+def _maximum_of_all(number: int, group: ProcessGroup) -> int:
+    """Return the largest ``number`` of all members. A restarted process has counted from 0."""
     device = "cuda" if "nccl" in group.getBackendName() else "cpu"
     tensor = torch.tensor([number], device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
@@ -139,19 +142,19 @@ def restartable(
     """Decorate a function that is called again, in the same processes, after a fault.
 
     All processes that ``fft run --groups N script.py`` starts call it together. If it raises on one
-    of them, or if one dies, it is interrupted on all others, whatever they are doing; FFT aborts
-    ``call.group`` and runs the hooks. Then the processes that remain, and those that came back
-    meanwhile, call it again with the same arguments. It returns on all of them or on none. The job
-    is complete then, so a script calls one restartable function, once.
+    of them, or if one dies, FFT interrupts it on the others, aborts ``call.group`` and runs the
+    hooks. Then the remaining processes, and those that `fft run` has restarted meanwhile, call it
+    again with the same arguments. It returns on all of them or on none. The job is then complete,
+    so a script calls one restartable function, once.
 
-    The function gets a `Call` before its own arguments. It must load what it changes, such as
-    weights, from a checkpoint or from its arguments. All members must return within ``vote_window``
-    (60 s) of the first one.
+    The function gets a `Call` before its own arguments. FFT does not restore what it changes, such
+    as weights: each call must load that from a checkpoint, or from its arguments. All members must
+    return within ``vote_window`` (60 s) of the first one.
 
     Args:
         max_restarts: Maximum number of restarts; beyond it all members raise ``RestartRefused``.
-        within_s: Only restarts within this number of seconds count.
-        min_members: Minimum number of members; fewer wait for ``quorum`` (60 s) for others, and
+        within_s: Only restarts in this number of past seconds count. None counts all.
+        min_members: Minimum number of members. Fewer members wait ``quorum`` (60 s) for others, and
             then raise ``NotEnoughGroups``.
         stop_on: Exceptions of the function after which all members raise ``RestartRefused``.
         hooks: Called once with the manager before the first call, to add hooks by
@@ -164,7 +167,7 @@ def restartable(
     def decorate(function: Callable[Concatenate[Call, P], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            # the limits of this function replace those of steps
+            # max_restarts limits the failures; the limit for the failures of a step must not
             config = ManagerConfig(max_body_failures=sys.maxsize)
             live = live_set(group, min_members=min_members, timeouts=timeouts, config=config)
             restarts = _Restarts(max_restarts, within_s, stop_on)
@@ -174,7 +177,7 @@ def restartable(
                 while True:
                     try:
                         with live.manager._live.final_block(function.__qualname__) as members:
-                            call = restarts.call(live, members)
+                            call = restarts.next_call(live, members)
                             with restarts.stopping():
                                 result = function(call, *args, **kwargs)
                     except LiveBlockFailed as error:

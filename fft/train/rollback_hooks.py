@@ -1,4 +1,4 @@
-"""The user's hooks: functions that run around the attempts of a job, each within a time limit."""
+"""The user's hooks: functions that run before and after attempts, each within a time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Hook(NamedTuple):
 
 
 class HookFunctions:
-    """Functions of one kind, in the order in which they were added; they run on the main thread.
+    """The hooks of one kind, in the order in which they were added.
 
     Args:
         job: The job session of this rank.
@@ -44,17 +44,18 @@ class HookFunctions:
         """Add a function. Raises ConfigError if ``limit_s`` is not positive and finite."""
         if not 0 < limit_s <= threading.TIMEOUT_MAX:
             raise ConfigError(
-                f"{self._method}(limit_s={limit_s!r}): expected a positive number of seconds, and "
-                "not inf"
+                f"{self._method}(limit_s={limit_s!r}): expected a positive, finite number of "
+                "seconds"
             )
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._all = (*self._all, _Hook(function, limit_s, f"{name}()"))
 
     def run(self) -> None:
-        """Call every function.
+        """Call the functions, until one raises. Main thread.
 
         Raises:
-            HookFailed: A function has raised, which is the cause; HealthCheckFailed for a check.
+            HookFailed: A function has raised; its error is the cause.
+            HealthCheckFailed: The same, for a health check.
         """
         for each in self._all:
             with self._limited(each):
@@ -64,7 +65,7 @@ class HookFunctions:
                     raise self._failure(each, error) from error
 
     def run_all(self) -> None:
-        """Call every function, whatever they raise; their errors are logged. Any thread."""
+        """Call every function, and log their errors. Any thread."""
         for each in self._all:
             with self._limited(each):
                 try:
@@ -91,7 +92,7 @@ class HookFunctions:
             watchdog.cancel()
 
     def _end(self, hook: _Hook) -> None:
-        """End this process, because waiting longer would hold up the other groups."""
+        """Kill this process, because the other groups would wait for it."""
         logger.critical(
             "%s, added by %s, did not return within %g s; killing this process. A restarted "
             "process fetches the state",
@@ -104,9 +105,9 @@ class HookFunctions:
 class Hooks:
     """The user's hooks on one rank, by the methods of the manager that add them.
 
-    An attempt begins with ``initialize`` and ``health_check``, when the rank joins and after each
-    rollback. A rollback begins with ``on_abort``, on the engine's thread after FFT has aborted its
-    own process groups, and ``finalize``.
+    ``initialize`` and ``health_check`` run when the rank joins, and after each rollback. A rollback
+    first runs ``on_abort`` on the engine's thread, after FFT has aborted its own process groups,
+    and then ``finalize`` on the main thread.
     """
 
     def __init__(self, job: Participation) -> None:
@@ -119,13 +120,13 @@ class Hooks:
         self._has_begun = self._has_ended = False
 
     def begin(self) -> None:
-        """Prepare the next attempt. Raises HookFailed or HealthCheckFailed."""
+        """Run ``initialize`` and ``health_check``. Raises HookFailed or HealthCheckFailed."""
         self.initialize.run()
         self.health_check.run()
         self._has_begun = True
 
     def complete(self) -> None:
-        """Run ``completion`` once, because the job has reached its end. Raises HookFailed."""
+        """Run ``completion``, because the job is complete. Idempotent. Raises HookFailed."""
         if not self._has_ended:
             self._has_ended = True
             self.completion.run()

@@ -59,9 +59,9 @@ class ManagerConfig(BaseModel):
     optimizer state, and of the reduced gradients; a power of 2. None chooses an interval that costs
     1 % of the time; 0 disables the comparison. It needs ``register``."""
     check_buffers: bool = False
-    """Whether these fingerprints include the buffers of the models, except the statistics of
-    normalization layers. They must then be equal on all groups. All groups must have the same
-    value."""
+    """Whether the fingerprints of ``check_replicas`` include the buffers of the models, except the
+    statistics of normalization layers. These buffers must then be equal on all groups. All groups
+    must have the same value."""
     on_divergence: OnDivergence | None = None
     """Reaction to replicas that differ. ``stop`` ends the job with ``Diverged``. With ``heal``,
     ranks that differ from the majority fetch its state; without a majority the job stops. None
@@ -101,9 +101,9 @@ class ManagerConfig(BaseModel):
     value (``FFT_MEMBERSHIP``, else ``register``)."""
 
     active: tuple[Rule, ...] = ()
-    """Rules of ``fft.active`` that choose the groups whose gradients count, in this order; the
-    other groups are spares. For specs whose groups run in lockstep. All groups must have the same
-    value, and ``min_replica_size`` is the least number of chosen groups."""
+    """Rules of ``fft.active`` that choose the groups whose gradients count, applied in this order.
+    The other groups are spares. Only for specs whose groups run in lockstep. All groups must have
+    the same value. ``min_replica_size`` is the minimum number of chosen groups."""
     place: str = Field(default_factory=lambda: os.environ.get("FFT_PLACE") or socket.gethostname())
     """Name of the node or rack of this group, for ``fft.active.whole`` (``FFT_PLACE``, else the
     host name)."""
