@@ -23,7 +23,7 @@ from torch import nn
 from fft.errors import GradientsNotReproducible
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Manifest, Peer, Token, Vote
-from fft.protocol.equality import differing, gradient_digest, odd_ones
+from fft.protocol.equality import differing, divergent_ranks, gradient_digest
 from fft.train.recomputation import Recomputation, Recompute
 from fft.train.state.fingerprint import fingerprint
 from fft.train.step_results import are_finite, sum_of_squares
@@ -179,7 +179,7 @@ def _one(job: Job, kind: str, rng: random.Random, found: Findings) -> None:
     refused, votes = job.refuses(), job.votes()
     differ = bool(differing(votes, gradient_digest))
     if kind == KINDS[1]:
-        found.named[kind] += odd_ones(votes, gradient_digest) == (victim.peer,)
+        found.named[kind] += divergent_ranks(votes, gradient_digest) == (victim.peer,)
     later = False
     if kind in KINDS[2:]:
         refused = False
@@ -191,7 +191,7 @@ def _one(job: Job, kind: str, rng: random.Random, found: Findings) -> None:
         job.compute()
         votes = job.votes()
         later = bool(differing(votes))
-        found.named[kind] += odd_ones(votes) == (victim.peer,)
+        found.named[kind] += divergent_ranks(votes) == (victim.peer,)
     for every in EVERY:
         is_due = every > 0 and phase % every == 0
         at = BEFORE if refused or (differ and is_due) else NOT
@@ -236,7 +236,7 @@ def _differs(rank: Rank, step: int, wrong: int, rng: random.Random) -> bool:
             flip(rank.gradients(), rng)
         recomputation.begin(plan)
         for number, gradient in enumerate(rank.gradients()):
-            recomputation.note(gradient, f"bucket {number}")
+            recomputation.before_reduction(gradient, f"bucket {number}")
         try:
             recomputation.compare()
         except Recompute:

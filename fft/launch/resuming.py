@@ -177,7 +177,8 @@ class Resumptions:
         self._last: tuple[JobOutcome, RunConfig] | None = None
         """The newest start that has ended."""
         self._returned_to: int | None = -1
-        """Step to which the last start that ended for different replicas returned the job."""
+        """Step from which the job started again when its replicas last differed; None is the
+        beginning, -1 is no such start."""
         self._died: dict[tuple[str, str], int] = {}
         """Step and cause of deaths that ended starts in a row, and the number of these starts."""
 
@@ -211,9 +212,9 @@ class Resumptions:
             found = self._run(config, plan)
             self._last = found, config
             given = config.checkpoint
-            may_go_on = self._leaves_taint(found, config)
+            may_go_on = self._set_tainted_aside(found, config)
             if found.lost is None or given is None or not may_go_on:
-                self._tell_of_nothing(found, config)
+                self._report_no_progress(found, config)
                 return found, config
             if found.errors & self._errors:
                 self._say(
@@ -250,10 +251,11 @@ class Resumptions:
             plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
             config = _after(config, again, plan, began)
 
-    def _leaves_taint(self, found: JobOutcome, config: RunConfig) -> bool:
-        """Set checkpoints of tainted steps aside; return whether the job may start again.
+    def _set_tainted_aside(self, found: JobOutcome, config: RunConfig) -> bool:
+        """Rename the checkpoints of tainted steps; return whether the job may start again.
 
-        In a job of several hosts, the traces here may lack later comparisons.
+        In a job of several hosts nothing is renamed, because the traces of this host may lack
+        comparisons.
         """
         taint, is_whole = found.taint, config.groups_in_all == config.groups
         if taint is None or config.checkpoint is None or not is_whole:
@@ -263,10 +265,11 @@ class Resumptions:
         step = Checkpoints(store).give_up_tainted(sound)
         if step is None and store.directories():
             self._say(
-                f"no checkpoint at {store.url} is from step {sound} or before, after which the "
-                f"replicas were equal; {taint}, and with them all checkpoints. The job is not "
-                "started again: choose a checkpoint yourself (--resume takes the newest), keep "
-                "more of them (--keep), or compare more often (check_replicas)"
+                f"{taint}, and all checkpoints at {store.url} are newer than step {sound}, after "
+                "which the replicas were last equal. The job is not started again: remove the "
+                "checkpoints that you do not trust, and use --resume, or start from the "
+                "beginning. To avoid this keep more checkpoints (--keep), or compare more often "
+                "(check_replicas)"
             )
             return False
         if step == self._returned_to:
@@ -280,7 +283,7 @@ class Resumptions:
         self._returned_to = step
         return True
 
-    def _tell_of_nothing(self, found: JobOutcome, config: RunConfig) -> None:
+    def _report_no_progress(self, found: JobOutcome, config: RunConfig) -> None:
         """Report a job that ended by itself at the step at which it began.
 
         The outcome's own lines describe any other end.

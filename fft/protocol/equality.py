@@ -1,4 +1,4 @@
-"""Compares replicas by the digests in the votes of one txn. Pure.
+"""Compare replicas by the digests in the votes of one txn. Pure.
 
 A vote may have two digests: of the state that the txn began with, and of the gradients that its
 commit would apply. A rank whose vote has no digest is not compared. Only ranks of one number hold
@@ -69,7 +69,9 @@ def unequal_data(votes: Iterable[Vote]) -> str:
     return ", ".join(texts)
 
 
-def odd_ones(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...] | None:
+def divergent_ranks(
+    votes: Iterable[Vote], digest: Digest = state_digest
+) -> tuple[Peer, ...] | None:
     """Return the divergent ranks: those that differ from a strict majority of their rank number.
 
     Returns:
@@ -86,17 +88,18 @@ def odd_ones(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer
 
 def minority(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...]:
     """Return the divergent ranks; empty if the digests of some rank number have no majority."""
-    return odd_ones(votes, digest) or ()
+    return divergent_ranks(votes, digest) or ()
 
 
 def wrong_gradients(votes: Iterable[Vote]) -> tuple[str, tuple[Peer, ...]]:
-    """Return a text about reduced gradients that differ, and the ranks that it accuses.
+    """Return a text about reduced gradients that differ, and the ranks to accuse.
 
-    These are a minority. Without a majority they are those that could not repeat their result while
-    their replicas could.
+    These are the divergent ranks. If no digest has a majority, they are the ranks that could not
+    repeat their result while their replicas could.
     """
     votes = tuple(votes)
-    text = f"the reduced gradients of replicas differ ({tell(differing(votes, gradient_digest))}"
+    digests = digests_text(differing(votes, gradient_digest))
+    text = f"the reduced gradients of replicas differ ({digests}"
     few, changed = minority(votes, gradient_digest), not_repeating(votes)
     if few or not changed:
         return f"{text})"[:1900], few
@@ -105,10 +108,10 @@ def wrong_gradients(votes: Iterable[Vote]) -> tuple[str, tuple[Peer, ...]]:
 
 
 def not_repeating(votes: Iterable[Vote]) -> tuple[Peer, ...]:
-    """Return the ranks whose gradients differ between replicas and from their own before.
+    """Return the ranks whose gradients differ from their replicas and from their previous attempt.
 
     If one of two differing replicas has repeated its result, all inputs of the reduction were the
-    same again, and another result is a fault of the other replica.
+    same again. So if the other replica has another result, it is at fault.
 
     Returns:
         Empty if no replica of some rank number has repeated its result: the step may not be
@@ -122,7 +125,7 @@ def not_repeating(votes: Iterable[Vote]) -> tuple[Peer, ...]:
     return tuple(sorted(found))
 
 
-def tell(found: Mapping[int, Mapping[Peer, str]]) -> str:
+def digests_text(found: Mapping[int, Mapping[Peer, str]]) -> str:
     """Return a text that lists the participants by digest, for each rank number."""
     lines = []
     for rank, held in sorted(found.items()):

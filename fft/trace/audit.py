@@ -71,7 +71,7 @@ class AuditReport:
     """Each time that the votes showed that the states of replicas differ."""
     tainted: tuple[int, int] | None = None
     """First and last of the committed steps that may be wrong, if the job ended with the last of
-    these divergences."""
+    these divergences. The range is empty (first > last) if a state changed without a step."""
     no_state: str | None = None
     """Description of an end with ``NoState``, or None if the job ended in another way."""
     ended: bool = True

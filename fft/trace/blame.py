@@ -22,10 +22,12 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class Rollback:
-    """One ABORT. ``named`` holds the ranks that its cause is evidence against; it may be empty.
+    """One ABORT.
 
-    ``is_open`` is true where replicas differed and only the attempts after it can show which one is
-    wrong.
+    Attributes:
+        named: Ranks that its cause is evidence against; it may be empty.
+        is_open: Gradients of replicas differed without a majority, so that only later attempts can
+            show which replica is wrong.
     """
 
     n: int
@@ -81,7 +83,8 @@ class History:
 def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
     """Return the one rank that all rollbacks name, if there are at least ``at_least``.
 
-    Open ones name none, and are followed by at least two that do.
+    Open rollbacks name no rank and are ignored. A run of two or more rollbacks needs at least two
+    that are not open.
     """
     run = list(rollbacks)
     closed = [each.named for each in run if not each.is_open]

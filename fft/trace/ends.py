@@ -12,7 +12,7 @@ from typing import Any
 
 from fft.messages.effects import Finish
 from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
-from fft.protocol.equality import differing, minority, tell
+from fft.protocol.equality import differing, digests_text, minority
 from fft.protocol.invariants import Move
 from fft.protocol.invariants.facts import Numbers
 from fft.trace.format import RUNS
@@ -23,11 +23,12 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Taint:
-    """Committed steps whose results may be wrong, because no state has a majority.
+    """Committed steps that may be wrong, because the states of replicas differed after them.
 
     Attributes:
-        sound: The step after which the last comparison found equal states; 0 without one.
-        bad: The step after which the states differed.
+        sound: The last step after which a comparison found equal states; 0 if there was none.
+        bad: The step after which the states differed. It equals ``sound`` if a state changed
+            between two comparisons of the same step.
     """
 
     sound: int
@@ -42,7 +43,7 @@ class Taint:
 
 
 class Comparisons:
-    """The comparisons of states in the ballots of a job, until one of them ended it."""
+    """The results of all comparisons of states in the ballots of a job."""
 
     def __init__(self) -> None:
         self._sound = 0
@@ -51,7 +52,8 @@ class Comparisons:
     def voted(self, step: int, digests: Iterable[tuple[int, str | None]]) -> None:
         """Take the votes of a complete ballot, as (number of the rank, digest of its state).
 
-        They count if all ranks have a replica and a digest, and replicas are equal.
+        The step is sound if each vote has a digest, each rank has a replica, and all replicas are
+        equal. Other ballots change nothing.
         """
         found = list(digests)
         numbers = Counter(rank for rank, _ in found)
@@ -61,7 +63,7 @@ class Comparisons:
             self._sound = max(self._sound, step)
 
     def ended(self, step: int) -> None:
-        """Note that the states after ``step`` differed without a majority."""
+        """Take the end of the job, because the states after ``step`` differed."""
         self._bad = step
 
     def take(self, line: Mapping[str, Any]) -> None:
@@ -145,7 +147,7 @@ class Ends:
         odd = record.odd
         if record.token in self._ballots:
             apart, odd_by_vote = self._ballots[record.token]
-            what = f"replicas differ after step {record.step}: {tell(apart)}"
+            what = f"replicas differ after step {record.step}: {digests_text(apart)}"
             odd = odd or odd_by_vote
         names = ", ".join(map(str, odd))
         if not record.diverged:

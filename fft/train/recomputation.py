@@ -1,4 +1,4 @@
-"""Recomputation: every n-th step is computed twice before its commit, and compared.
+"""Compute every n-th step twice before its commit, and compare the gradients of each rank.
 
 A wrong gradient that goes into a reduction becomes part of the average of all replicas, which then
 agree on it. So a rank takes fingerprints of its gradients before they are reduced. In a step that
@@ -7,9 +7,9 @@ and compute the same batch again. A rank whose fingerprints differ votes NO. It 
 difference is in a gradient that depends on no other rank. The comparison requires deterministic
 kernels.
 
-An attempt that follows one whose reduced gradients differed between replicas is compared as well,
-and its vote contains the outcome. It shows which of two replicas is wrong: the one that cannot
-repeat its result, while the other one can.
+After an attempt whose reduced gradients differed between replicas, each rank also compares the next
+attempts with one another, and its vote contains the result. Of two replicas, the wrong one is that
+which cannot repeat its result while the other one can.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.state.fingerprint import fingerprint
 
-_MOST = 8
-"""Computations of a step of which no two agree, after which the step function counts as not
+_MAX_COMPUTATIONS = 8
+"""Number of computations of a step. If no two of them agree, the step function counts as not
 deterministic."""
 _BY_SCRIPT = "by the script"
 
 
 class Recompute(FftError):
-    """The step is computed again, to compare its gradients. It is no failure."""
+    """The step is computed again, to compare its gradients. This is not a failure."""
 
 
 @dataclass(slots=True)
@@ -38,19 +38,19 @@ class _Attempt:
     """The reductions of one attempt, in their order."""
 
     key: tuple[int, int | None, int, tuple[str, ...]]
-    """Step, slice, number of participants and members: attempts with equal keys are comparable."""
+    """Step, slice, number of participants, and members. Attempts with equal keys are comparable."""
     layouts: list[str] = field(default_factory=list)
     fingerprints: list[str] = field(default_factory=list)
     """Fingerprints of the reduced tensors before their reductions."""
     own: int = 0
     """Number of reductions before the first one that may depend on other ranks."""
     is_whole: bool = False
-    """Whether the step function ended."""
+    """Whether the step function has ended, so that no reduction is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Voted:
-    """The gradients of an attempt that this rank has voted for."""
+    """The gradients of an attempt in which this rank has voted YES."""
 
     key: tuple[int, int | None, int, tuple[str, ...]] | None
     inputs: _Attempt | None
@@ -70,10 +70,10 @@ class Recomputation:
         self._every = every
         self._is_supported = False
         self._repeated: Token | None = None
-        """The txn that is compared with the attempt before it, which was refused."""
+        """The txn that is compared with the attempt before it, because replicas differed there."""
         self._key: tuple[int, int | None, int, tuple[str, ...]] | None = None
         self._voted: _Voted | None = None
-        """The last attempt that this rank has voted for."""
+        """The last attempt in which this rank has voted YES."""
         self._inputs: _Attempt | None = None
         """The open attempt, once its step function has ended, if it is compared."""
         self._is_due = False
@@ -83,10 +83,10 @@ class Recomputation:
         self._is_own = True
         """Whether the open attempt has used no result of a reduction yet."""
         self._earlier: list[_Attempt] = []
-        """The attempts before it at the same step."""
+        """The attempts at the same step before the open one."""
 
     def refuse(self, spec: str, steps_together: bool) -> None:
-        """Raise ConfigError if it is enabled in a job whose ranks do not step together."""
+        """Raise ConfigError if it is enabled in a job whose ranks do not take steps together."""
         self._is_supported = steps_together
         if self._every and not steps_together:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Recomputation:
             )
 
     def repeat(self, plan: StartTxn) -> None:
-        """Compare the attempt ``plan`` with the one before, which differed between replicas."""
+        """Compare the attempt of ``plan`` with the one before, in which replicas differed."""
         if self._is_supported:
             self._repeated = plan.token
 
@@ -114,11 +114,11 @@ class Recomputation:
         self._earlier += [] if ended is None else [ended]
         self._earlier = [each for each in self._earlier if each.key == self._attempt.key]
 
-    def note(self, bucket: torch.Tensor, layout: str) -> None:
+    def before_reduction(self, bucket: torch.Tensor, layout: str) -> None:
         """Take the fingerprint of gradients that are about to be reduced.
 
-        Raises ConfigError if the step is due, and the kernels of their device are not
-        deterministic.
+        Raises:
+            ConfigError: The step is due, and the kernels of their device are not deterministic.
         """
         if self._attempt is None:
             return
@@ -135,25 +135,27 @@ class Recomputation:
         self._attempt.fingerprints.append(fingerprint([bucket]))
         self._attempt.own += self._is_own
 
-    def note_by_script(self, tensor: torch.Tensor) -> None:
-        """Take the fingerprint of a tensor that the script reduces; it may use other results."""
+    def before_reduction_by_script(self, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of a tensor that the script reduces.
+
+        It may depend on results of earlier reductions.
+        """
         self.results_used()
-        self.note(tensor, _BY_SCRIPT)
+        self.before_reduction(tensor, _BY_SCRIPT)
 
     def results_used(self) -> None:
-        """From now on, gradients of this attempt may depend on other ranks."""
+        """Mark all further gradients of this attempt as possibly dependent on other ranks."""
         self._is_own = False
 
     def compare(self) -> None:
         """Compare the open attempt with those before it, if its step is due.
 
-        One equal attempt is enough: an attempt with a transient fault is outvoted. An attempt that
-        a rollback has cut short is not compared.
+        One equal attempt is enough, so an earlier attempt with a transient fault does no harm.
 
         Raises:
-            Recompute: There is no attempt to compare with, or only gradients differ that depend on
-                other ranks.
-            GradientsNotReproducible: No attempt is equal, because of this rank.
+            Recompute: There is no attempt to compare with, or the only gradients that differ may
+                depend on other ranks.
+            GradientsNotReproducible: No earlier attempt is equal, because of this rank.
         """
         now, self._attempt = self._attempt, None
         if now is None or not now.fingerprints:
@@ -180,7 +182,7 @@ class Recomputation:
                 f"two computations of the same batch gave different gradients in {wrong} of "
                 f"{now.own} buckets of this rank"
             )
-        if whole + 1 >= _MOST:
+        if whole + 1 >= _MAX_COMPUTATIONS:
             raise GradientsNotReproducible(
                 f"{whole + 1} computations of the same batch gave different gradients, which use "
                 "results of reductions, such as a mean over the groups"
@@ -188,15 +190,17 @@ class Recomputation:
         raise Recompute("the step is computed again, to compare its gradients")
 
     def repeats(self, result: str | None) -> bool | None:
-        """Return whether this rank repeats the attempt before, at its vote.
+        """Return whether this rank got the same gradients as in the attempt before.
+
+        Called once for each vote.
 
         Args:
             result: Fingerprint of the reduced gradients, if it was taken.
 
         Returns:
-            False if its gradients differ, before their reduction or after it. None if there is no
-            such attempt whose gradients before the reduction are known: of attempts in a row that
-            were refused for a difference between replicas, the third is the first one to compare.
+            False if its gradients differ, before their reduction or after it. None if those of the
+            attempt before are not known. They are known from the third attempt on: replicas differ
+            in the first one, and the second one takes fingerprints before the reduction.
         """
         before, inputs = self._voted, self._inputs
         self._voted = None if result is None else _Voted(self._key, inputs, result)

@@ -96,7 +96,7 @@ class TxnReductions:
             self._injector.at("before_allreduce")
         self._raise_failure()
         if not self._is_for_fft:
-            self._recomputation.note_by_script(tensor)
+            self._recomputation.before_reduction_by_script(tensor)
             self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
         if self._injector is not None:
@@ -123,7 +123,7 @@ class TxnReductions:
 
     def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
         """Let a recomputed step compare a bucket, which is about to be reduced."""
-        self._recomputation.note(bucket, layout)
+        self._recomputation.before_reduction(bucket, layout)
 
     def _issue_for_fft(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """Issue a reduction that the user's code has not asked for."""

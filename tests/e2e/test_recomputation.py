@@ -129,7 +129,7 @@ def attempt(of: Recomputation, at: StartTxn, *buckets: float) -> None:
     """Compute an attempt whose buckets hold one value each."""
     of.begin(at)
     for number, value in enumerate(buckets):
-        of.note(torch.full((4,), value), f"bucket {number}")
+        of.before_reduction(torch.full((4,), value), f"bucket {number}")
 
 
 def test_attempt_that_was_cut_short_is_not_compared() -> None:
@@ -162,7 +162,7 @@ def test_kernels_that_may_vary_are_refused() -> None:
     each = Recomputation(2)
     each.begin(plan(1))
     with pytest.raises(ConfigError, match="use_deterministic_algorithms"):
-        each.note(torch.empty(4, device="meta"), "a bucket")
+        each.before_reduction(torch.empty(4, device="meta"), "a bucket")
 
 
 def test_attempt_equals_any_earlier_one() -> None:
@@ -180,12 +180,12 @@ def test_gradients_that_use_other_results_accuse_no_rank() -> None:
     for txn, second in ((1, 1.0), (2, 2.0)):
         attempt(each, plan(txn), 1.0)
         each.results_used()
-        each.note(torch.full((4,), second), "a later bucket")
+        each.before_reduction(torch.full((4,), second), "a later bucket")
         with pytest.raises(Recompute):
             each.compare()
     for txn in range(3, 9):
         attempt(each, plan(txn), 1.0)
-        each.note_by_script(torch.full((4,), float(txn)))
+        each.before_reduction_by_script(torch.full((4,), float(txn)))
         with pytest.raises(GradientsNotReproducible if txn in (3, 8) else Recompute):
             each.compare()
 
@@ -231,7 +231,7 @@ def test_kernels_that_may_vary_are_not_compared_with_a_refused_attempt() -> None
     for txn in (2, 3):
         each.repeat(plan(txn))
         each.begin(plan(txn))
-        each.note(torch.empty(4, device="meta"), "a bucket")
+        each.before_reduction(torch.empty(4, device="meta"), "a bucket")
         each.compare()
         assert each.repeats("b") is None
 

@@ -121,7 +121,7 @@ def test_job_with_only_tainted_checkpoints_keeps_them_and_ends(tmp_path: Path) -
 
     job = Job(tmp_path, late)
     assert not job.run().ok and job.began == [None]
-    assert "steps 6 to 8 are tainted, and with them all checkpoints" in job.said[-1]
+    assert "steps 6 to 8 are tainted, and all checkpoints at " in job.said[-1]
     assert open_store(str(tmp_path / "checkpoints")).directories() == ["step-6", "step-8"]
 
 

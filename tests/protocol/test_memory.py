@@ -25,7 +25,7 @@ from fft.messages.protocol import (
     Vote,
 )
 from fft.protocol.effects import EFFECTS
-from fft.protocol.equality import odd_ones
+from fft.protocol.equality import divergent_ranks
 from fft.protocol.guards import GUARDS
 from fft.protocol.state import Local
 
@@ -157,7 +157,7 @@ def test_rank_that_differs_from_a_strict_majority_is_divergent(
         Vote(Peer(group, int(rank), 1), Manifest(1), digest=digest)
         for (group, rank), digest in held.items()
     ]
-    found = odd_ones(votes)
+    found = divergent_ranks(votes)
     assert odd == (None if found is None else [f"{peer.group}{peer.rank}" for peer in found])
 
 

@@ -10,7 +10,7 @@ from fft.messages.effects import Decide, Effect, ReadHead
 from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
 from fft.protocol import apart
 from fft.protocol.effects.base import action
-from fft.protocol.equality import differing, odd_ones, tell
+from fft.protocol.equality import differing, digests_text, divergent_ranks
 from fft.protocol.flow import may_leave
 from fft.protocol.forming import next_epoch
 from fft.protocol.state import (
@@ -199,7 +199,7 @@ def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the replicas whose states differ as the cause."""
     assert isinstance(event, Ballot)
-    text = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
+    text = f"replicas differ after step {s.step}: {digests_text(differing(event.votes))}"[:1900]
     s.cause = Cause(CauseCode.REPLICAS_DIFFER, text)
     return ()
 
@@ -208,7 +208,7 @@ def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose an ABORT that names the divergent ranks, whose state then counts as lost."""
     assert isinstance(event, Ballot)
-    odd = odd_ones(event.votes)
+    odd = divergent_ranks(event.votes)
     assert odd is not None, "the row is guarded by odd_ones_known"
     s.proposed = True
     yield Decide(s.head, replace(abort_record(s, c), odd=odd, accused=odd))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Ballot, Decision, Event, Manifest, Prepared
-from fft.protocol.equality import differing, gradient_digest, odd_ones, unequal_data
+from fft.protocol.equality import differing, divergent_ranks, gradient_digest, unequal_data
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import Config, Local, committed, learners, member_peers
 
@@ -105,7 +105,7 @@ def digests_fit(s: Local, c: Config, event: Event) -> bool:
 def odd_ones_known(s: Local, c: Config, event: Event) -> bool:
     """A majority shows which ranks diverge, and the policy is to heal them."""
     heals = c.on_divergence == "heal"
-    return heals and isinstance(event, Ballot) and odd_ones(event.votes) is not None
+    return heals and isinstance(event, Ballot) and divergent_ranks(event.votes) is not None
 
 
 @guard
