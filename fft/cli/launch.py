@@ -21,7 +21,7 @@ from fft.train.checkpoint.plan import EVERY
 
 
 def _finite(seconds: float) -> float:
-    """Return ``seconds``; a scheduler needs the number."""
+    """Return ``seconds``. Raises BadParameter for inf, because a scheduler needs a number."""
     if not math.isfinite(seconds):
         raise typer.BadParameter(f"{seconds} is not a finite number of seconds")
     return seconds

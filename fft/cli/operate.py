@@ -163,7 +163,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
     web: Annotated[
         str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Serve a live page; 0: a free port."),
+        typer.Option(metavar="[HOST:]PORT", help="Serve a live page; port 0 takes a free one."),
     ] = None,
 ) -> None:
     """Show a running job from its bus alone, until it ends or Ctrl-C."""
@@ -171,7 +171,7 @@ def watch(
     from fft.operate.watch import Watch, watch_job
 
     if web is not None and (once or as_json):
-        raise typer.BadParameter("--web shows the job on a page: leave --once and --json out")
+        raise typer.BadParameter("--web cannot be combined with --once or --json: leave them out")
 
     def stop_at_signals(watch: Watch) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -205,7 +205,7 @@ def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
 
     view = WebView(web, url, JobToken.from_env())
     sys.stdout.write(f"{view.url}\n")
-    sys.stdout.write("Whoever has this address can see the job. Ctrl-C ends the page.\n")
+    sys.stdout.write("Everyone who has this address can see the job. Ctrl-C ends the page.\n")
     sys.stdout.flush()
     return view
 

@@ -36,7 +36,7 @@ class View(Protocol):
     """An output of the watch loop; all methods are called on the thread of the loop."""
 
     stays: bool
-    """Whether it shows the end of the job until it is stopped."""
+    """Whether the output remains after the end of the job, until it is stopped."""
 
     def word(self, line: dict[str, object]) -> None: ...
 
@@ -283,7 +283,7 @@ def watch_job(
 
     Args:
         url: URL of its bus.
-        view: Where it is shown; closed at the end.
+        view: The output; closed at the end.
         once: Show the present state only.
         begin: Called with the `Watch` before it runs, so that the caller can stop it.
         ended: Returns how the job ended, or None; asked when the bus is lost.

@@ -1,8 +1,8 @@
-"""``fft watch --web``: a live page of a job, from what `Watch` receives on its bus.
+"""``fft watch --web``: serve a live page of a job, from the messages that `Watch` receives.
 
-One thread accepts connections, and each request has a thread. They serve two fixed resources, the
-page and the newest state, and change nothing. A request needs a key that is derived from the job's
-token: it shows the job, but it gives no access to the bus.
+One thread accepts connections, and each connection has a thread. They serve two fixed resources,
+the page and the newest state, and change nothing. A request needs a key that is derived from the
+job's token. The key gives access to the page, but not to the bus.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fft.util.listening import listening_at, url_of
 _PAGE = Path(__file__).with_name("web.html")
 _SHOWN = 100
 """Maximum number of faults, changes and checkpoints on the page; it shows the newest."""
-_SLOWEST_S = 5.0
-"""Time in which a client must send its request, and then the next one."""
-_MOST_CLIENTS = 100
-"""Maximum number of connections; further ones are closed. A client needs no key to connect."""
-_CLOSES_S = 0.1
-"""Longest time until the server notices that it is closed."""
+_REQUEST_S = 5.0
+"""Time limit for a client to send a request, also after an earlier one, in seconds."""
+_MAX_CLIENTS = 100
+"""Maximum number of connections. Further ones are closed, because connecting needs no key."""
+_POLL_S = 0.1
+"""Longest time until the server notices that it is closed, in seconds."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
-    """Return everything that the page shows. Times are seconds before ``now``."""
+    """Return all data of the page. ``ago`` is in seconds before ``now``."""
     course, shot = job.course, snapshot(job, now)
     rows = {row.group: row for row in shot.rows}
     rates = course.rates(now)
@@ -118,10 +118,10 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listening
         self.key, self.state = key, b"null"
-        self._clients = threading.Semaphore(_MOST_CLIENTS)
+        self._clients = threading.Semaphore(_MAX_CLIENTS)
         self.page = _PAGE.read_bytes()
         self.cookie = f"fft-{listening.getsockname()[1]}"
-        """A browser sends the cookies of all ports of a host."""
+        """Name of the cookie, with the port, because a browser sends cookies to all ports."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin a thread for the connection, unless there are too many."""
@@ -142,7 +142,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Incoming(socket.SocketIO):
-    """What a client sends; raises TimeoutError if the request takes too long as a whole."""
+    """The bytes that a client sends, with a deadline for each whole request."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, "r")
@@ -150,20 +150,20 @@ class _Incoming(socket.SocketIO):
         self.begin()
 
     def begin(self) -> None:
-        """Expect a request from now on."""
-        self._until = time.monotonic() + _SLOWEST_S
+        """Start the time limit of the next request."""
+        self._until = time.monotonic() + _REQUEST_S
 
     def readinto(self, buffer: Any) -> int | None:
-        """Wait for bytes until the end of the time, which a client cannot extend by single ones."""
+        """Read bytes. Raises TimeoutError at the deadline, which single bytes do not extend."""
         if (left := self._until - time.monotonic()) <= 0:
-            raise TimeoutError(f"no whole request within {_SLOWEST_S:g} s")
+            raise TimeoutError(f"no whole request within {_REQUEST_S:g} s")
         self._connection.settimeout(left)
         return super().readinto(buffer)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _SLOWEST_S
+    timeout = _REQUEST_S
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "fft", ""
 
@@ -180,21 +180,21 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        """Serve the page or the state; a page that is given the key gets a cookie for it."""
+        """Serve the page or the state, or exchange the key in the address for a cookie."""
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("key", [""])[0]
         if parts.path == "/" and self._fits(given):
             cookie = f"{self.server.cookie}={self.server.key}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
         elif not self._has_key():
-            text = b"Open the address that `fft watch --web` has printed: it has the key.\n"
+            text = b"Open the address that `fft watch --web` has printed: it contains the key.\n"
             self._answer(403, text, "text/plain")
         elif parts.path == "/":
             self._answer(200, self.server.page, "text/html; charset=utf-8")
         elif parts.path == "/state.json":
             self._answer(200, self.server.state, "application/json")
         else:
-            self._answer(404, b"There is / and /state.json.\n", "text/plain")
+            self._answer(404, b"Not found: expected / or /state.json.\n", "text/plain")
 
     def _has_key(self) -> bool:
         scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = {"Content-Type": kind, "Content-Length": str(len(body))}
         for name, value in {**_HEADERS, **length, **(more or {})}.items():
             self.send_header(name, value)
-        self.connection.settimeout(_SLOWEST_S)  # for the answer
+        self.connection.settimeout(_REQUEST_S)  # for the answer
         self.end_headers()
         self.wfile.write(body)
 
@@ -226,12 +226,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class WebView:
-    """A page as the output of `Watch`; `close` ends the server."""
+    """A page as the output of `Watch`. `close` ends the server."""
 
     stays = True
 
     def __init__(self, address: str, bus_url: str, token: JobToken | None) -> None:
-        """Begin to serve.
+        """Start the server.
 
         Args:
             address: ``[HOST:]PORT``; port 0 takes a free one.
@@ -244,19 +244,20 @@ class WebView:
         """
         if token is None:
             raise ConfigError(
-                "--web needs the job's token, so that not everyone sees the job: set FFT_TOKEN_FILE"
+                "--web needs the job's token, because the key of the page is derived from it: set "
+                "FFT_TOKEN_FILE"
             )
         self._bus_url = bus_url
         key = token.key("web page").hex()
         self._server = _Server(listening_at(address, "--web"), key)
         self.url = f"{url_of(self._server.socket)}/?key={key}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSES_S,), name="fft-web"
+            target=self._server.serve_forever, args=(_POLL_S,), name="fft-web"
         )
         self._thread.start()
 
     def word(self, line: dict[str, object]) -> None:
-        """Ignore the event; the page shows its effect."""
+        """Ignore the event, because the page shows only the state."""
 
     def state(self, watch: JobModel, now: float) -> None:
         """Replace the state that is served."""

@@ -1,6 +1,7 @@
-"""Attempts, rollbacks, transfers and changes of the epoch on each rank, found in its traces.
+"""Find attempts, rollbacks, transfers and changes of the epoch in the traces of each rank.
 
-The exporters share it. Pure, except for `happenings`, which reads the traces of one scope.
+The exports to OpenTelemetry and Perfetto use this module. It is pure, except for `happenings`,
+which reads the traces of one scope.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.course import readable_cause
 from fft.trace.read import merged_lines
 
-_BACK = {"aborting", "rolling_back"}
+_ROLLBACK_ROLES = {"aborting", "rolling_back"}
 COMMITTED, ROLLED_BACK = "committed", "rolled back"
 _KINDS: dict[Role, str] = {"healing": "form", "joining": "join", "apart": "local"}
-"""Role of a state outside attempts and rollbacks → kind of what happens in it."""
+"""Role of a state outside attempts and rollbacks → kind of the activity in it."""
 
 
 @dataclass
@@ -30,19 +31,20 @@ class Happening:
     rank: str
     """``GROUP/RANK``."""
     token: tuple[int, int]
-    """Epoch and number of the attempt."""
+    """Epoch and txn at its start."""
     start: float
     end: float = 0.0
     voted: float | None = None
     decided: float | None = None
     """Time at which the rank received COMMIT."""
     outcome: str = ""
-    """``committed`` or ``rolled back``, of a step; ``lost`` if the process ended before that."""
+    """``committed`` or ``rolled back`` for a step. ``lost`` for any kind if the process, or its
+    trace, ended before the activity."""
     facts: dict[str, str | int] = field(default_factory=dict)
 
 
 class Happenings:
-    """Finds what happened on each rank; `take` the lines of one scope in the order of time."""
+    """Find the activities of each rank. Pass the lines of one scope to `take` in order of time."""
 
     def __init__(self) -> None:
         self._open: dict[str, Happening] = {}
@@ -50,35 +52,35 @@ class Happenings:
         """Rank → file and time of its newest transition."""
 
     def take(self, path: Path, line: dict[str, Any], at: float) -> Iterator[Happening]:
-        """Yield what a line has ended."""
+        """Yield the activities that end with this line."""
         if (roles := line.get("roles")) is None:
             return
         rank, event = f"{line['group']}/{line['rank']}", line.get("event") or {}
         token = line["epoch"], line["txn"]
         file, before = self._seen.get(rank, (path, at))
-        if file != path:  # another process has taken the place
+        if file != path:  # another process has replaced this one
             yield from self._lost(rank, before)
         self._seen[rank] = path, at
         if event.get("type") == "healed" and event["bytes"]:
             facts = {"bytes": event["bytes"], "source": event["source"]}
             yield Happening("transfer", rank, token, before, at, facts=facts)
-        now = self._open.get(rank)
-        if now is not None and event.get("type") == "prepared" and event["yes"]:
-            now.voted = at
-            now.facts["step"] = line["step"]  # a rank may have fetched the state meanwhile
-        if roles[0] == roles[1] or {*roles} <= _BACK:
+        current = self._open.get(rank)
+        if current is not None and event.get("type") == "prepared" and event["yes"]:
+            current.voted = at
+            current.facts["step"] = line["step"]  # it changes if the rank has fetched the state
+        if roles[0] == roles[1] or {*roles} <= _ROLLBACK_ROLES:
             return
-        if now is not None and roles[1] in COMMITTING:
-            now.outcome, now.decided = COMMITTED, now.decided or at
-        elif now is not None and roles[1] != "voting":
-            now.end = at
-            if now.kind == "step":
-                now.outcome = now.outcome or ROLLED_BACK
+        if current is not None and roles[1] in COMMITTING:
+            current.outcome, current.decided = COMMITTED, current.decided or at
+        elif current is not None and roles[1] != "voting":
+            current.end = at
+            if current.kind == "step":
+                current.outcome = current.outcome or ROLLED_BACK
             yield self._open.pop(rank)
         if roles[1] == "training":
             facts = {"step": line["step"]}
             self._open[rank] = Happening("step", rank, token, at, facts=facts)
-        elif roles[1] in _BACK:
+        elif roles[1] in _ROLLBACK_ROLES:
             cause = readable_cause(line.get("cause") or "")
             facts = {"cause": cause, "cause_code": line.get("code") or "none"}
             self._open[rank] = Happening("rollback", rank, token, at, facts=facts)
@@ -86,18 +88,18 @@ class Happenings:
             self._open[rank] = Happening(kind, rank, token, at)
 
     def end(self) -> Iterator[Happening]:
-        """Yield what had not ended when the traces end."""
+        """Yield the activities that are open at the end of the traces."""
         for rank, (_, at) in self._seen.items():
             yield from self._lost(rank, at)
 
     def _lost(self, rank: str, at: float) -> Iterator[Happening]:
-        if (now := self._open.pop(rank, None)) is not None:
-            now.end, now.outcome = at, now.outcome or "lost"
-            yield now
+        if (current := self._open.pop(rank, None)) is not None:
+            current.end, current.outcome = at, current.outcome or "lost"
+            yield current
 
 
 def happenings(folder: Path) -> Iterator[Happening]:
-    """Yield what happened in one scope, in the order in which it ended."""
+    """Yield the activities in one scope, in the order in which they ended."""
     found = Happenings()
     for at, path, line, _ in merged_lines(folder):
         yield from found.take(path, line, at)

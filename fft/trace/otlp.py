@@ -39,7 +39,7 @@ _BATCH = 512
 _OPEN = 64
 """Attempts of the job that are open at a time; their ranks end them at different times."""
 _SENT = ("step", "rollback", "transfer")
-"""Kinds of what happened that become spans."""
+"""Kinds of activities that become spans."""
 
 
 class _Spans:

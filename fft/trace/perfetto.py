@@ -1,9 +1,9 @@
-"""``fft timeline --perfetto``: a run as a trace for https://ui.perfetto.dev, by Perfetto's builder.
+"""``fft timeline --perfetto``: write a run as a trace for https://ui.perfetto.dev.
 
-Each rank has a track, as in the timeline page: attempts with the step function, the wait for the
-votes of others and the update inside, rollbacks, and the forming of epochs. The job has a track
-with faults, epochs and changes. Packets are written as they are made, so memory does not grow with
-the traces.
+Each rank has a track, as in the timeline page, with rollbacks, the forming of epochs, and attempts.
+An attempt contains the step function, the wait for the votes of others, and the update. The job has
+tracks with faults, epochs and changes. Packets are written as they are built, so memory does not
+grow with the traces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 _SEQUENCE = 1
-"""All packets are one sequence, in which a slice that ends comes before the next one begins."""
+"""The only packet sequence: on each track, a slice ends before the next one begins."""
 _NAMES = {
     "rollback": "rolls back",
     "transfer": "fetches the state",
@@ -44,14 +44,14 @@ _NONE: Arguments = {}
 
 
 class _Tracks:
-    """Writes tracks, and slices and instants on them."""
+    """Write tracks, and slices and instants on them."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
         self._known: dict[tuple[str, ...], int] = {}
 
     def of(self, *names: str) -> int:
-        """Return the track with this path of names; it and its parents are made if absent."""
+        """Return the track with this path of names. Create it and its parents if absent."""
         if (found := self._known.get(names)) is not None:
             return found
         parent = self.of(*names[:-1]) if len(names) > 1 else None
@@ -112,7 +112,7 @@ def write_trace(directory: Path, out: Path) -> None:
 
 
 def _write_course(tracks: _Tracks, course: Course) -> None:
-    """Write what concerns the whole job."""
+    """Write the tracks of the job: faults, epochs and changes."""
     faults, epochs = tracks.of("job", "faults"), tracks.of("job", "epochs")
     for fault in course.faults:
         facts: Arguments = {
@@ -149,7 +149,7 @@ def _write_scope(tracks: _Tracks, folder: Path, scope: tuple[str, ...]) -> None:
 
 
 def _write_part(tracks: _Tracks, lane: tuple[str, ...], part: Happening) -> None:
-    """Write what one rank did. A transfer has a track of its own, because it overlaps others."""
+    """Write an activity of one rank. Transfers overlap other activities, so they have a track."""
     facts: dict[str, str | int] = {"epoch": part.token[0], "txn": part.token[1], **part.facts}
     if part.outcome:
         facts["outcome"] = part.outcome

@@ -127,7 +127,7 @@ def test_slow_client_does_not_delay_others(view: WebView) -> None:
 def test_client_that_sends_single_bytes_is_disconnected(
     view: WebView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "_SLOWEST_S", 0.5)
+    monkeypatch.setattr(web, "_REQUEST_S", 0.5)
     parts = urlsplit(view.url)
     with closing(socket.create_connection((parts.hostname or "", parts.port or 0))) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX: ")
@@ -148,7 +148,7 @@ def test_client_that_sends_single_bytes_is_disconnected(
 def test_connections_beyond_the_limit_are_closed_and_later_ones_served(
     view: WebView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "_MOST_CLIENTS", 3)
+    monkeypatch.setattr(web, "_MAX_CLIENTS", 3)
     with closing(WebView("0", "tcp://bus/job", TOKEN)) as small, ExitStack() as stack:
         parts = urlsplit(small.url)
         for _ in range(3):
@@ -178,7 +178,7 @@ def test_port_is_free_after_close(view: WebView) -> None:
 def test_command_refuses_a_page_with_other_outputs() -> None:
     for option in ("--once", "--json"):
         done = CliRunner().invoke(app, ["watch", "--web", "0", option, "--bus", "tcp://x:1/j"])
-        assert done.exit_code == 2 and "leave --once and --json out" in done.output
+        assert done.exit_code == 2 and "--web cannot be combined" in done.output
 
 
 # --- contents ---

@@ -69,7 +69,7 @@ def test_silent_store_blocks_only_its_cleaner(
     assert not thread.is_alive() and not client.check(["epoch/a"])
 
 
-def test_group_whose_store_is_silent_can_be_closed(server: Forked) -> None:
+def test_group_with_a_silent_store_closes_in_bounded_time(server: Forked) -> None:
     port = int(server.stdout.readline())
     group = AbortableGroup(ProcessGroupGloo(LIMIT))
     group.configure(f"127.0.0.1:{port}/epoch", "0", 0, 1)
