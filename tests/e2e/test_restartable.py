@@ -8,6 +8,8 @@ import pytest
 from forked_run import fft as run_fft
 
 from benchmarks.live_kills import judged
+from fft.errors import LiveBlockFailed
+from fft.train.restartable import _Restarts
 
 SCRIPT = Path(__file__).with_name("restart_script.py")
 
@@ -34,6 +36,16 @@ def test_restartable_function_survives_an_error_and_a_death(tmp_path: Path) -> N
     rollback = f"on_abort finalize {attempt}"
     assert f"order {attempt} {rollback} {rollback} completion\n" in first
     assert f"order {attempt} completion\n" in replacement
+
+
+def test_only_restarts_within_the_time_count() -> None:
+    counts = []
+    for within_s in (None, 1000.0, 1e-9):
+        restarts = _Restarts(1, within_s, ())
+        for _ in range(3):
+            restarts.failed(LiveBlockFailed("a member died", ()))
+        counts.append(restarts._recent())
+    assert counts == [3, 3, 0]
 
 
 @pytest.mark.long

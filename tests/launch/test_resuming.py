@@ -113,6 +113,20 @@ def test_job_returns_to_the_newest_checkpoint_before_the_tainted_steps(tmp_path:
     assert [e.step for e in Checkpoints(store).found() if e.step is not None] == [2, 4]
 
 
+def test_start_that_diverges_before_a_comparison_returns_to_its_own_checkpoint(
+    tmp_path: Path,
+) -> None:
+    def second(job: Job) -> JobOutcome:
+        start = len(job.began)
+        if start < 3:
+            job.publish((4, 6)[start - 1])
+        return (LOST, diverged(0, 6), JobOutcome(True))[start - 1]
+
+    job = Job(tmp_path, second)
+    assert job.run().ok
+    assert job.began == [None, 4, 4]
+
+
 def test_job_with_only_tainted_checkpoints_keeps_them_and_ends(tmp_path: Path) -> None:
     def late(job: Job) -> JobOutcome:
         job.publish(6)

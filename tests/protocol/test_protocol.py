@@ -993,6 +993,25 @@ def test_where_bodies_change_gradients_a_joiner_is_waited_for(edited: bool) -> N
     assert job.steps() == {2} and clean(job) == []
 
 
+def test_joiner_that_rules_choose_has_its_state_before_it_computes() -> None:
+    job = Job(3, rules=(("max_active", 2),)).until_running()
+    job.start_anew("0")
+    job.step()
+    assert job.head.active == ("0", "1") and job.head.learners == ()
+    assert [job.node(g).txn.index for g in "012"] == [0, 1, None]
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_joiner_that_rules_leave_out_fetches_while_the_others_compute() -> None:
+    job = Job(3, rules=(("max_active", 2),)).until_running()
+    job.start_anew("2")
+    job.step()
+    assert job.head.active == ("0", "1") and job.head.learners == ("2",)
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
 def test_a_spare_computes_in_the_place_of_a_learner() -> None:
     job = Job(3, min_groups=2, fixed_with_spares=True).until_running()
     job.start_anew("0")

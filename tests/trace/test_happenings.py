@@ -1,0 +1,23 @@
+"""Tests of the search for attempts and rollbacks in traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from traced import TracedJob
+
+from fft.trace.happenings import happenings
+
+
+def test_attempt_of_a_process_that_was_replaced_is_lost_when_its_trace_ends(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path)
+    job.step()
+    job.start_anew("1")
+    job.step()
+    job.step()
+    job.close()
+    steps = [each for each in happenings(tmp_path) if each.kind == "step" and each.rank == "1/0"]
+    by_token = {each.token: each.outcome for each in steps}
+    assert len(by_token) == len(steps) and all(each.start <= each.end for each in steps)
+    first, second, *later = [by_token[token] for token in sorted(by_token)]
+    assert (first, second) == ("committed", "lost") and later[0] == "committed"
