@@ -131,6 +131,9 @@ class Barriers:
         self._first: dict[Peer, set[_Key]] = defaultdict(set)
         """Keys that each participant has already sent or received in its current epoch, among those
         that count only once per epoch."""
+        self._votes_of: dict[int, tuple[tuple[int, Peer], ...]] = {}
+        """The votes that the commit of a live block's entry proves, by the hash of the commit. They
+        count where the decider's trace has lost the move in which it received them."""
         self._ended: set[Peer] = set()
         self._said: set[int] = set()
         """Hashes of the messages of the previous part."""
@@ -173,6 +176,8 @@ class Barriers:
             self._turns[move.peer].append(turn)
         if events or isinstance(move.event, (Ready, Begin)):
             self._note_untraced(move)
+        if isinstance(move.event, Decision) and move.event.record is not None:
+            self._note_votes(move.event.record, member_peers(move.before))
 
     def ended(self, peer: Peer) -> None:
         """Record that no more moves of ``peer`` come in."""
@@ -195,6 +200,14 @@ class Barriers:
         if isinstance(move.event, (Ready, Begin)) and move.event.peer not in self._turns:
             self._ready.add(Ready(move.event.peer, move.event.epoch))
 
+    def _note_votes(self, record: Record, voters: Collection[Peer]) -> None:
+        if record.live:
+            within = ("block", record.token, "commit", record.by)
+            commit: _Key = ("record", record) if _ends_an_epoch(record) else within
+            self._votes_of[hash(commit)] = tuple(
+                (hash(("block", record.token, "vote", peer)), peer) for peer in voters
+            )
+
     def execution(self) -> Execution:
         """Return the execution since the last part; see `execution_of`. Raises ExecutionError."""
         return self._execution({peer: len(found) for peer, found in self._turns.items()})
@@ -210,7 +223,7 @@ class Barriers:
             past = sorted(n for n in epochs if n <= last)
             turns[peer] = [_life(Ready(peer, epoch), self._ready) for epoch in past]
         peers = sorted(turns)
-        heard = _hearing(peers, turns, self._is_past)
+        heard = _hearing(peers, turns, self._votes_of, self._is_past)
         clocks = vectors([len(turns[p]) for p in peers], heard)
         for peer, clock in zip(peers, clocks, strict=True):
             if len(clock) < len(turns[peer]):
@@ -266,6 +279,8 @@ class Barriers:
         for peer, epochs in self._listed.items():
             self._listed[peer] = {n for n in epochs if n > last}
         self._ready = {word for word in self._ready if word.epoch > last}
+        left = {x for turns in self._turns.values() for turn in turns for x, _ in turn.hears}
+        self._votes_of = {x: votes for x, votes in self._votes_of.items() if x in left}
 
     def _is_past(self, x: int, by: Peer) -> bool:
         """Whether ``x`` was sent in a part that is already judged."""
@@ -406,16 +421,31 @@ def _life(word: Ready, ready: Container[Ready]) -> _Turn:
 
 
 def _hearing(
-    peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], is_past: Callable[[int, Peer], bool]
+    peers: Sequence[Peer],
+    turns: Mapping[Peer, list[_Turn]],
+    votes_of: Mapping[int, Sequence[tuple[int, Peer]]],
+    is_past: Callable[[int, Peer], bool],
 ) -> Sources:
-    """Return, for each turn, the turns that first sent what it receives, without past ones."""
+    """Return, for each turn, the turns that first sent what it receives, without past ones.
+
+    A commit that no turn has sent stands for the votes that it proves.
+    """
     said: dict[int, tuple[int, int]] = {}
     for p, peer in enumerate(peers):
         for i, turn in enumerate(turns[peer]):
             for key in turn.says:
                 said.setdefault(key, (p, i))
+
+    def sources(key: int, by: Peer) -> list[tuple[int, int]]:
+        if is_past(key, by):
+            return []
+        if key in said:
+            return [said[key]]
+        votes = votes_of.get(key, ())
+        return [said[x] for x, peer in votes if x in said and not is_past(x, peer)]
+
     return {
-        (p, i): [said[key] for key, by in turn.hears if key in said and not is_past(key, by)]
+        (p, i): [source for heard in turn.hears for source in sources(*heard)]
         for p, peer in enumerate(peers)
         for i, turn in enumerate(turns[peer])
         if turn.hears

@@ -124,6 +124,7 @@ class Watchers:
             self.interrupter.close()
         if self.monitor is not None:
             self.monitor.close()
+            self.monitor = None
         if self._hold is not None:
             self._hold.release()
 

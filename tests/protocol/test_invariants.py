@@ -337,7 +337,7 @@ def one_of_two_is_given_up(h: History) -> str:
     return change(h, A, brings("abort", ABORTED), gives_up(odd=(B,)))
 
 
-@breaks("divergence", f"record 3 accuses {B}, which is no minority")
+@breaks("divergence", f"record 3 accuses {B}, which is no minority and has repeated its result")
 def one_of_two_is_accused(h: History) -> str:
     both_vote_in_the_aborted(h, "a", "a")
     code = CauseCode.GRADIENTS_DIFFER

@@ -29,7 +29,7 @@ def test_audit_replays_old_traces(old: Path) -> None:
     assert report.ok, report.render()
     assert (report.commits, report.epochs) == (8, 5)
     (replayed,) = (finding for finding in report.findings if finding.name == "replay")
-    assert replayed.checks == 126
+    assert replayed.checks == 129
 
 
 def test_audit_finds_a_changed_cause_in_an_old_trace(old: Path) -> None:

@@ -86,7 +86,7 @@ def stop_no_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Stop: too few groups have joined in time."""
-    rules = f" and active is {', '.join(f'{k}({n})' for k, n in c.rules)}" if c.rules else ""
+    rules = "".join(f", counted after {kind}({n})" for kind, n in c.rules)
     yield Finish(
         f"{len(whole_groups(s, c))} whole replica groups within {c.timeouts['quorum']:g} s, but "
         f"min_replica_size is {c.min_groups}{rules}; start the missing groups, or raise "
