@@ -43,9 +43,9 @@ class MeshLayout:
     @classmethod
     def checked(
         cls,
-        names: Sequence[str],
-        shape: Sequence[int],
-        same_batch: Collection[str] | None,
+        names: Sequence[str] | str,
+        shape: Sequence[int] | int,
+        same_batch: Collection[str] | str | None,
         rank: int,
         ranks: int,
     ) -> MeshLayout:
@@ -62,15 +62,18 @@ class MeshLayout:
         Raises:
             FftError: The arguments contradict each other or the group, or a name is unknown.
         """
-        if isinstance(names, str):
-            names = (names,)
+        names = (names,) if isinstance(names, str) else names
+        shape = (shape,) if isinstance(shape, int) else shape
+        same_batch = (same_batch,) if isinstance(same_batch, str) else same_batch
         call = f"manager.mesh({tuple(names)}, {tuple(shape)})"
         if not names or not len(set(names)) == len(names) == len(shape):
             raise FftError(
                 f"{call}: expected different names and one size for each name, as in "
                 "manager.mesh(('fsdp', 'tp'), (2, 2))"
             )
-        if math.prod(shape) != ranks or min(shape) < 1:
+        if wrong := [size for size in shape if type(size) is not int or size < 1]:
+            raise FftError(f"{call}: expected positive int sizes, got {wrong[0]!r}")
+        if math.prod(shape) != ranks:
             raise FftError(
                 f"{call}: the sizes multiply to {math.prod(shape)}, but this replica group has "
                 f"{ranks} ranks; change the sizes, or the number of ranks (fft run --ranks)"

@@ -92,6 +92,13 @@ def test_hooks_run_in_the_order_of_an_attempt(tmp_path: Path) -> None:
     assert "terminate" not in calls
 
 
+def test_manager_that_began_no_attempt_calls_no_hook(tmp_path: Path) -> None:
+    manager = manager_of_one(tmp_path)
+    calls = note_hooks(manager)
+    manager.shutdown()
+    assert calls == []
+
+
 def test_hook_that_fails_makes_the_rank_leave_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from fft.errors import FftError
+from fft.errors import FftError, UnfitCheckpoint
+from fft.train.checkpoint.files import Manifest, Scope
+from fft.train.checkpoint.loading import Loaded, Loader
 from fft.train.mesh_layout import BatchShare, MeshLayout
 
 
@@ -25,7 +29,9 @@ def layout(
     ("names", "shape", "same_batch", "message"),
     [
         (("fsdp", "tp"), (2, 3), None, r"multiply to 6, but this replica group has 4 ranks"),
-        (("fsdp", "tp"), (-2, -2), None, r"multiply to 4"),
+        (("fsdp", "tp"), (-2, -2), None, r"positive int sizes, got -2"),
+        (("fsdp", "tp"), (2.0, 2), None, r"positive int sizes, got 2.0"),
+        (("fsdp", "tp"), "22", None, r"positive int sizes, got '2'"),
         (("fsdp", "tp"), (4,), None, r"different names and one size for each name"),
         (("tp", "tp"), (2, 2), None, r"different names"),
         ((), (), None, r"different names"),
@@ -38,6 +44,11 @@ def test_layout_refuses_arguments_that_do_not_fit(
 ) -> None:
     with pytest.raises(FftError, match=message):
         layout(names, shape, same_batch=same_batch)
+
+
+def test_one_dimension_needs_no_sequence() -> None:
+    made = MeshLayout.checked("tp", 4, "tp", 0, 4)
+    assert made == MeshLayout.checked(("tp",), (4,), ("tp",), 0, 4)
 
 
 def test_lines_are_those_of_torchs_mesh() -> None:
@@ -75,3 +86,54 @@ def test_text_differs_for_different_layouts() -> None:
     assert str(made[0]) == "fsdp=2 x tp=2 (same batch)"
     assert len({str(each) for each in made}) == 4
     assert str(layout(("fsdp", "tp"), (2, 2), rank=3)) == str(made[0])
+
+
+# --- the data position of a checkpoint from another mesh ---
+
+
+def loaded(own_items: int, own_mesh: str, **written: Any) -> Loaded:
+    """Return the position at which a job of 4 ranks resumes.
+
+    Args:
+        own_items: Number of batches of a group in a step of this job.
+        own_mesh: Its mesh.
+        written: Fields of the manifest.
+    """
+    at = {"step": 6, "lineage": "l", "batches": 12, "cursor": 12, "returned": ()}
+    fields: dict[str, Any] = {**at, "writer": "0", "groups": ("0", "1"), "ranks": 4}
+    fields |= {"spec": "hsdp", "spec_digest": "d", "fft_version": "1", "attempt": "a", "wall": 1.0}
+    fields |= {"digests": {}, "files": (), **written}
+    fields = {name: value for name, value in fields.items() if name in Manifest.model_fields}
+    loader = Loader.__new__(Loader)
+    loader._ranks = 4
+    loader._rank = cast(Any, SimpleNamespace(groups=SimpleNamespace(mesh_text=own_mesh)))
+    paradigm = SimpleNamespace(items_per_step=own_items)
+    loader._state = cast(Any, SimpleNamespace(paradigm=paradigm))
+    place = Scope(**at)
+    return loader._stands_anew(Manifest.model_construct(**fields, scopes={"job": place}), place)
+
+
+@pytest.mark.parametrize(
+    ("written", "items", "cursor"),
+    [
+        ({"mesh": "fsdp=2 x tp=2 (same batch)", "items": 2}, 4, 6),
+        ({"mesh": "fsdp=2 x tp=2 (same batch)", "items": 2}, 2, 12),
+        ({"mesh": "", "items": 4}, 2, 24),
+        ({"mesh": "", "items": 0}, 2, 24),
+        ({"mesh": "", "items": 0, "ranks": 8}, 4, 24),
+        ({"mesh": "", "items": 0, "ranks": 8}, 1, 12),
+    ],
+    ids=["mesh_to_ranks", "same_share", "ranks_to_mesh", "old", "old_8_ranks", "old_per_group"],
+)
+def test_checkpoint_of_another_mesh_continues_at_the_same_batch(
+    written: dict[str, Any], items: int, cursor: int
+) -> None:
+    found = loaded(items, "another mesh", **written)
+    assert found.cursor == cursor and found.lineage != "l"
+
+
+def test_checkpoint_within_the_batches_of_a_step_is_refused() -> None:
+    with pytest.raises(UnfitCheckpoint, match="stands at item 26 of the data"):
+        loaded(4, "", mesh="fsdp=2 x tp=2 (same batch)", items=2, cursor=13)
+    with pytest.raises(UnfitCheckpoint, match="in slices of 2 batches"):
+        loaded(4, "", mesh="fsdp=2 x tp=2 (same batch)", items=2, returned=(3,))
