@@ -114,6 +114,7 @@ def results_under_fft(folder: Path, fault: str) -> list[str]:
     return results(logs)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_restarted_function_has_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     undisturbed = results_under_fft(tmp_path / "none", "none")

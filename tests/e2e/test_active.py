@@ -46,6 +46,7 @@ def test_rules_apply_in_order() -> None:
         fft.ManagerConfig(active=(max_active(0),))
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_node_that_is_not_whole_is_excluded_and_spares_take_over(tmp_path: Path) -> None:
     script, traces = tmp_path / "script.py", tmp_path / "run"

@@ -61,6 +61,7 @@ def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
     assert "step 2 failed: rank 0/0: OSError" in told and "File too large" in told
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("room", [17, 0], ids=["room comes", "it stays full"])
 def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(

@@ -42,8 +42,9 @@ def _digests(traces: Path) -> dict[tuple[int, int], set[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_group_changes_no_bits_of_a_constant_global_batch(
     ranks: int, tmp_path: Path
 ) -> None:

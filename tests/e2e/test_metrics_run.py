@@ -70,6 +70,7 @@ def is_refused(url: str) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_metrics_equal_the_report_and_each_step_is_logged_once(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")

@@ -98,6 +98,7 @@ def test_one_wrong_gradient_is_found_before_the_commit_and_names_its_rank(
         made.audit()
 
 
+@pytest.mark.long
 def test_rank_that_never_computes_the_same_gradient_gives_up_and_the_other_goes_on(
     tmp_path: Path,
 ) -> None:

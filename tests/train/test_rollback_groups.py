@@ -290,6 +290,7 @@ def test_abort_releases_configure_after_a_peer_died(
     group.close()
 
 
+@pytest.mark.long
 def test_configure_names_the_address_of_a_peer_that_cannot_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
