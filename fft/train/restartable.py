@@ -89,7 +89,7 @@ class _Restarts:
         self._iteration = _maximum_of_all(self._iteration, live.group)
         restarts = self._recent()
         if self._max_restarts is not None and restarts > self._max_restarts:
-            window = "" if self._within_s is None else f" in {self._within_s:g} s"
+            window = "" if self._within_s is None else f" within {self._within_s:g} s"
             raise RestartRefused(
                 f"{restarts} restarts{window} would exceed max_restarts={self._max_restarts}; "
                 f"failed last: {', '.join(map(str, self._last_failed)) or 'none'}"
