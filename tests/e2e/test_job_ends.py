@@ -97,6 +97,7 @@ def test_failure_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
     assert sum(starts(tmp_path / "run", group) for group in (0, 1)) <= 3
 
 
+@pytest.mark.long
 def test_the_other_groups_finish_and_nobody_waits_for_one_that_was_killed(tmp_path: Path) -> None:
     """It comes back when there is no group left to join."""
     traces, plan = tmp_path / "run", tmp_path / "plan.yaml"

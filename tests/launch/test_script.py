@@ -78,6 +78,7 @@ def test_signal_that_ends_a_forked_rank_is_its_exit_code(
     assert child.exit_code() == child.reap() == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_forked_ranks_draw_different_random_numbers(started: list[Script], tmp_path: Path) -> None:
     text = (
         "import random, numpy, torch\n"

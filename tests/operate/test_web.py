@@ -266,6 +266,7 @@ def is_training(state: dict[str, Any], groups: int = 2) -> bool:
     return len(ranks) == groups and all(rank["is_well"] for rank in ranks)
 
 
+@pytest.mark.long
 def test_page_shows_a_killed_group_its_return_and_the_end(tmp_path: Path) -> None:
     with job_with_a_page(tmp_path) as (job, page):
         page.until(lambda s: is_training(s) and s["steps_per_s"], "it trains")

@@ -28,6 +28,7 @@ def place(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     return f"s3://{bucket_at(server, request.node.name, monkeypatch)}/jobs/run7"
 
 
+@pytest.mark.long
 def test_published_checkpoint_is_read_and_pruned(place: str) -> None:
     store = open_store(place)
     assert isinstance(store, UrlStore)
