@@ -38,6 +38,13 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     # --- the job ---
 
+    def refuse_unless_lockstep(self, what: str) -> None:
+        if not self.steps_together:
+            raise FftError(
+                f"{what} with spec={self._rank.settings.spec.name!r}: its groups do not run in "
+                "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
+            )
+
     def refuse_unconnected(self) -> None:
         self._rank.groups.refuse_unconnected()
 

@@ -58,12 +58,6 @@ class Periodic(Lockstep):
 
     # --- the job ---
 
-    def refuse_unless_lockstep(self, what: str) -> None:
-        raise FftError(
-            f"{what} with spec={self._rank.settings.spec.name!r}: its groups do not run in "
-            "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
-        )
-
     def refuse_torchft_loop(self) -> None:
         raise FftError(
             "start_quorum(), of torchft's loop, with spec="

@@ -42,12 +42,6 @@ class AsyncPipeline(Pipelined):
 
     # --- the job ---
 
-    def refuse_unless_lockstep(self, what: str) -> None:
-        raise FftError(
-            f"{what} with spec={self._rank.settings.spec.name!r}: its groups do not run in "
-            "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
-        )
-
     def refuse_torchft_loop(self) -> None:
         raise FftError(
             f"start_quorum() is not supported with spec={self._rank.settings.spec.name!r}: use "
