@@ -7,7 +7,6 @@ imports neither system.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.side_by_side.events import Pen
 from benchmarks.side_by_side.model import checksum
-from benchmarks.side_by_side.place import meet
+from benchmarks.side_by_side.place import measured_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import from_nvrx
@@ -72,22 +71,15 @@ class Observer:
 def main() -> None:
     """Run the example with the settings of the plan."""
     torch.set_num_threads(1)
-    plan, directory = json.loads(os.environ["BENCH_PLAN"]), Path(os.environ["BENCH_DIR"])
-    pen = Pen(directory, int(os.environ["REPLICA_GROUP_ID"]), 0)
-    pen.say("start")
-    meet(directory, plan["groups"], 1)
-    observer = Observer(plan, pen)
-    for name in ("train", "backward", "fault"):
-        setattr(from_nvrx, name, getattr(observer, name))
-    register_optimizer_step_post_hook(observer.commit)
-    settings = {"under": plan["manager"], "fault": plan["kind"], "at": plan["warm"]}
-    settings |= {"steps": 1_000_000, "pause": plan["pace"]}
-    sys.argv[1:] = [str(directory / "state"), *(f"--{k}={v}" for k, v in settings.items())]
-    try:
+    with measured_group() as (plan, directory, pen):
+        observer = Observer(plan, pen)
+        for name in ("train", "backward", "fault"):
+            setattr(from_nvrx, name, getattr(observer, name))
+        register_optimizer_step_post_hook(observer.commit)
+        settings = {"under": plan["manager"], "fault": plan["kind"], "at": plan["warm"]}
+        settings |= {"steps": 1_000_000, "pause": plan["pace"]}
+        sys.argv[1:] = [str(directory / "state"), *(f"--{k}={v}" for k, v in settings.items())]
         from_nvrx.main()
-    except BaseException as error:
-        pen.say("exit", why=f"{type(error).__name__}: {error}"[:500])
-        raise
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ rank that is blocked in it. Annotations must not be strings here, because the wr
 own type in them.
 """
 
-import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import nvidia_resiliency_ext.inprocess as inprocess
@@ -26,7 +25,7 @@ from benchmarks.side_by_side.model import (
     loss_of,
     plain_optimizer,
 )
-from benchmarks.side_by_side.place import meet
+from benchmarks.side_by_side.place import measured_group
 from benchmarks.side_by_side.victim import Victim
 
 SETTINGS = {
@@ -115,11 +114,13 @@ class Work:
 def main() -> None:
     """Train under the wrapper."""
     torch.set_num_threads(1)
-    plan, directory = json.loads(os.environ["BENCH_PLAN"]), Path(os.environ["BENCH_DIR"])
-    pen = Pen(directory, int(os.environ["REPLICA_GROUP_ID"]), 0)
-    pen.say("start")
-    meet(directory, plan["groups"], 1)
-    work, port = Work(plan, pen), int(os.environ["MASTER_PORT"])
+    with measured_group() as (plan, _, pen):
+        wrapped(Work(plan, pen))()
+
+
+def wrapped(work: Work) -> Callable[[], None]:
+    """Return the training function under the wrapper."""
+    port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         port + 1,
@@ -133,11 +134,7 @@ def main() -> None:
     def train(call: inprocess.CallWrapper = None) -> None:
         work.train(store, call.iteration)
 
-    try:
-        train()
-    except BaseException as error:
-        pen.say("exit", why=f"{type(error).__name__}: {error}"[:500])
-        raise
+    return train
 
 
 if __name__ == "__main__":

@@ -5,10 +5,16 @@ It uses files of the repetition's directory, and /proc. It does not import torch
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from benchmarks.side_by_side.events import Pen
 
 _MEET_S = 120.0
 _POLL_S = 0.01
@@ -25,6 +31,24 @@ def meet(directory: Path, groups: int, ranks: int) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of {groups} x {ranks} ranks began within {_MEET_S:g} s")
         time.sleep(_POLL_S)  # files offer no event to wait for
+
+
+@contextmanager
+def measured_group() -> Iterator[tuple[dict[str, Any], Path, Pen]]:
+    """Begin a group of one rank together with all others, and record the error that ends it.
+
+    Yields:
+        The plan, the directory of the repetition, and the writer of events.
+    """
+    plan, directory = json.loads(os.environ["BENCH_PLAN"]), Path(os.environ["BENCH_DIR"])
+    pen = Pen(directory, int(os.environ["REPLICA_GROUP_ID"]), 0)
+    pen.say("start")
+    meet(directory, plan["groups"], 1)
+    try:
+        yield plan, directory, pen
+    except BaseException as error:
+        pen.say("exit", why=f"{type(error).__name__}: {error}"[:500])
+        raise
 
 
 def tell_launcher(word: str) -> None:
