@@ -244,7 +244,7 @@ def summary_lines(course: Course) -> list[str]:
     again = course.repeated if again is None else again
     lines.append(f"{unit} lost: {lost:,.0f}, repeated: {again:,.0f}")
     for absence in course.absences:
-        if absence.steps:
+        if absence.steps and course.steps:  # a job of live blocks alone has no steps
             until = "" if absence.back is None else f" to {absence.step + absence.steps}"
             why = " as asked" if absence.planned else ""
             lines.append(
@@ -515,7 +515,7 @@ def refusals(directory: str | Path) -> str | None:
         by_attempt.setdefault(key, []).append(f"{line['group']}/{line['rank']} ({values})")
     if not skips and not by_attempt:
         return None
-    found = [f"steps skipped, whose batches were consumed without an update: {len(skips)}"]
+    found = [f"refused results; steps skipped, whose batches had no update: {len(skips)}"]
     for (step, _, reaction, why), ranks in by_attempt.items():
         found.append(f"  step {step}, {reaction}: {why}, on {'; '.join(ranks)}")
     more = len(found) - _MOST_REFUSALS

@@ -111,13 +111,14 @@ class _Restarts:
         self._last_failed = error.failed
 
     @contextmanager
-    def stopping(self) -> Iterator[None]:
+    def stopping(self, me: Peer) -> Iterator[None]:
         """Raise RestartRefused in place of an error of a type in ``stop_on``."""
         try:
             yield
         except self._stop_on as error:
             raise RestartRefused(
-                f"{text_of(error)} is not followed by a restart (stop_on)"
+                f"{text_of(error)} on {me}, whose log has the traceback, is not followed by a "
+                "restart (stop_on)"
             ) from error
 
 
@@ -178,7 +179,7 @@ def restartable(
                     try:
                         with live.manager._live.final_block(function.__qualname__) as members:
                             call = restarts.next_call(live, members)
-                            with restarts.stopping():
+                            with restarts.stopping(live.me):
                                 result = function(call, *args, **kwargs)
                     except LiveBlockFailed as error:
                         restarts.failed(error)

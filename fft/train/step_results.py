@@ -128,9 +128,8 @@ class ResultJudge:
         # the job's
         for veto in self.vetoes if plan.index is not None else ():
             if (reaction := veto(result)) is not None:
-                return self._react(
-                    plan, _checked(reaction), f"{_name(veto)} refuses the step", norm
-                )
+                why = f"{_name(veto)} refuses the step"
+                return self._react(plan, _checked(reaction, veto), why, norm)
         return not is_finite and self._react_to_nonfinite(plan, norm)
 
     def must_skip_nonfinite(self, plan: StartTxn, tensors: Sequence[torch.Tensor]) -> bool:
@@ -226,11 +225,11 @@ def _copies(tensor: torch.Tensor, ranks: int) -> int:
     return copies * max(1, ranks // mesh.size())
 
 
-def _checked(reaction: Any) -> Reaction:
+def _checked(reaction: Any, veto: Veto) -> Reaction:
     if reaction not in get_args(Reaction):
         raise FftError(
-            f"a function of manager.veto() returned {reaction!r}: expected None to accept the "
-            f"result, or one of {', '.join(map(repr, get_args(Reaction)))}"
+            f"{_name(veto)} returned {reaction!r}: expected None to accept the result, or one of "
+            f"{', '.join(map(repr, get_args(Reaction)))}"
         )
     return reaction  # type: ignore[no-any-return]
 

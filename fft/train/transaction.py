@@ -346,9 +346,9 @@ class TransactionLoop:
         words = cause.removeprefix(f"{ResultRefused.__name__}: ")
         error = ResultRefused(
             f"step {plan.step} was not committed: {words}. The state and the checkpoints are those "
-            "of the steps before it. To leave out such batches, pass "
-            'config=fft.ManagerConfig(on_nonfinite="skip"), or let the veto return "skip"; the '
-            "traces have the losses and norms (fft report)"
+            'of the steps before it. Such a batch is left out if the veto returns "skip" or, for '
+            'NaN and inf, with config=fft.ManagerConfig(on_nonfinite="skip"); the traces have the '
+            "losses and norms (fft report)"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error

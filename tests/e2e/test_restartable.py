@@ -53,7 +53,7 @@ def test_only_restarts_within_the_time_count() -> None:
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("stops", "KeyError: 'for ever' is not followed by a restart"),
+        ("stops", "KeyError: 'for ever' on 0/0#1, whose log has the traceback, is not followed"),
         ("fails", "3 restarts would exceed max_restarts=2; failed last: 0/0#1"),
     ],
 )

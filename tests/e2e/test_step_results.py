@@ -115,7 +115,7 @@ def test_skip_consumes_the_batch_on_all_groups_and_is_reported(tmp_path: Path) -
         assert parameters(members[0].model) == parameters(members[1].model)
         text = refusals(tmp_path)
         assert text is not None
-        assert text.startswith("steps skipped, whose batches were consumed without an update: 1\n")
+        assert text.startswith("refused results; steps skipped, whose batches had no update: 1\n")
         assert f"step {BAD}, skip: the gradients contain NaN or inf, on " in text
         assert "1/0 (norm nan, loss nan)" in text
 

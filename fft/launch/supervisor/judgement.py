@@ -22,6 +22,7 @@ from fft.errors import (
     NoState,
     NotEnoughGroups,
     OtherSettings,
+    RestartRefused,
     ResultRefused,
     StateMismatch,
     UnequalData,
@@ -453,6 +454,8 @@ class Mistakes:
         before = self._errors.pop(group, None)
         if error is not None and error.is_a(UnequalData):
             return Mistake("job", "all ranks must draw the same data", error)
+        if error is not None and error.is_a(RestartRefused):
+            return Mistake("job", "the function is not called again", error)
         if error is not None and error.is_a(ResultRefused):
             return Mistake("job", "no rank may commit a result that one has refused", error)
         if error is not None and error.item:

@@ -56,8 +56,8 @@ def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Stop: the job has ended."""
     assert s.head is not None
     yield Finish(
-        f"the job has ended: all its groups left after step {s.head.step}; to go on, start a new "
-        "job from a checkpoint",
+        f"the job had ended before this process joined it: all groups left after step "
+        f"{s.head.step}; to train further, start a new job from a checkpoint",
         error="JobEnded",
     )
 
