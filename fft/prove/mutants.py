@@ -726,7 +726,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "join_taken_for_late",
         "A member that asks to join is taken for a late word from before it was let in.",
-        "eventually",
+        "join",
         small(heal=1, fault=1, formed=False, alike=False, commits=0),
         participant=planted({"asks_to_come_in": _asks_if_no_member}),
     ),

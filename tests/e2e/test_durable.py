@@ -189,7 +189,11 @@ def test_job_stopped_by_its_operator_resumes_from_its_last_commit(
     command = arguments(tmp_path, STEPS, tmp_path / "out", 0.3, every=1000)
     traces = tmp_path / "traces"
     with running(*command, folder=tmp_path) as process:
-        wait_until(lambda: any('"consumed"' in p.read_text() for p in traces.glob("*.jsonl")), "it")
+
+        def have_all_written_a_step() -> bool:
+            return sum('"consumed"' in p.read_text() for p in traces.glob("*.jsonl")) == 4
+
+        wait_until(have_all_written_a_step, "the first step in all traces")
         if lost is not None:
             kill_group(traces, lost)
         began = time.monotonic()
