@@ -338,13 +338,16 @@ class PlainDisplay:
             self._print(self._newest)
 
     def _print(self, snapshot: Snapshot) -> None:
+        before = () if self._printed is None else self._printed.rows
+        shown = {row.group: row.fault for row in before}
         self._printed = snapshot
         goal = snapshot.course.goal.steps
         step = max((snapshot.course.step, *(row.step for row in snapshot.rows)))
         head = f"{snapshot.elapsed:6.1f} s  step {step}{f' of {goal}' if goal else ''}"
         parts = [", ".join((head, *figures(snapshot)))]
         for row in snapshot.rows:
-            fault = f" [{row.fault}]" if row.fault else ""
+            is_over = row.state == "training" and row.fault == shown.get(row.group)
+            fault = f" [{row.fault}]" if row.fault and not is_over else ""
             parts.append(f"group {row.group} {row.doing}: {row.state} at step {row.step}{fault}")
         self.write("  |  ".join(parts))
 

@@ -80,7 +80,7 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
     traces = tmp_path / "run"
     started = [word for word in command(traces, "body1", 1_000_000) if word != "--no-progress"]
     with running(*started, folder=tmp_path) as job:
-        wait_until(lambda: "g1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
+        wait_until(lambda: "group 1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
         job.signal(signal.SIGINT)
         assert job.wait(LIMIT_S) == 75  # drained before its end
     said = job.stderr_text

@@ -89,7 +89,7 @@ def test_faults_on_one_side_leave_the_bits_of_torchs_own_mesh(tmp_path: Path) ->
 def test_other_forms_have_the_bits_of_torchs_own_mesh(tmp_path: Path, form: str) -> None:
     inside = [{"step": 1, "rank": 0, "kind": "cut"}, {"step": 2, "rank": 3, "kind": "raise"}]
     plan = [{"name": phase, "kind": "exception", "phase": phase} for phase in PHASES]
-    faults = [{**each, "step": 3 + n, "rank": n % 4} for n, each in enumerate(plan)]
+    faults = [{**each, "step": 3 + n, "group": 0, "rank": n % 4} for n, each in enumerate(plan)]
     found = run(tmp_path, form, 11, faults=faults, inside=inside, options=("--", "plain"))
     for rank in found.values():
         assert rank["bits"] == rank["plain"]["bits"]

@@ -243,6 +243,7 @@ def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -
     lines = lines_of(map(at, range(100)))
     assert [line.split()[0] for line in lines] == ["0.0", "2.3", "4.0"]
     assert "boom" not in lines[0] and "training at step 27 [[red]boom]" in lines[1]
+    assert "boom" not in lines[2], "a group that trains again has got over its fault"
 
 
 def test_without_a_terminal_news_in_plenty_gives_a_line_a_second_and_the_last_of_them() -> None:
