@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import inspect
 import io
 import re
 import subprocess
@@ -72,6 +71,20 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
+def _inner(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements directly inside ``node``, and its handlers and cases."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, None)
+        yield from inner if isinstance(inner, list) else ()
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and all statements inside, with handlers and cases, but no expressions."""
+    yield node
+    for each in _inner(node):
+        yield from _statements(each)
+
+
 def circular_files() -> list[str]:
     """Return the modules that import each other in a circle, type-checking imports included."""
     graph = grimp.build_graph("fft", cache_dir=None)
@@ -114,7 +127,7 @@ def circles(below: dict[str, list[str]]) -> list[list[str]]:
 
 
 def _functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    for child in ast.iter_child_nodes(node):
+    for child in _inner(node):
         name = within
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{within}.{child.name}".lstrip(".")
@@ -155,18 +168,23 @@ def mirrored(name: str) -> set[str]:
     if name not in MIRRORED:
         return set()
     package, file, original = MIRRORED[name]
+    constructors = _functions(_module_of(package, file))
+    (found,) = (f for n, f in constructors if n == f"{original}.__init__")
+    return _arguments(found)
+
+
+def _module_of(package: str, file: str) -> ast.Module:
+    """Return the syntax tree of a file of an installed package, which is not imported."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text(encoding="utf-8"))
-    (found,) = (f for n, f in _functions(tree) if n == f"{original}.__init__")
-    return _arguments(found)
+    return ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text(encoding="utf-8"))
 
 
 def wide_classes() -> list[str]:
     """Return classes with more than 20 instance attributes, outside ``protocol/state.py``."""
     found = []
     for path, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             if not isinstance(node, ast.ClassDef) or path == "fft/protocol/state.py":
                 continue
             names = {
@@ -190,12 +208,11 @@ def wide_classes() -> list[str]:
 @cache
 def torchft_privates() -> frozenset[str]:
     """Return the private attributes and methods of torchft's ``Manager``."""
-    from torchft.manager import Manager
-
-    tree = ast.parse(inspect.getsource(Manager))
+    tree = _module_of("torchft", "manager.py")
+    (manager,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Manager")
     return frozenset(
         name
-        for node in ast.walk(tree)
+        for node in ast.walk(manager)
         for name in (
             [node.name]
             if isinstance(node, ast.FunctionDef)
@@ -215,18 +232,18 @@ def private_uses() -> list[str]:
     for path, tree in trees().items():
         if path == ADAPTER:
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                bases = " ".join(ast.unparse(base) for base in node.bases)
-                is_manager = "Manager" in bases or "TorchftInterface" in bases
-                for part in ast.walk(node):
-                    if isinstance(part, ast.Attribute):
-                        part.is_of_manager = is_manager  # type: ignore[attr-defined]
+        of_managers = {
+            part
+            for node in _statements(tree)
+            if isinstance(node, ast.ClassDef)
+            and any(re.search("Manager|TorchftInterface", ast.unparse(b)) for b in node.bases)
+            for part in ast.walk(node)
+        }
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or node.attr not in torchft_privates():
                 continue
             owner = ast.unparse(node.value)
-            of_self = owner == "self" and getattr(node, "is_of_manager", False)
+            of_self = owner == "self" and node in of_managers
             if of_self or owner.split(".")[-1].lstrip("_") == "manager":
                 found.append(f"{path}:{node.lineno} {owner}.{node.attr}")
     return found
@@ -254,11 +271,9 @@ def code_lines() -> list[str]:
     found = []
     for path, tree in trees().items():
         prose: set[int] = set()
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            for each in body if isinstance(body, list) else ():
-                if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
-                    prose.update(range(each.lineno, (each.end_lineno or 0) + 1))
+        for each in _statements(tree):
+            if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
+                prose.update(range(each.lineno, (each.end_lineno or 0) + 1))
         text = (ROOT / path).read_text(encoding="utf-8")
         for i, line in enumerate(text.splitlines(), 1):
             if i not in prose and line.strip() and not line.strip().startswith("#"):
@@ -284,12 +299,10 @@ def _prose_of(path: str) -> Iterator[tuple[str, int, str]]:
     elif path.endswith(".yaml"):
         yield "yaml", 1, text
     elif path.endswith(".py"):
-        for node in ast.walk(ast.parse(text)):
-            body = getattr(node, "body", None)
-            for each in body if isinstance(body, list) else ():
-                value = each.value if isinstance(each, ast.Expr) else None
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    yield "docstrings", each.lineno, value.value
+        for node in _statements(ast.parse(text)):
+            value = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield "docstrings", value.lineno, value.value
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield "tests", node.lineno, node.name
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
