@@ -91,6 +91,7 @@ def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
         assert len(found) == 2 and max(map(int, found)) <= 3, logs
 
 
+@pytest.mark.long
 def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> None:
     said = run(tmp_path, 6, 3)
     assert left(tmp_path) == ["step-4", "step-6"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ from forked_run import fft as run_fft
 import fft
 from fft.trace.resumed import audit_job
 
-pytest.importorskip("transformers", reason="needs the extra: pip install 'fft-torch[hf]'")
-pytest.importorskip("accelerate", reason="needs the extra: pip install 'fft-torch[hf]'")
+# the jobs import the packages, and importing them here as well takes each worker 3 s
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs the extra: pip install 'fft-torch[hf]'",
+)
 
 SCRIPT = Path(__file__).with_name("hf_script.py")
 LIMIT_S = 240

@@ -37,6 +37,10 @@ faults:
   - {name: one-sided, kind: one_sided, step: 6, group: 0}
   - {name: cut, kind: network_cut, step: 9, group: 1, rank: 0, phase: during_allreduce}
 """
+EXCEPTION = """
+faults:
+  - {name: exception, kind: exception, step: 2, group: 1, rank: 0, phase: backward}
+"""
 KILL_AND_DRAIN = """
 faults:
   - {name: kill, kind: kill, step: 6, group: 1, phase: backward}
@@ -88,6 +92,15 @@ def written(folder: Path) -> list[dict[str, str]]:
     ]
 
 
+def test_trainer_logs_each_committed_step_once(tmp_path: Path) -> None:
+    traces = job(tmp_path, str(EXAMPLE), "--steps", "4", "--dir", str(tmp_path), plan=EXCEPTION)
+    first, second = results(*(traces / "logs").iterdir())
+    assert first == second
+    steps = [int(row["step"]) for row in written(tmp_path) if row["train_loss_step"]]
+    assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.long
 def test_trainer_under_faults_has_the_bits_of_lightnings_ddp(tmp_path: Path) -> None:
     script = [str(EXAMPLE), "--steps", "12"]
     ddp, own = tmp_path / "ddp", tmp_path / "own"

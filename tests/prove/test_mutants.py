@@ -23,6 +23,7 @@ TEACHING = ("plain_votes", "local_commit")
 
 
 SLOW = {
+    "block_not_recognised",
     "torn_after_its_word",
     "join_taken_for_late",
     "begin_of_any_epoch",

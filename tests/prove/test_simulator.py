@@ -195,7 +195,7 @@ def test_a_batch_breaks_nothing() -> None:
     assert batch.commits > 100
 
 
-@pytest.mark.parametrize("spec", ["async", "diloco"])
+@pytest.mark.parametrize("spec", [pytest.param("async", marks=pytest.mark.long), "diloco"])
 def test_a_batch_of_groups_that_step_alone_breaks_nothing(spec: str) -> None:
     """The seeds are new each time."""
     first = int(time.time()) // 60 * 100
