@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from waiting import wait_until
 
 from fft.bus import open_bus, open_job_bus
 from fft.bus.token import JobToken
+from fft.launch.exit_status import ExitStatus
 from fft.messages.protocol import Death, Drain, encode
+from fft.operate.job_file import JobFile
 from fft.trace.audit import audit_dir
 from fft.trace.tail import TraceTail
 
@@ -22,10 +25,10 @@ SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 200
 
 
-def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the processes that have the environment of a rank, and train."""
-    found = psutil.Process(run.pid).children(recursive=True)
-    return [p for p in found if str(SCRIPT) in p.cmdline() and "FFT_BUS" in p.environ()]
+def pids(traces: Path) -> dict[str, int]:
+    """Return the process of each group's only rank, from the headers of the traces."""
+    lines = (path.open().readline() for path in traces.glob("g*.jsonl"))
+    return {head["group"]: head["config"]["pid"] for head in map(json.loads, lines)}
 
 
 @pytest.mark.long
@@ -39,25 +42,24 @@ def test_commands_need_the_token(tmp_path: Path) -> None:
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_until(lambda: tail.poll().step >= 3, "three steps", LIMIT_S)
-        ranks = ranks_of(run)
-        env = ranks[0].environ()
-        token = JobToken.from_file(traces / "job.token")
-        assert env["FFT_TOKEN"] == token.text()
-        assert token.text() not in " ".join(" ".join(p.cmdline()) for p in ranks)
-        with open_bus(env["FFT_BUS"]) as outsider:
-            for p in ranks:
-                e = p.environ()
-                word = Death(e["FFT_GROUP"], 0, p.pid, os.uname().nodename, "mallory")
+        job = JobFile.read(traces)
+        assert job is not None and job.settings["FFT_TOKEN_FILE"] == str(traces / "job.token")
+        bus, token = job.settings["FFT_BUS"], JobToken.from_file(traces / "job.token")
+        processes = psutil.Process(run.pid).children(recursive=True)
+        assert token.text() not in " ".join(" ".join(p.cmdline()) for p in processes)
+        with open_bus(bus) as outsider:
+            for group, pid in pids(traces).items():
+                word = Death(group, 0, pid, os.uname().nodename, "mallory")
                 outsider.broadcast(encode(word))
             outsider.broadcast(encode(Drain(("0", "1"), "mallory")))
         refused = lambda: len(notes(traces, "refused"))  # noqa: E731
         wait_until(lambda: refused() >= 2, "both ranks refuse it", LIMIT_S)
         step = tail.poll().step
         wait_until(lambda: tail.poll().step >= step + 5, "the job goes on", LIMIT_S)
-        with open_job_bus(env["FFT_BUS"], token) as insider:
+        with open_job_bus(bus, token) as insider:
             insider.broadcast(encode(Drain(("0", "1"), "its owner")))
         output, _ = run.communicate(timeout=LIMIT_S)
-        assert run.returncode == 0, output
+        assert run.returncode == ExitStatus.DRAINED, output
     finally:
         run.kill()
         run.communicate()
