@@ -58,8 +58,9 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FFT needs Python >= 3.11, this is " + sys.version.split()[0] + "; give another one as make PYTHON=...")'
 	@echo "setting up $(VENV); this installs torch and takes some minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet torch==2.13.0
-	@$(PIP) install --quiet "torchft>=0.2,<0.3" -e ".[dev]"
+	@$(PIP) install --quiet --no-compile torch==2.13.0
+	@$(PIP) install --quiet --no-compile "torchft>=0.2,<0.3" -e ".[dev]"
+	@$(BIN)/python -c "import torchft, fft; fft.ManagerFFT"  # compiles the files that jobs import
 	@touch $@
 
 # Report and audit come after a failed run too: that is when they are needed most.
