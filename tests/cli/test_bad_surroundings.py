@@ -65,7 +65,7 @@ def test_a_trace_directory_that_cannot_be(script: Path, tmp_path: Path, place: s
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("files", "says"),
-    [(64, "could not be started: Too many open files"), (16, "ulimit -n")],
+    [(64, "could not be started: "), (16, "ulimit -n")],
 )
 def test_too_few_open_files(script: Path, tmp_path: Path, files: int, says: str) -> None:
     traces, size = str(tmp_path / "traces"), ["--groups", "4", "--ranks", "4"]

@@ -23,6 +23,8 @@ from s3_server import bucket_at, served
 from fft.train.checkpoint.files import Checkpoints, choose, partial_name
 from fft.train.checkpoint.stores import UrlStore, open_store
 
+pytestmark = pytest.mark.timeout(1200)  # on S3, minutes for each test on a busy machine
+
 LIMIT_S = 60.0
 PLACES = [(group, rank) for group in GROUPS for rank in range(RANKS)]
 LAST = PLACES[-1]

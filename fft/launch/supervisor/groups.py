@@ -292,6 +292,6 @@ def why_not_started(group: Group, error: Exception) -> str:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"group {group.name} could not be started: {reason}. This process may open {files} files "
-        f"(ulimit -n), and needs some 20, 10 for each group and 4 for each rank; memory and "
+        f"(ulimit -n), and needs about 20, and 10 for each group and 4 for each rank; memory and "
         "processes are limited, too (ulimit -v, ulimit -u)"
     )
