@@ -3,6 +3,7 @@ left."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -218,6 +219,30 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
     group.close()
     assert server.num_keys() == 0
     assert not _helper_threads()
+
+
+def test_listeners_of_aborted_configures_are_closed_without_a_garbage_collection() -> None:
+    server = store_server()
+    group = AbortableGroup(ProcessGroupGloo(MINUTE))
+    gc.disable()
+    try:
+        configure(group, server.port, "first", 0, 1)
+        before = _usage()[0]
+        with ThreadPoolExecutor(1) as pool:
+            for number in range(5):
+                key = f"e{number}/fft/listeners/0"
+                waiting = pool.submit(configure, group, server.port, f"e{number}", 0, 2)
+                wait_until(lambda key=key: server.check([key]), "rank 0 to publish its address")
+                group.abort("nobody comes")
+                assert isinstance(waiting.exception(10), GroupAborted)
+        configure(group, server.port, "last", 0, 1)
+        # five listeners, with their event loops, would be 20 files; the store closes its ends later
+        wait_until(
+            lambda: _usage()[0] <= before + 6, "connections of aborted configures to end", 30
+        )
+        group.close()
+    finally:
+        gc.enable()
 
 
 def test_first_of_two_aborts_gives_the_cause() -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,9 @@ _OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gl
 _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
 _ROUNDS_NS = 5_000_000
 # How long close() waits for pending ops and for the thread of the last configure(), in seconds.
+_CLIENTS = 2
+"""Maximum number of connections to a group's store that are kept for later configurations. A series
+of aborted ones uses more."""
 _CLOSE_LIMIT = 5.0
 _PROBE_AFTER_S = 3.0
 """Time without a connection of gloo until `_unreached` searches for missing members, in seconds.
@@ -348,6 +352,8 @@ class AbortableGroup:
             backend = self._make(generation, call, deadline)
         except Exception as error:  # noqa: BLE001 - raised again in configure()
             generation.error = error
+            # else gloo's listeners stay open until the garbage collector finds this cycle
+            traceback.clear_frames(error.__traceback__)
         with self._lock:
             kept = generation.cause is None and backend is not None
             if kept:
@@ -452,10 +458,8 @@ class AbortableGroup:
             client, generation.client, generation.store = generation.client, None, None
             if client is not None and reached:
                 # keep clients of one host:port only, so that old connections close when it changes
-                self._clients = {
-                    generation.store_addr: self._clients.get(generation.store_addr, [])
-                }
-                self._clients[generation.store_addr].append(client)
+                kept = [*self._clients.get(generation.store_addr, ()), client]
+                self._clients = {generation.store_addr: kept[-_CLIENTS:]}
 
     def _release_all(self) -> None:
         """Release all configurations, on a thread: a store on a vanished host never answers."""
