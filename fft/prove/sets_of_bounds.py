@@ -391,5 +391,7 @@ def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
     if spec.stages:
         return flow(len(spec.stages))
     found = DEEP if deep else DEFAULT
-    # a group with local steps leases one slice
-    return tuple(b for b in found if not b.slices) if spec.is_periodic else found
+    if not spec.is_periodic:
+        return found
+    # a group with local steps leases one slice, and is never left out by a rule
+    return tuple(b for b in found if not b.slices and not b.rules)

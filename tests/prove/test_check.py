@@ -17,7 +17,7 @@ from fft.prove.bounds import Bounds
 from fft.prove.checker import Search, all_rows, search
 from fft.prove.model import Model, State, Step
 from fft.prove.scenario import check_scenario
-from fft.prove.sets_of_bounds import DEEP, DEFAULT, budget
+from fft.prove.sets_of_bounds import DEEP, DEFAULT, budget, sets_for
 
 HSDP = load_spec("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]
@@ -85,6 +85,15 @@ def test_every_set_of_bounds_has_a_name_of_its_own() -> None:
     names = [bounds.name for bounds in DEEP]
     assert len(set(names)) == len(names)
     assert len({place for place, _ in all_rows(HSDP)}) == sum(1 for _ in all_rows(HSDP))
+
+
+@pytest.mark.parametrize(
+    "spec", ["hsdp", "ddp", "pipeline", "local_sgd", "diloco", "hsdp_diloco", "async"]
+)
+def test_every_set_of_bounds_has_a_first_state(spec: str) -> None:
+    loaded = load_spec(spec)
+    for bounds in sets_for(loaded):
+        assert Model(loaded, bounds).initial() is not None
 
 
 @pytest.mark.long

@@ -595,7 +595,8 @@ class Supervisor:
 
     def _start(self, group: Group) -> None:
         group.known_incs = self._tail.view.incs(group.name)
-        is_new = group.is_adopted and group.starts == 0
+        is_first = group.starts == 0
+        is_new = group.is_adopted and is_first
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
             if not self._links.claims.keeps(group.name):
@@ -603,7 +604,11 @@ class Supervisor:
                 return
             children = self._launcher.start_group(group, self._links.address, spare)
         except (OSError, BusError, SupervisorError) as error:
-            self._on_no_start(group, why_not_started(group, error))
+            text = why_not_started(group, error)
+            if is_first and not group.is_adopted:
+                raise SupervisorError(text) from error  # ends the job
+            logger.error("%s", text)
+            self._start_later(group, text)
             return
         for child in children:
             self._waits.look_after(child)
@@ -618,17 +623,6 @@ class Supervisor:
             group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
             self._start(group)
-
-    def _on_no_start(self, group: Group, text: str) -> None:
-        """Handle a group that could not be started: retry it, unless this was its first start.
-
-        Raises:
-            SupervisorError: This was the group's first start, which ends the job.
-        """
-        if group.starts <= 1 and not group.is_adopted:
-            raise SupervisorError(text)
-        logger.error("%s", text)
-        self._start_later(group, text)
 
     # --- deaths ------------------------------------------------------------------------
 
