@@ -58,10 +58,10 @@ _LONGEST_PAUSE = 0.002
 _OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
 _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
 _ROUNDS_NS = 5_000_000
-# How long close() waits for pending ops and for the thread of the last configure(), in seconds.
 _CLIENTS = 2
 """Maximum number of connections to a group's store that are kept for later configurations. A series
 of aborted ones uses more."""
+# How long close() waits for pending ops and for the thread of the last configure(), in seconds.
 _CLOSE_LIMIT = 5.0
 _PROBE_AFTER_S = 3.0
 """Time without a connection of gloo until `_unreached` searches for missing members, in seconds.
