@@ -14,7 +14,7 @@ from forked_run import FftRun, running
 from supervisor_stage import WAIT_S, Actor, Job, Stage
 from waiting import wait_until
 
-from fft.bus import open_bus
+from fft.bus import BusError, open_bus
 from fft.launch.services import Services, start_services
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims
 from fft.launch.supervisor.claims import Claims
@@ -123,6 +123,25 @@ def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
             assert new.says() == {"printed": "still here"}
             new.order("exit 0")
             assert second.verdict().ok
+
+
+def test_group_whose_restart_does_not_reach_the_bus_is_started_later(
+    services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeps, failed = Claims.keeps, list[str]()
+
+    def out_of_reach_once(self: Claims, group: str) -> bool:
+        if not failed:
+            failed.append(group)
+            raise BusError("the bus cannot be reached")
+        return keeps(self, group)
+
+    with other(stage, services.bus_url, tmp_path / "run") as job:
+        first = only(stage.enter(1))
+        monkeypatch.setattr(Claims, "keeps", out_of_reach_once)
+        os.kill(first.pid, signal.SIGKILL)
+        only(stage.enter(1)).order("exit 0")
+        assert job.verdict().ok and failed == ["1"]
 
 
 def test_one_of_two_concurrent_claims_wins(
