@@ -125,7 +125,7 @@ def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
             assert second.verdict().ok
 
 
-def test_group_whose_restart_does_not_reach_the_bus_is_started_later(
+def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeps, failed = Claims.keeps, list[str]()
