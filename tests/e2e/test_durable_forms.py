@@ -92,6 +92,7 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
         rewrite(path, lambda r: [r if r["kind"] != "header" else _elsewhere(r, where + 1)])
     told = audit_job(root / "traces").render()
     assert f"groups begin at step {STEPS}, cursor {where + 1} and" in told
+    assert f", with {ranks} items in a slice, where no earlier start" in told
     manifest = Checkpoints(open_store(str(root / "checkpoints"))).verify(STEPS + 3)
     assert manifest.cursor * ranks == STEPS * RANKS + 3 * ranks
     after = whole(root / "checkpoints", STEPS + 3)["optimizers"][0]["state"]
@@ -122,7 +123,7 @@ def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path)
     store.write(f"{found.directory(manifest)}/{MANIFEST}", sealed(changed))
     code, said = run(root, 2, STEPS + 3, root / "checkpoints", "again")
     assert code == 1
-    assert "some of the data is still to be given out again" in said
+    assert f"is still to be given out again, in slices of {RANKS} batches for each group" in said
 
 
 @pytest.mark.long

@@ -100,6 +100,7 @@ def test_the_ranks_of_a_group_go_with_the_one_that_had_the_notice(tmp_path: Path
     assert {n["rank"] for n in notes(run, "notice")} == {0}
     assert ended["1-0"]["steps"] == 4
     assert "1-1" not in ended, "the code after the loop of a rank that was rolled back and left"
+    assert json.loads((run / "g1r1i1.jsonl").read_text().splitlines()[-1])["step"] == 4
     assert ended["0-0"]["steps"] == ended["0-1"]["steps"] == STEPS
     assert len(aborts(run)) == 1, aborts(run)
     assert not list(run.glob("g1r*i2.jsonl")), "nobody of it was started again"

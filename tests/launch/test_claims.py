@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked, as_main
 from forked_run import FftRun, running
 from supervisor_stage import WAIT_S, Actor, Job, Stage
 from waiting import wait_until
 
-from fft.bus import BusError, open_bus
+from fft.bus import open_bus
 from fft.launch.services import Services, start_services
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims
 from fft.launch.supervisor.claims import Claims
 from fft.messages.fault_plans import FaultPlan
+
+BUS = Path(__file__).parents[1] / "bus" / "child.py"
 
 
 @pytest.fixture
@@ -125,23 +128,24 @@ def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
             assert second.verdict().ok
 
 
+@pytest.mark.long  # each operation on the silent bus takes its 10 s
+@pytest.mark.multiprocess
 def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
-    services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeps, failed = Claims.keeps, list[str]()
-
-    def out_of_reach_once(self: Claims, group: str) -> bool:
-        if not failed:
-            failed.append(group)
-            raise BusError("the bus cannot be reached")
-        return keeps(self, group)
-
-    with other(stage, services.bus_url, tmp_path / "run") as job:
-        first = only(stage.enter(1))
-        monkeypatch.setattr(Claims, "keeps", out_of_reach_once)
-        os.kill(first.pid, signal.SIGKILL)
-        only(stage.enter(1)).order("exit 0")
-        assert job.verdict().ok and failed == ["1"]
+    server = Forked(as_main, str(BUS), "serve", "0", talks=True)
+    try:
+        with other(stage, server.stdout.readline().strip(), tmp_path / "run") as job:
+            first = only(stage.enter(1))
+            server.signal(signal.SIGSTOP)
+            os.kill(first.pid, signal.SIGKILL)
+            text = "group 1 could not be started: "
+            wait_until(lambda: text in caplog.text, "a start that does not reach the bus", 200)
+            server.signal(signal.SIGCONT)
+            only(stage.enter(1)).order("exit 0")
+            assert job.verdict().ok
+    finally:
+        server.close()
 
 
 def test_one_of_two_concurrent_claims_wins(

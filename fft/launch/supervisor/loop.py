@@ -594,6 +594,11 @@ class Supervisor:
     # --- starting ----------------------------------------------------------------------
 
     def _start(self, group: Group) -> None:
+        """Start the group, or log why that fails and try again later.
+
+        Raises:
+            SupervisorError: Its first start fails, which ends the job.
+        """
         group.known_incs = self._tail.view.incs(group.name)
         is_first = group.starts == 0
         is_new = group.is_adopted and is_first
@@ -606,7 +611,7 @@ class Supervisor:
         except (OSError, BusError, SupervisorError) as error:
             text = why_not_started(group, error)
             if is_first and not group.is_adopted:
-                raise SupervisorError(text) from error  # ends the job
+                raise SupervisorError(text) from error
             logger.error("%s", text)
             self._start_later(group, text)
             return

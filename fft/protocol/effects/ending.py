@@ -56,7 +56,7 @@ def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Stop: the job has ended."""
     assert s.head is not None
     yield Finish(
-        f"the job had ended before this process joined it: all groups left after step "
+        "the job had ended before this process joined it: all groups left after step "
         f"{s.head.step}; to train further, start a new job from a checkpoint",
         error="JobEnded",
     )
