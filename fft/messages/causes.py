@@ -49,6 +49,11 @@ class CauseCode(StrEnum):
         """Whether the cause is evidence against the rank that reports it about itself."""
         return self in _OF_THE_PROPOSER
 
+    @property
+    def is_of_the_step(self) -> bool:
+        """Whether the step itself is the cause, so that the loop must count the rollback or end."""
+        return self in _OF_THE_STEP
+
 
 _OF_THE_PROPOSER = frozenset(
     {
@@ -59,6 +64,17 @@ _OF_THE_PROPOSER = frozenset(
         CauseCode.EPOCH_FAILED,
         CauseCode.TOO_FEW_REDUCTIONS,
         CauseCode.NOT_REPRODUCIBLE,
+    }
+)
+_OF_THE_STEP = frozenset(
+    {
+        CauseCode.MANIFESTS_DIFFER,
+        CauseCode.DATA_DIFFERS,
+        CauseCode.BLOCKS_DIFFER,
+        CauseCode.GRADIENTS_DIFFER,
+        CauseCode.NOT_REPRODUCIBLE,
+        CauseCode.RESULT_REFUSED,
+        CauseCode.RESULT_ENDS_JOB,
     }
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse, RestartRefused
-from fft.messages.causes import NO_CAUSE, Cause, CauseCode
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import ENTRY, Peer, Record
 from fft.train import accelerator
@@ -172,8 +172,7 @@ class LiveBlocks:
         """
         if not isinstance(following, Record):
             raise Drained("this replica group has drained")
-        cause, self._worker.rolled_back = self._worker.rolled_back, NO_CAUSE
-        return following, cause
+        return following, self._worker.take_rollback().cause
 
     def _failure(
         self, following: Record, cause: Cause, place: str

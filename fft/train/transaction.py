@@ -27,7 +27,7 @@ from fft.errors import (
     TxnAborted,
     UnequalData,
 )
-from fft.messages.causes import NO_CAUSE, Cause, CauseCode
+from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
@@ -295,7 +295,7 @@ class TransactionLoop:
 
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
-        cause, self.worker.rolled_back = self.worker.rolled_back, NO_CAUSE
+        cause, members = self.worker.take_rollback()
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.DATA_DIFFERS:
@@ -303,7 +303,7 @@ class TransactionLoop:
         if cause.code == CauseCode.RESULT_ENDS_JOB:
             raise self._refused(plan, cause.finding)
         if cause.code in _WRONG_GRADIENTS:
-            self._count_wrong_gradients(plan, cause)
+            self._count_wrong_gradients(plan, cause, members)
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
@@ -316,12 +316,14 @@ class TransactionLoop:
             ).with_traceback(traceback_of_caller())
         else:
             return
-        why = self.step_failures.failed(plan.step, plan.members, error)
+        why = self.step_failures.failed(plan.step, members, error)
         if why is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
-    def _count_wrong_gradients(self, plan: StartTxn, cause: Cause) -> None:
+    def _count_wrong_gradients(
+        self, plan: StartTxn, cause: Cause, members: tuple[str, ...]
+    ) -> None:
         """Raise if gradients keep differing at this step, between ranks or between computations.
 
         If the cause accuses ranks, only these give up. The supervisor's diagnosis comes before
@@ -337,7 +339,7 @@ class TransactionLoop:
             f"step {plan.step} was not committed: {cause.finding}. {reason}"
         ).with_traceback(traceback_of_caller())
         failed = self.step_failures.failed
-        if (why := failed(plan.step, plan.members, error, most=_MOST_WRONG)) is not None:
+        if (why := failed(plan.step, members, error, most=_MOST_WRONG)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fft.engine.loop import Command, Engine
 from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
-from fft.messages.causes import NO_CAUSE
+from fft.messages.causes import NO_CAUSE, Cause
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Fault, Record
 from fft.protocol.main_thread import NO_FACTS
+from fft.protocol.state import members
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
@@ -47,6 +48,18 @@ class Limit:
 
     def __str__(self) -> str:
         return self._text
+
+
+class Rollback(NamedTuple):
+    """A rollback that the loop has not handled yet.
+
+    Attributes:
+        cause: Its cause.
+        members: Names of the groups in its epoch.
+    """
+
+    cause: Cause = NO_CAUSE
+    members: tuple[str, ...] = ()
 
 
 class Worker:
@@ -78,8 +91,7 @@ class Worker:
         """Number of txns that this process has started."""
         self._finish: Finish | None = None
         """The engine's final command. Each later call of ``begin`` handles it again."""
-        self.rolled_back = NO_CAUSE
-        """The cause of the last rollback, until the loop has handled it."""
+        self._rollback = Rollback()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -93,6 +105,15 @@ class Worker:
     def is_first(self) -> bool:
         """Whether the open txn is the first one of this process."""
         return self._begun == 1
+
+    def take_rollback(self) -> Rollback:
+        """Return the rollback that the loop has to handle, and forget it.
+
+        It is the last one, but a later rollback does not replace one that the step itself caused: a
+        peer that has counted it may have left before this rank's loop comes to count it.
+        """
+        taken, self._rollback = self._rollback, Rollback()
+        return taken
 
     # --- between two txns ---
 
@@ -262,7 +283,10 @@ class Worker:
 
     def _restore(self, command: Restore) -> None:
         """Wait for all operations of the aborted attempt, then restore the start of the step."""
-        self.rolled_back = command.cause
+        local = self._job.local
+        assert local is not None
+        if not self._rollback.cause.code.is_of_the_step:
+            self._rollback = Rollback(command.cause, tuple(g.group for g in members(local)))
         self._give_up_txn()
         self._groups.unwind(
             command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
@@ -275,8 +299,6 @@ class Worker:
         except TornState as error:  # a peer can provide the state
             logger.warning("%s; this rank fetches the state", error)
             self._job.executor.lost, self._state.lost = text_of(error), error
-        local = self._job.local
-        assert local is not None
         if local.stuck:
             self._voter.pause()
         if (why := self._commits.by_loop.why_lost(command.cause)) is not None:

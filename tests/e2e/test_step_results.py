@@ -5,6 +5,7 @@ Real groups run in threads over gloo. A refused step changes the state of no ran
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import torch
 from forked_run import fft as forked_fft
 from stage import Job, Member, Numbers, aborts, batch_of, job, notes, parameters, records
 from torch import nn
+from waiting import wait_until
 
 import fft
 from fft.errors import FftError, ResultRefused, StepRetriesExceeded
 from fft.messages.causes import CauseCode
+from fft.messages.effects import Heal
 from fft.trace.format import RESULT_REFUSED
 from fft.trace.report import refusals
 from fft.train.checkpoint.contents import read_tensors
@@ -103,6 +106,38 @@ def test_stop_ends_the_job_on_all_groups_without_a_second_attempt(tmp_path: Path
             assert isinstance(error, ResultRefused), repr(error)
             assert f"step {BAD} was not committed" in str(error)
         assert _finite(made)
+
+
+def _delay_after_rollback(late: Member, count: int) -> None:
+    """Let ``late`` begin no step after rollback number ``count`` before a peer has left."""
+    worker = late.manager._parts.worker
+    connect, epochs = worker._work["connect"], itertools.count()
+
+    def connect_late(command: Heal) -> None:
+        connect(command)
+        if next(epochs) == count:
+            engine = late.manager._parts.job.engine
+            assert engine is not None
+            wait_until(lambda: engine.local.cause.code == CauseCode.LEFT, "the peer left")
+
+    worker._work["connect"] = connect_late
+
+
+@pytest.mark.parametrize(
+    ("reaction", "attempts", "expected"),
+    [("stop", 1, ResultRefused), ("replay", 2, StepRetriesExceeded)],
+)
+def test_refused_result_ends_a_slow_rank_whose_peer_has_already_left(
+    reaction: str, attempts: int, expected: type[FftError], tmp_path: Path
+) -> None:
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), on_nonfinite=reaction) for g in range(2)]
+        _delay_after_rollback(members[0], attempts)
+        for member in members:
+            member.start(lambda member: _train(member, _nan_at(attempts)))
+        for member in members:
+            member.end()
+            assert isinstance(member.error, expected), repr(member.error)
 
 
 def test_skip_consumes_the_batch_on_all_groups_and_is_reported(tmp_path: Path) -> None:
