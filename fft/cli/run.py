@@ -43,9 +43,9 @@ _MACHINES, _RECOVERY, _CHECKPOINTS = "Several machines", "Recovery", "Checkpoint
 _OUTPUT, _TESTS = "Output", "Injected faults"
 
 
-def _option(panel: str | None, text: str, *names: str, metavar: str | None = None) -> Any:
+def _option(panel: str | None, text: str, *names: str, **how: Any) -> Any:
     """Return an option that ``fft run --help`` lists in ``panel``."""
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
+    return typer.Option(*names, help=text, rich_help_panel=panel, **how)
 
 
 _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
@@ -78,12 +78,7 @@ _CHECKPOINT = Annotated[
 _EVERY = Annotated[
     str, _option(_CHECKPOINTS, "Interval: 100 (steps), 90s, 10m or 2h.", metavar="INTERVAL")
 ]
-_KEEP = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="N", help="Newest ones to keep; 0: all.", rich_help_panel=_CHECKPOINTS
-    ),
-]
+_KEEP = Annotated[int, _option(_CHECKPOINTS, "Newest ones to keep; 0: all.", metavar="N", min=0)]
 _RESUME = Annotated[bool, _option(_CHECKPOINTS, "Begin with the newest valid one.", "--resume")]
 _AUTO_RESUME = Annotated[bool, _option(_CHECKPOINTS, "Restart from it if the state is lost.")]
 
@@ -92,19 +87,13 @@ _MAX_RESTARTS = Annotated[
 ]
 _REFORM = Annotated[bool, _option(_RECOVERY, "Replace one lost rank alone.")]
 _SPARES = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="N", help="Processes that wait to replace ranks.", rich_help_panel=_RECOVERY
-    ),
+    int, _option(_RECOVERY, "Processes that wait to replace ranks.", metavar="N", min=0)
 ]
 _REFORM_WINDOW = Annotated[
     float | None, _option(_RECOVERY, "Wait for a rank's successor.", metavar="S")
 ]
 _DIAGNOSE_AFTER = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="N", help="Diagnose after N rollbacks; 0: never.", rich_help_panel=_RECOVERY
-    ),
+    int, _option(_RECOVERY, "Diagnose after N rollbacks; 0: never.", metavar="N", min=0)
 ]
 _EVICT_STRAGGLERS = Annotated[
     float | None,
@@ -113,10 +102,7 @@ _EVICT_STRAGGLERS = Annotated[
 
 _JOIN = Annotated[bool, _option(_MACHINES, "Join the job that FFT_BUS names.", "--join")]
 _FIRST_GROUP = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="N", help="Number of the first group here.", rich_help_panel=_MACHINES
-    ),
+    int, _option(_MACHINES, "Number of the first group here.", metavar="N", min=0)
 ]
 _ALL_GROUPS = Annotated[
     int | None, _option(_MACHINES, "Number of groups on all hosts.", metavar="N")

@@ -19,8 +19,8 @@ class ExitStatus(IntEnum):
     """The work is done, but a group was drained, evicted or given up before the end, or was away
     when the shards of the others ended."""
     DRAINED = 75
-    """The job was drained or preempted before its end: start it again to resume. This is
-    ``EX_TEMPFAIL`` of ``sysexits.h``."""
+    """The job was drained or preempted before its end, or this part of it lost the bus: start it
+    again to resume. This is ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 
 IN_A_WORD = {
@@ -33,6 +33,6 @@ IN_A_WORD = {
 
 IN_WORDS = (
     "Exit status: 0 complete; 1 failed; 2 not started (wrong arguments, or a directory in use); "
-    "3 complete, but with fewer groups; 75 drained or preempted, so start it again to resume."
+    "3 complete, but with fewer groups; 75 drained, or the bus was lost: start it again."
 )
 """The end of `fft run --help`."""

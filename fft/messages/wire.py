@@ -251,11 +251,6 @@ class Wire:
         return digest
 
 
-def encode_members(record: Record) -> bytes:
-    """Encode the member list of a record for its register."""
-    return encode_register(record.members)
-
-
 def encode_register(value: Register) -> bytes:
     """Encode the value of a register: a packed record, a member list, or a rank's incarnation."""
     if isinstance(value, Packed):

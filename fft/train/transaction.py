@@ -27,7 +27,7 @@ from fft.errors import (
     TxnAborted,
     UnequalData,
 )
-from fft.messages.causes import Cause, CauseCode
+from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.trace.inputs import SHARD_ENDED
@@ -47,7 +47,7 @@ from fft.train.reductions import TxnReductions
 from fft.train.step_failures import StepFailures, retries_exceeded
 from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
-from fft.train.worker import Worker
+from fft.train.worker import Rollback, Worker
 from fft.util.error_places import traceback_of_caller
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class TransactionLoop:
 
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
-        cause, members = self.worker.take_rollback()
+        cause, members = rollback = self.worker.take_rollback()
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.DATA_DIFFERS:
@@ -303,7 +303,7 @@ class TransactionLoop:
         if cause.code == CauseCode.RESULT_ENDS_JOB:
             raise self._refused(plan, cause.finding)
         if cause.code in _WRONG_GRADIENTS:
-            self._count_wrong_gradients(plan, cause, members)
+            self._count_wrong_gradients(plan, rollback)
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
@@ -321,15 +321,14 @@ class TransactionLoop:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
-    def _count_wrong_gradients(
-        self, plan: StartTxn, cause: Cause, members: tuple[str, ...]
-    ) -> None:
+    def _count_wrong_gradients(self, plan: StartTxn, rollback: Rollback) -> None:
         """Raise if gradients keep differing at this step, between ranks or between computations.
 
         If the cause accuses ranks, only these give up. The supervisor's diagnosis comes before
         that, and evicts their group. After a difference between ranks, the attempt that begins is
         compared with the refused one.
         """
+        cause, members = rollback
         if cause.code == CauseCode.GRADIENTS_DIFFER:
             self.results.recomputation.repeat(plan)
         if cause.accused and self.job.peer not in cause.accused:

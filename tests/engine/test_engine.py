@@ -33,7 +33,7 @@ from fft.messages.wire import (
     Wire,
     decode,
     decode_packed,
-    encode_members,
+    encode_register,
     inbox_name,
     list_name,
 )
@@ -220,7 +220,7 @@ def test_engine_without_the_member_list_reads_it(stack: ExitStack, url: str) -> 
     watch = job.open()
     first = job.members[0].engine.local.epoch
     assert first is not None
-    assert watch.read(list_name(first)) == encode_members(first)
+    assert watch.read(list_name(first)) == encode_register(first.members)
     job.members[0].train(3)  # rolled back: an epoch with the same members
     wait_until(lambda: all(m.restored for m in job.members), "rolled back")
     job.train(4)
@@ -229,7 +229,7 @@ def test_engine_without_the_member_list_reads_it(stack: ExitStack, url: str) -> 
     assert second.epoch > first.epoch
     assert second.members == first.members
     lists = [watch.read(list_name(r)) for r in {list_name(r): r for r in (first, second)}.values()]
-    assert [data for data in lists if data] == [encode_members(second)]
+    assert [data for data in lists if data] == [encode_register(second.members)]
 
 
 def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
@@ -277,7 +277,7 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
     assert Wire().complete(packed, bus.read(list_name(packed))) == first
     buses.run(core._use_bus(Decide(first, third)))
     assert bus.read(list_name(second)) is None, "that of the attempt that lost is removed"
-    assert bus.read(list_name(third)) == encode_members(third)
+    assert bus.read(list_name(third)) == encode_register(third.members)
     assert bus.key_count() == 2, "the head, and the list of the epoch"
 
 
@@ -293,7 +293,7 @@ class MovesOn(MemoryBus):
 
     def read(self, key: str) -> bytes | None:
         if key == list_name(OLD):
-            super().write(list_name(NEW), encode_members(NEW))
+            super().write(list_name(NEW), encode_register(NEW.members))
             super().write(HEAD, Wire().encode_record(NEW))
             super().delete(list_name(OLD))
         return super().read(key)
@@ -316,7 +316,7 @@ def test_members_of_an_epoch_that_has_ended_are_not_missed(
     job = EngineJob(stack, f"memory://{name}", 2, 1, lambda _: MovesOn(name))
     with open_bus(job.url) as bus:
         bus.write(HEAD, Wire().encode_record(OLD))
-        bus.write(list_name(OLD), encode_members(OLD))
+        bus.write(list_name(OLD), encode_register(OLD.members))
         newcomer = Rank(job, Peer("5", 0, 1))
         stack.callback(newcomer.engine.close)
         wait_until(lambda: newcomer.engine.local.head is not None, "it has the head")

@@ -12,7 +12,7 @@ from fft.bus.base import HEAD
 from fft.engine.calls import Buses, Write
 from fft.engine.other_scopes import OtherScope
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, ScopeRecord
-from fft.messages.wire import EPOCH, Wire, encode_members, left_name, list_name
+from fft.messages.wire import EPOCH, Wire, encode_register, left_name, list_name
 
 A, B = Peer("0", 1, 3), Peer("1", 1, 2)
 
@@ -29,7 +29,7 @@ def bus() -> Iterator[ErrorBus]:
     bus = open_bus(f"memory://scope-{uuid.uuid4().hex}")
     epoch = Record(1, "epoch", 1, 0, 0, "x", 0, 0, A, members=(entry(A), entry(B)))
     commit = Record(2, "commit", 1, 1, 0, "y", 2, 0, A, skip=True)
-    bus.write(list_name(epoch), encode_members(epoch))
+    bus.write(list_name(epoch), encode_register(epoch.members))
     bus.write(EPOCH, Wire().encode_record(epoch))
     assert bus.compare_set(HEAD, None, Wire().encode_record(commit))
     yield bus

@@ -15,7 +15,7 @@ from waiting import wait_until
 from fft.bus import ErrorBus, open_bus
 from fft.health.hosts import ROLL, HostWatch, Process, beat_name
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Suspect, decode
-from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.wire import EPOCH, Wire, encode_register, list_name
 
 LIMIT = 1.0
 WITHIN = 60.0
@@ -64,7 +64,7 @@ def form_epoch(bus: ErrorBus, *hosts: str) -> None:
     )
     numbers = {"n": 1, "epoch": 1, "txn": 1, "step": 0, "cursor": 0, "batches": 0}
     record = Record(kind="epoch", lineage="", by=Peer("0", 0, 1), members=members, **numbers)
-    bus.write(list_name(record), encode_members(record))
+    bus.write(list_name(record), encode_register(record.members))
     bus.write(EPOCH, Wire().encode_record(record))
 
 

@@ -16,8 +16,9 @@ from supervisor_stage import WAIT_S, Actor, Job, Stage
 from waiting import wait_until
 
 from fft.bus import open_bus
+from fft.launch.exit_status import ExitStatus
 from fft.launch.services import Services, start_services
-from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims
+from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims, loop
 from fft.launch.supervisor.claims import Claims
 from fft.messages.fault_plans import FaultPlan
 
@@ -139,13 +140,31 @@ def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
             first = only(stage.enter(1))
             server.signal(signal.SIGSTOP)
             os.kill(first.pid, signal.SIGKILL)
-            text = "group 1 could not be started: "
+            text = "group 1 is not started: "
             wait_until(lambda: text in caplog.text, "a start that does not reach the bus", 200)
             server.signal(signal.SIGCONT)
             only(stage.enter(1)).order("exit 0")
             assert job.verdict().ok
     finally:
         server.close()
+
+
+@pytest.mark.multiprocess
+def test_supervisor_that_has_lost_its_bus_ends_with_the_status_for_another_start(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_BUS_LOST_S", 2.0)
+    server = Forked(as_main, str(BUS), "serve", "0", talks=True)
+    try:
+        with other(stage, server.stdout.readline().strip(), tmp_path / "run") as job:
+            child = only(stage.enter(1))
+            server.signal(signal.SIGKILL)
+            os.kill(child.pid, signal.SIGKILL)
+            outcome = job.verdict()
+    finally:
+        server.close()
+    assert outcome.exit_status == ExitStatus.DRAINED and not outcome.ok
+    assert any("the bus was out of reach for 2 s" in line for line in outcome.lines)
 
 
 def test_one_of_two_concurrent_claims_wins(

@@ -23,7 +23,7 @@ from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.ending import last_epoch
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
-from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
+from fft.messages.wire import EPOCH, SCOPES, Wire, encode_register, left_name, list_name
 from fft.trace.inputs import SHARD_ENDED
 from fft.train.checkpoint.plan import Checkpointing
 
@@ -222,7 +222,7 @@ def show(bus: ErrorBus, listed: Record, head: Record) -> None:
     ``listed`` is the newest epoch with a list of members, which may be late.
     """
     wire = Wire()
-    bus.write(list_name(listed), encode_members(listed))
+    bus.write(list_name(listed), encode_register(listed.members))
     bus.write(EPOCH, wire.encode_record(listed))
     assert bus.compare_set(HEAD, None, wire.encode_record(head)) == wire.encode_record(head)
 

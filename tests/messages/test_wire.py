@@ -29,8 +29,8 @@ from fft.messages.wire import (
     decode,
     decode_packed,
     decode_votes,
-    encode_members,
     encode_packed,
+    encode_register,
     encode_votes,
     list_name,
 )
@@ -70,7 +70,7 @@ def test_a_list_is_read_once_for_all_records_that_have_it() -> None:
     packed = decode(there.encode(Decision(first)))
     assert isinstance(packed, Packed)
     assert here.whole(packed) is None
-    assert here.complete(packed, encode_members(first)) == first
+    assert here.complete(packed, encode_register(first.members)) == first
     again = decode(there.encode(Decision(second)))
     assert isinstance(again, Packed)
     assert here.whole(again) == second
@@ -86,7 +86,7 @@ def test_the_announcement_is_what_lies_in_the_register() -> None:
 def test_equal_records_pack_to_equal_bytes() -> None:
     writer, reader = Wire(), Wire()
     mine = writer.encode_record(epoch(5))
-    read = reader.complete(decode_packed(mine), encode_members(epoch(5)))
+    read = reader.complete(decode_packed(mine), encode_register(epoch(5).members))
     assert reader.encode_record(read) == mine
     assert Wire().encode_record(read) == mine
     assert writer.encode_record(epoch(6)) != mine
@@ -97,7 +97,7 @@ def test_a_packed_record_does_not_grow_with_its_members() -> None:
     wire = Wire()
     small, large = (len(wire.encode_record(epoch(groups))) for groups in (1, 2000))
     assert small == large < 450
-    assert len(encode_members(epoch(2000))) < 40 * 2000 * 8
+    assert len(encode_register(epoch(2000).members)) < 40 * 2000 * 8
 
 
 def test_only_the_newest_lists_are_held() -> None:
@@ -120,8 +120,8 @@ def bomb() -> bytes:
         (None, "is empty"),
         (b"", "truncated"),
         (b"no zlib", "has no list"),
-        (encode_members(epoch(2))[:-1], "truncated"),
-        (encode_members(epoch(3)), "does not have the members"),
+        (encode_register(epoch(2).members)[:-1], "truncated"),
+        (encode_register(epoch(3).members), "does not have the members"),
         (zlib.compress(b'[{"group": "0"}]'), "has no list"),
         (bomb(), "unpacks to more than"),
     ],

@@ -18,7 +18,7 @@ from fft.bus.base import HEAD
 from fft.cli import app
 from fft.messages.commands import Check, CheckTask, fresh_id
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
-from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.wire import EPOCH, Wire, encode_register, list_name
 from fft.operate.client import JobClient, OperatorError
 from fft.operate.diagnosis.rounds import Report, diagnose
 
@@ -43,7 +43,7 @@ def begin_job(url: str, groups: int) -> None:
     """Write the registers of a job that has formed its first epoch."""
     record, wire = epoch_record(groups), Wire()
     with open_bus(url) as bus:
-        bus.write(list_name(record), encode_members(record))
+        bus.write(list_name(record), encode_register(record.members))
         bus.write(EPOCH, wire.encode_record(record))
         bus.compare_set(HEAD, None, wire.encode_record(record))
 

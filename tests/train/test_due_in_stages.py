@@ -21,7 +21,7 @@ from fft.engine.other_scopes import OtherScope
 from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
-from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.wire import EPOCH, Wire, encode_register, list_name
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -267,7 +267,7 @@ def test_a_stage_that_has_ended_waits_for_no_word_of_the_first_but_its_last(
     due, epoch, wire = last.ranks["0"].due, first.epoch_of("01"), Wire()
     assert isinstance(due, LaterStageSchedule)
     due.stands_at(_commit(first.cursor + 1), last.epoch_of("01"))
-    job.buses[0].write(list_name(epoch), encode_members(epoch))
+    job.buses[0].write(list_name(epoch), encode_register(epoch.members))
     job.buses[0].write(EPOCH, wire.encode_record(epoch))
     head = replace(epoch, n=9, kind="commit", txn=1, members=(), leavers=("0", "1"))
     job.buses[0].compare_set(HEAD, None, wire.encode_record(head))

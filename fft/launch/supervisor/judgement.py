@@ -102,6 +102,8 @@ class Judgement:
     """The supervisor has drained the job, because its fault plan is finished."""
     asked_to_end: bool = False
     """The supervisor has received a signal that drains the job."""
+    bus_is_lost: bool = False
+    """The bus was out of reach for too long."""
     hopeless: bool = False
     """The script itself is wrong, so the ends of its groups are not reported."""
 
@@ -202,6 +204,8 @@ class Judgement:
         Args:
             problems: Problems, without those that only cost the job one of its groups.
         """
+        if self.bus_is_lost:
+            return ExitStatus.DRAINED
         if problems or self.is_plan_through:
             return None
         ended = [group for group in self.groups if group.finished]

@@ -282,6 +282,7 @@ def _row(group: Group, view: JobView) -> Row:
 
 _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
+_BUS_LOST_S = 60.0  # time for which the bus may fail before this part of the job ends
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 
@@ -304,6 +305,8 @@ class Ending:
     """All groups that had the state have left or ended well, so none is restarted."""
     look_over_at: float = 0.0
     """Time of the next look whether the job is over."""
+    bus_failed_at: float | None = None
+    """Time since which each use of the bus has failed."""
 
     @property
     def has_begun(self) -> bool:
@@ -604,8 +607,7 @@ class Supervisor:
         is_new = group.is_adopted and is_first
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
-            if not self._links.claims.keeps(group.name):
-                self._obey()  # hands the group over
+            if not self._keeps(group):
                 return
             children = self._launcher.start_group(group, self._links.address, spare)
         except (OSError, BusError, SupervisorError) as error:
@@ -617,6 +619,34 @@ class Supervisor:
             return
         for child in children:
             self._waits.look_after(child)
+
+    def _keeps(self, group: Group) -> bool:
+        """Return whether the group may be started now; otherwise hand it over, or wait for the
+        bus."""
+        try:
+            is_ours = self._links.claims.keeps(group.name)
+        except BusError as error:
+            if group.starts == 0 and not group.is_adopted:
+                raise
+            logger.error("group %s is not started: %s", group.name, error)
+            group.start_later()
+            self._on_bus_failure(error)
+            return False
+        self._ending.bus_failed_at = None
+        if not is_ours:
+            self._obey()  # hands the group over
+        return is_ours
+
+    def _on_bus_failure(self, error: BusError) -> None:
+        """End this part of the job if the bus has failed for too long."""
+        ending, now = self._ending, time.monotonic()
+        ending.bus_failed_at = ending.bus_failed_at or now
+        if ending.drain_until is None and now - ending.bus_failed_at >= _BUS_LOST_S:
+            self._judgement.bus_is_lost = True
+            ended = self._judgement.what_ended
+            text = f"the bus was out of reach for {_BUS_LOST_S:g} s and more, so {ended} was ended"
+            self._judgement.problems.append(f"{text}: {error}")
+            self._end_in_vain(text, in_order=False)
 
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
@@ -837,8 +867,11 @@ class Supervisor:
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
+            self._ending.bus_failed_at = None
         except (BusError, UnreadableMessage, SupervisorError) as error:
             logger.warning("cannot see whether the job is over: %s", error)
+            if isinstance(error, BusError):
+                self._on_bus_failure(error)
             return
         if last is not None:
             self._end_who_waits(inside=last)

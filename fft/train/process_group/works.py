@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,16 +179,7 @@ class TrackedWork(Work):
 class CollectiveWork(TrackedWork):
     """A collective, which runs on one of gloo's own threads."""
 
-    def __init__(
-        self,
-        work: Work,
-        generation: Generation,
-        op: str,
-        args: tuple[Any, ...],
-        around: AbstractContextManager[None],
-    ) -> None:
-        super().__init__(work, generation, op, args, around)
-        self._future: FailableFuture | None = None
+    _future: FailableFuture | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as in torch: with None or zero only the group's own timeout applies."""
@@ -266,12 +258,12 @@ class PeerWork(TrackedWork):
         with self._lock:
             first, self._attended = not self._attended, True
         if first:
-            self._generation.waiters.submit(self._wait_in_gloo)
-
-    def _wait_in_gloo(self) -> None:
-        try:
             # without an argument gloo would use the limit for connecting
-            done = self._work.wait(self._generation.timeout)
+            self._generation.waiters.submit(partial(self._wait_in_gloo, self._generation.timeout))
+
+    def _wait_in_gloo(self, timeout: timedelta) -> None:
+        try:
+            done = self._work.wait(timeout)
         except RuntimeError as error:
             self._settle(False, error)
         else:
@@ -299,14 +291,8 @@ class PeerWork(TrackedWork):
         Then no data move into the tensor or out of it, even if gloo does not wake the thread that
         waits for the op.
         """
-        if self._ended.is_set():
-            return
-        try:
-            done = self._work.wait(MILLISECOND)
-        except RuntimeError as error:
-            self._settle(False, error)
-        else:
-            self._settle(done, None)
+        if not self._ended.is_set():
+            self._wait_in_gloo(MILLISECOND)
 
     def is_over(self) -> bool:
         return self._ended.is_set()
