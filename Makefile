@@ -151,6 +151,7 @@ bench: setup $(NVRX)/.tried
 	@$(PIP) install --quiet -e ".[bench]"
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.whole_step --dir $(BENCH) --reps $(REPS) --write
+	$(BIN)/python -m benchmarks.trainer_steps --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.diloco --dir $(BENCH)/diloco --write
 	$(BIN)/python -m benchmarks.reforming --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.resuming --reps $(REPS) --write
