@@ -109,7 +109,7 @@ class Worker:
     def take_rollback(self) -> Rollback:
         """Return the rollback that the loop has to handle, and forget it.
 
-        It is the last one, but a later rollback does not replace one that the step itself caused: a
+        It is the last one, but a later one does not replace one that the step itself has caused: a
         peer that has counted it may have left before this rank's loop comes to count it.
         """
         taken, self._rollback = self._rollback, Rollback()
@@ -341,6 +341,7 @@ class Worker:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
             self._job.report_not_replaceable(self._groups.can_reform)
+            self._rollback = Rollback()  # torchft's loop does not handle it
             self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
             # no vote was cast if the fetched state is missing; then the txn is rolled back
