@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from fft.bus import open_bus, serve_tcp
 from fft.health.death_mutex import supported
 from fft.health.detectors.base import Level
 from fft.health.detectors.trainer import Look, Monitor, MonitorConfig, Pulse, Reading
 from fft.health.hosts import ROLL, beat_name
-from fft.health.monitor import Charge, MonitorError, MonitorProcess
+from fft.health.monitor import Charge, MonitorError, MonitorProcess, RunQueue
 from fft.messages.protocol import BusMessage, Death, Suspect, decode
 
 LIMIT_S = 60.0
@@ -78,6 +79,38 @@ def test_a_monitor_that_was_away_holds_nothing_against_the_trainer() -> None:
     assert monitor.verdict(1000.0).level is Level.GREEN
     assert watched(AT_WORK, 1001.3, monitor, 1000.0)[1] is Level.GREEN
     assert watched(AT_WORK, 1001.6, monitor, 1001.3)[1] is Level.YELLOW
+
+
+def test_time_in_which_the_trainer_waits_for_a_core_is_no_silence() -> None:
+    for reading in (AT_WORK, replace(AT_WORK, waiting=True)):
+        monitor = Monitor(LIMITS)
+        for tick in range(61):  # of three seconds, two and a half on the run queue
+            now = 10.0 + tick / 20
+            monitor.observe(Look(now, reading, starved=1000.0 if 10 < tick <= 60 else 0.0))
+            assert monitor.verdict(now).level is Level.GREEN
+        assert watched(reading, 14.4, monitor, 13.0)[1] is Level.GREEN
+        assert watched(reading, 14.6, monitor, 14.4)[1] is Level.YELLOW
+
+
+def test_wait_for_a_core_is_read_from_the_kernel() -> None:
+    spin = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: 0"
+    rivals = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        busy, calm, waited = RunQueue(rivals[0].pid), RunQueue(idle.pid), [0.0]
+
+        def has_waited() -> bool:
+            waited[0] += busy.wait()
+            return waited[0] > 0.3
+
+        wait_until(has_waited, "two processes on one core wait for each other", LIMIT_S)
+        calm.wait()
+        assert calm.wait() == 0.0
+    finally:
+        for process in (*rivals, idle):
+            process.kill()
+            process.wait()
+    assert busy.wait() == 0.0
 
 
 def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:

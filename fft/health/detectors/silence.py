@@ -43,10 +43,14 @@ from fft.health.detectors.base import GREEN, Attention, Level, Verdict, worst
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A look at ``at``. ``beat``: time of the newest heartbeat known to the observer, or None."""
+    """A look at ``at``. ``beat``: time of the newest heartbeat known to the observer, or None.
+
+    ``starved``: see `Attention.look`.
+    """
 
     at: float
     beat: float | None = None
+    starved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class SilenceDetector:
 
     def observe(self, event: Seen) -> None:
         """Take one look, with or without a new heartbeat."""
-        self._excused += self._attention.look(event.at)
+        self._excused += self._attention.look(event.at, event.starved)
         if event.beat is None or (self._beat is not None and event.beat <= self._beat):
             return
         missed = self._attention.missed_since(event.beat)

@@ -103,9 +103,13 @@ class Atomic:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The observer looked, whether or not there was anything to see."""
+    """The observer looked, whether or not there was anything to see.
+
+    ``starved``: see `Attention.look`.
+    """
 
     at: float
+    starved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ class ProgressDetector:
     def observe(self, event: ProgressEvent) -> None:
         """Take one event. Times may run back a little; the newest counts."""
         if isinstance(event, Looked):
-            late = self._attention.look(event.at)
+            late = self._attention.look(event.at, event.starved)
             self._moved.excuse(late)
             self._worked.excuse(late)
             self._stopped.excuse(late)
@@ -602,6 +606,9 @@ class Look:
     """The kernel reports that the process is stopped. It need not be checked while it beats."""
     busy: bool = False
     """A child that the main thread started in this txn, and waits for, is computing."""
+    starved: float = 0.0
+    """Time since the last look in which a thread of it waited for a core, in seconds. It need not
+    be read while it moves."""
 
 
 class Monitor:
@@ -625,7 +632,7 @@ class Monitor:
 
     def observe(self, event: Look) -> None:
         """Take one look."""
-        self._progress.observe(Looked(event.at))
+        self._progress.observe(Looked(event.at, event.starved))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
         if event.busy:
@@ -633,7 +640,7 @@ class Monitor:
         if event.stopped != self._stopped:
             self._stopped = event.stopped
             self._progress.observe(Stopped(event.at, event.stopped))
-        self._silence.observe(Seen(event.at, event.reading.beat or None))
+        self._silence.observe(Seen(event.at, event.reading.beat or None, event.starved))
         if event.reading.beat != self._seen.beat:
             self._beat_at = event.at
         self._seen = event.reading
