@@ -1,8 +1,8 @@
 """The growth of the protocol's costs with the job: calibrate, run the model, write table and plot.
 
-    python benchmarks/scale.py --calibrate            measure the real store, once; --check: again
-    python benchmarks/scale.py [--design NAME] [--groups 2,5,10] [--start 2,5] [--quick]
-    python benchmarks/scale.py --render               table and plot from the stored results
+    python -m benchmarks.scale --calibrate            measure the real store, once; --check: again
+    python -m benchmarks.scale [--design NAME] [--groups 2,5,10] [--start 2,5] [--quick]
+    python -m benchmarks.scale --render               table and plot from the stored results
 
 It writes `calibration.json`, one file of results for each design, and `scale.svg` to ``--out``, and
 the tables to the page beside it. It measures and models, and asserts nothing. The store is served
@@ -31,8 +31,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scale_report import render  # type: ignore[import-not-found]  # beside this script
 
+from benchmarks.scale_model.costs import (
+    DESIGNS,
+    Costs,
+    Design,
+    Handling,
+    handling_from,
+    prices_from,
+)
+from benchmarks.scale_model.job import LargeJob, Node, Phase, event_kind
+from benchmarks.scale_report import render
 from fft.bus.tcpserver import host_store
 from fft.bus.tcpstore import PAUSE_S
 from fft.engine.calls import Call
@@ -41,8 +50,6 @@ from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.protocol.table import Table
-from fft.prove.scale.costs import DESIGNS, Costs, Design, Handling, handling_from, prices_from
-from fft.prove.scale.job import LargeJob, Node, Phase, event_kind
 from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
@@ -203,7 +210,7 @@ class Probe:
 
 
 def measure(probe: Probe) -> dict[str, Any]:
-    """Measure the prices of `fft.prove.scale.costs.Prices`, in microseconds."""
+    """Measure the prices of `benchmarks.scale_model.costs.Prices`, in microseconds."""
     small, large = b"x" * 300, b"x" * 300_000
     probe.clients[0].set("settled", "0")
     probe.clients[0].set("large", large)

@@ -1,8 +1,8 @@
 """Tables and plot of `scale.py`: reads the stored results, computes the sizes that were not run.
 
-Requests of these sizes are counted by `fft.prove.scale.formula`. Their times and bytes lie on the
-parabola through the three largest sizes that were run, because a job's cost has no higher power of
-its size. The distance of the other sizes from it is given beside the tables.
+Requests of these sizes are counted by `benchmarks.scale_model.formula`. Their times and bytes lie
+on the parabola through the three largest sizes that were run, because a job's cost has no higher
+power of its size. The distance of the other sizes from it is given beside the tables.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fft.prove.scale.costs import DESIGNS
-from fft.prove.scale.formula import PhaseName, counts
+from benchmarks.scale_model.costs import DESIGNS
+from benchmarks.scale_model.formula import PhaseName, counts
 
 SIZES = (10, 100, 1_000, 10_000)
 PHASES: tuple[PhaseName, ...] = ("step", "rollback", "kill")

@@ -1,7 +1,7 @@
 """The number of requests of each phase at the job's store, in closed form.
 
 It is derived from the code, and confirmed by `job` event by event for all sizes that are affordable
-(`tests/prove/test_scale.py` requires equality). Larger sizes are counted with this module. Pure.
+(`tests/benches/test_scale.py` requires equality). Larger sizes are counted with this module. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from fft.prove.scale.costs import FEW_VOTERS, Design
+from benchmarks.scale_model.costs import FEW_VOTERS, Design
 
 PhaseName = Literal["step", "rollback", "kill"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, assert_never
 
+from benchmarks.scale_model.costs import ENTRY_BYTES, FEW_VOTERS, Costs, Design, Prices
 from fft.bus.base import HEAD
 from fft.engine.calls import (
     GROUP,
@@ -71,7 +72,6 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import LookupTable, Table
 from fft.prove.clock import Clock
-from fft.prove.scale.costs import ENTRY_BYTES, FEW_VOTERS, Costs, Design, Prices
 from fft.prove.virtual_engine import VirtualEngine
 
 Operation = Generator[float, None, object]

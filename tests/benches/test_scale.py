@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.scale_model.costs import NEXT, SHIPPED, Costs, Design, Handling, Prices, prices_from
+from benchmarks.scale_model.formula import PhaseName, counts
+from benchmarks.scale_model.job import LargeJob, Phase, Stalled
 from fft.protocol.load import load_spec
-from fft.prove.scale.costs import NEXT, SHIPPED, Costs, Design, Handling, Prices, prices_from
-from fft.prove.scale.formula import PhaseName, counts
-from fft.prove.scale.job import LargeJob, Phase, Stalled
 
 SPEC = load_spec("hsdp")
 KINDS = ["add", "append", "compare_set", "delete", "set", "push", "pop", "hear", "wait_pop"]

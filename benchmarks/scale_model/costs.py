@@ -1,7 +1,7 @@
 """Costs of operations, and the designs that carry broadcasts and member lists. Pure data.
 
-All times are in seconds. The figures come from `benchmarks/scale.py --calibrate`, which measures
-them on the real store and the real engine; none of them is estimated.
+All times are in seconds. `python -m benchmarks.scale --calibrate` measures the figures on the real
+store and the real engine; none of them is estimated.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def prices_from(data: Mapping[str, object]) -> Prices:
     """
     operation = data.get("operation_us")
     if not isinstance(operation, Mapping):
-        raise ValueError("calibration: no operation_us; run benchmarks/scale.py --calibrate")
+        raise ValueError("calibration: no operation_us; run python -m benchmarks.scale --calibrate")
     return Prices(
         operation={str(kind): _number(operation, kind) * 1e-6 for kind in operation},
         byte_in=_number(data, "byte_in_us") * 1e-6,
