@@ -153,7 +153,7 @@ def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
 def test_supervisor_that_has_lost_its_bus_ends_with_the_status_for_another_start(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_BUS_LOST_S", 2.0)
+    monkeypatch.setattr(loop, "_BUS_LOST_S", 3.0)
     server = Forked(as_main, str(BUS), "serve", "0", talks=True)
     try:
         with other(stage, server.stdout.readline().strip(), tmp_path / "run") as job:
@@ -164,7 +164,7 @@ def test_supervisor_that_has_lost_its_bus_ends_with_the_status_for_another_start
     finally:
         server.close()
     assert outcome.exit_status == ExitStatus.DRAINED and not outcome.ok
-    assert any("the bus was out of reach for 2 s" in line for line in outcome.lines)
+    assert any("the bus was out of reach for 3 s" in line for line in outcome.lines)
 
 
 def test_one_of_two_concurrent_claims_wins(

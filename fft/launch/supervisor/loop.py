@@ -305,8 +305,10 @@ class Ending:
     """All groups that had the state have left or ended well, so none is restarted."""
     look_over_at: float = 0.0
     """Time of the next look whether the job is over."""
-    bus_failed_at: float | None = None
-    """Time since which each use of the bus has failed."""
+    bus_fails_since: float = 0.0
+    """Time since which each use of the bus has failed; valid after a failure."""
+    bus_failed_at: float = -math.inf
+    """Time of the last use of the bus if it failed, else minus infinity."""
 
     @property
     def has_begun(self) -> bool:
@@ -632,7 +634,7 @@ class Supervisor:
             group.start_later()
             self._on_bus_failure(error)
             return False
-        self._ending.bus_failed_at = None
+        self._ending.bus_failed_at = -math.inf
         if not is_ours:
             self._obey()  # hands the group over
         return is_ours
@@ -640,8 +642,10 @@ class Supervisor:
     def _on_bus_failure(self, error: BusError) -> None:
         """End this part of the job if the bus has failed for too long."""
         ending, now = self._ending, time.monotonic()
-        ending.bus_failed_at = ending.bus_failed_at or now
-        if ending.drain_until is None and now - ending.bus_failed_at >= _BUS_LOST_S:
+        if now - ending.bus_failed_at > _BUS_LOST_S:  # it may have answered in between
+            ending.bus_fails_since = now
+        ending.bus_failed_at = now
+        if ending.drain_until is None and now - ending.bus_fails_since >= _BUS_LOST_S:
             self._judgement.bus_is_lost = True
             ended = self._judgement.what_ended
             text = f"the bus was out of reach for {_BUS_LOST_S:g} s and more, so {ended} was ended"
@@ -867,7 +871,7 @@ class Supervisor:
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
-            self._ending.bus_failed_at = None
+            self._ending.bus_failed_at = -math.inf
         except (BusError, UnreadableMessage, SupervisorError) as error:
             logger.warning("cannot see whether the job is over: %s", error)
             if isinstance(error, BusError):
