@@ -1,8 +1,8 @@
 """The cost of a step of Hugging Face's Trainer and of Lightning's, on FFT and on their own DDP.
 
-``python -m benchmarks.trainer_steps [--reps N] [--write]`` prints a table, or writes
-docs/trainer_steps.md. Both systems of a framework train a GPT of `benchmarks.whole_step` in two
-processes, one thread each, in turn. A ratio is the median of the repetitions' own ratios.
+``python -m benchmarks.trainer_steps [--reps N]`` prints a page with a table; ``--write`` also
+writes docs/trainer_steps.md. Both systems of a framework train a GPT of `benchmarks.whole_step` in
+two processes, one thread each, in turn. A ratio is the median of the repetitions' own ratios.
 
 With ``worker`` it is one of the processes.
 """
@@ -137,7 +137,7 @@ def repetition(framework: str, system: str, size: str) -> float:
 def page(rows: list[list[str]], reps: int) -> str:
     """Return the page with the table."""
     text = f"""\
-# Cost of a step of other trainers
+# Step times of Hugging Face's Trainer and Lightning
 
 Written by `python -m benchmarks.trainer_steps --write`. Each framework's trainer trains a GPT with
 clipping and AdamW in two processes, on its own DDP and on FFT in turn: batch {BATCH} x {CONTEXT} a
@@ -146,11 +146,10 @@ in ms of the slower process, over {reps} repetitions of {min(STEPS.values())} to
 {max(STEPS.values())} steps; smallest and largest repetition in brackets. A ratio is the median of
 the repetitions' ratios.
 
-FFT adds 8 to 18 ms. With Hugging Face at 25 M, a step of FFT has these parts that DDP has not: the
-vote, with a pass over the gradients that looks for NaN and inf (4.5 ms), the wait for the decision
-(4 ms), the mean of the loss (1 to 2 ms), and the capture of the state that a rollback restores
-(2 ms). The rest is noise, and what runs beside the two trainers: a monitor for each, the bus and
-`fft run`, which have no core of their own here.
+To DDP's step FFT adds the vote, with a pass over the gradients that looks for NaN and inf; the wait
+for the decision; the mean of the loss; and the copy of the state that a rollback restores. The
+processes beside the two trainers have no core of their own here: a monitor for each, the bus and
+`fft run`.
 
 """
     head = ["trainer", "parameters", "its DDP (ms)", "on FFT (ms)", "FFT / DDP"]
@@ -167,6 +166,8 @@ def main() -> None:
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=FRAMEWORKS)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args()
+    if args.write and args.frameworks != list(FRAMEWORKS):
+        parser.error("--write needs all frameworks: leave --frameworks out")
     rows = []
     for framework, size in itertools.product(args.frameworks, STEPS):
         times: dict[str, list[float]] = {system: [] for system in SYSTEMS}

@@ -67,7 +67,7 @@ _IMAGE = Annotated[str, typer.Option(metavar="IMAGE", help="Image with FFT, the 
 _NAME = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name of the job. Default: that of the script.")
 ]
-_SPARE_PODS = Annotated[int, typer.Option(min=0, help="Pods that take over groups of lost ones.")]
+_SPARE_PODS = Annotated[int, typer.Option(min=0, help="Pods that take over lost pods' groups.")]
 _CLAIM = Annotated[
     str | None,
     typer.Option(metavar="CLAIM", help="PersistentVolumeClaim for traces and checkpoints."),

@@ -43,9 +43,9 @@ _MACHINES, _RECOVERY, _CHECKPOINTS = "Several machines", "Recovery", "Checkpoint
 _OUTPUT, _TESTS = "Output", "Injected faults"
 
 
-def _option(panel: str | None, text: str, *names: str, **how: Any) -> Any:
+def _option(panel: str | None, text: str, *names: str, **settings: Any) -> Any:
     """Return an option that ``fft run --help`` lists in ``panel``."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **how)
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
 _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]

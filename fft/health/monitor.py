@@ -26,8 +26,7 @@ not fit into the pipe is dropped. torch is not imported.
 
 A main thread that waits for a C++ compiler or a build makes no progress of its own, but does not
 hang. The monitor therefore reads in ``/proc`` whether the trainer waits for a child process that
-computes. It reads there, too, for how long threads of the trainer have waited for a core: on a busy
-host that time is no silence.
+computes, and for how long the trainer's threads have waited for a core.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Runner:
             DeathMutex(charge.death_mutex).watch(lambda: os.eventfd_write(self._dying, 1))
         self._monitor = Monitor(charge.config)
         self._children = BusyChildren(charge.pid)
-        self._run_queue = RunQueue(charge.pid)
+        self._core_waits = CoreWaits(charge.pid)
         self._announcer = _Announcer(charge, charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
         self._concerns_others = False
@@ -163,10 +162,11 @@ class Runner:
 
     def _look(self, reading: Reading) -> None:
         now = time.monotonic()
-        is_mute, is_still = self._monitor.is_mute(now), self._monitor.stands_still(now)
+        is_mute = self._monitor.is_mute(now)
         is_stopped = is_mute and pidfd.is_stopped(self._charge.pid)
-        is_busy = reading.in_txn and is_still and self._children.are_busy(reading.begun)
-        starved = self._run_queue.wait() if is_mute or is_still else 0.0
+        waits = reading.in_txn and self._monitor.stands_still(now)
+        is_busy = waits and self._children.are_busy(reading.begun)
+        starved = self._core_waits.take(is_mute or (waits and not reading.waiting))
         self._monitor.observe(Look(now, reading, is_stopped, is_busy, starved))
         verdict = self._monitor.verdict(now)
         told, self._concerns_others = self._concerns_others, self._monitor.concerns_others(now)
@@ -471,24 +471,29 @@ class BusyChildren:
                 self._add(child, since)
 
 
-# --- starvation ---
+# --- waits for a core ---
 
 
-class RunQueue:
+class CoreWaits:
     """The waits of one process's threads for a core."""
 
     def __init__(self, pid: int) -> None:
         self._tasks = Path(f"/proc/{pid}/task")
         self._seen: dict[str, int] = {}
 
-    def wait(self) -> float:
+    def take(self, is_wanted: bool) -> float:
         """Return the longest wait of a thread since the last call, in seconds.
 
-        A thread of which the kernel keeps no statistics, or that is new, has not waited.
+        The kernel counts a wait when it ends. A thread that is new, or of which the kernel keeps no
+        statistics, has not waited.
+
+        Args:
+            is_wanted: Whether to read the waits. The first call of a row of calls with True finds
+                where they begin, and returns 0.
         """
         before, self._seen = self._seen, {}
         with suppress(OSError):  # the process has ended
-            for task in os.listdir(self._tasks):
+            for task in os.listdir(self._tasks) if is_wanted else ():
                 with suppress(OSError, IndexError):
                     fields = (self._tasks / task / "schedstat").read_bytes().split()
                     self._seen[task] = int(fields[1])

@@ -18,9 +18,12 @@ class ExitStatus(IntEnum):
     FEWER_GROUPS = 3
     """The work is done, but a group was drained, evicted or given up before the end, or was away
     when the shards of the others ended."""
+    BUS_LOST = 69
+    """The bus was out of reach for too long, so this part of the job ended: start it again when the
+    bus is back. This is ``EX_UNAVAILABLE`` of ``sysexits.h``."""
     DRAINED = 75
-    """The job was drained or preempted before its end, or this part of it lost the bus: start it
-    again to resume. This is ``EX_TEMPFAIL`` of ``sysexits.h``."""
+    """The job was drained or preempted before its end: start it again to resume. This is
+    ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 
 IN_A_WORD = {
@@ -28,11 +31,13 @@ IN_A_WORD = {
     ExitStatus.FAILED: "failed",
     ExitStatus.REFUSED: "not started",
     ExitStatus.FEWER_GROUPS: "complete, but with fewer groups",
+    ExitStatus.BUS_LOST: "ended without its bus",
     ExitStatus.DRAINED: "drained before its end",
 }
 
 IN_WORDS = (
     "Exit status: 0 complete; 1 failed; 2 not started (wrong arguments, or a directory in use); "
-    "3 complete, but with fewer groups; 75 drained, or the bus was lost: start it again."
+    "3 complete, but with fewer groups; 69 the bus was lost, 75 drained or preempted: start it "
+    "again to resume."
 )
 """The end of `fft run --help`."""

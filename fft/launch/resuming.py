@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
@@ -198,7 +199,9 @@ class Resumptions:
                 raise
             found, config = self._last
             lines = (f"the job cannot be started again: {error}",)
-            return replace(found, ok=False, lines=lines, status=ExitStatus.FAILED), config
+            gone = isinstance(error, BusUnreachable)
+            status = ExitStatus.BUS_LOST if gone else ExitStatus.FAILED
+            return replace(found, ok=False, lines=lines, status=status), config
 
     def _all_starts(
         self, config: RunConfig, plan: FaultPlan, traces: Path

@@ -50,9 +50,9 @@ class CauseCode(StrEnum):
         return self in _OF_THE_PROPOSER
 
     @property
-    def is_of_the_step(self) -> bool:
-        """Whether the step itself is the cause, so that the loop must count the rollback or end."""
-        return self in _OF_THE_STEP
+    def is_counted(self) -> bool:
+        """Whether the loops of all ranks count such a rollback, and may end over it."""
+        return self in _COUNTED
 
 
 _OF_THE_PROPOSER = frozenset(
@@ -66,7 +66,7 @@ _OF_THE_PROPOSER = frozenset(
         CauseCode.NOT_REPRODUCIBLE,
     }
 )
-_OF_THE_STEP = frozenset(
+_COUNTED = frozenset(
     {
         CauseCode.MANIFESTS_DIFFER,
         CauseCode.DATA_DIFFERS,

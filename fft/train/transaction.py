@@ -296,6 +296,8 @@ class TransactionLoop:
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
         cause, members = rollback = self.worker.take_rollback()
+        if not cause.code.is_counted:
+            return
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.DATA_DIFFERS:
@@ -307,15 +309,14 @@ class TransactionLoop:
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(plan, cause.finding)
-        elif cause.code == CauseCode.MANIFESTS_DIFFER:
+        else:
+            assert cause.code == CauseCode.MANIFESTS_DIFFER
             error = FftError(
                 f"{cause.finding}: the step functions of the groups, or of the ranks of one, have "
                 "not reduced the same gradients. Does a branch depend on the batch? Each step "
                 "function must call backward() of the same models; multiply the loss of a batch "
                 "that must not count by 0"
             ).with_traceback(traceback_of_caller())
-        else:
-            return
         why = self.step_failures.failed(plan.step, members, error)
         if why is not None:
             self.job.note_error(error)

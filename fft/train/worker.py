@@ -51,10 +51,10 @@ class Limit:
 
 
 class Rollback(NamedTuple):
-    """A rollback that the loop has not handled yet.
+    """A rollback that the training loop has yet to handle.
 
     Attributes:
-        cause: Its cause.
+        cause: Its cause; `NO_CAUSE` if there is none.
         members: Names of the groups in its epoch.
     """
 
@@ -107,10 +107,10 @@ class Worker:
         return self._begun == 1
 
     def take_rollback(self) -> Rollback:
-        """Return the rollback that the loop has to handle, and forget it.
+        """Return and clear the rollback that the loop has yet to handle.
 
-        It is the last one, but a later one does not replace one that the step itself has caused: a
-        peer that has counted it may have left before this rank's loop comes to count it.
+        It is the last one, but one that all ranks count is not replaced by a later one: a peer that
+        has counted it may have left before this rank's loop comes to count it.
         """
         taken, self._rollback = self._rollback, Rollback()
         return taken
@@ -169,6 +169,7 @@ class Worker:
 
     def _connect(self, command: Heal) -> None:
         if command.fetch_from is not None:
+            self._rollback = Rollback()  # the job has continued without this rank
             self._commits.by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # healing enforces its own timeouts
@@ -285,7 +286,7 @@ class Worker:
         """Wait for all operations of the aborted attempt, then restore the start of the step."""
         local = self._job.local
         assert local is not None
-        if not self._rollback.cause.code.is_of_the_step:
+        if not self._rollback.cause.code.is_counted:
             self._rollback = Rollback(command.cause, tuple(g.group for g in members(local)))
         self._give_up_txn()
         self._groups.unwind(
@@ -341,7 +342,7 @@ class Worker:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
             self._job.report_not_replaceable(self._groups.can_reform)
-            self._rollback = Rollback()  # torchft's loop does not handle it
+            self._rollback = Rollback()  # torchft's loop does not take it
             self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
             # no vote was cast if the fetched state is missing; then the txn is rolled back

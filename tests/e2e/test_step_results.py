@@ -108,14 +108,15 @@ def test_stop_ends_the_job_on_all_groups_without_a_second_attempt(tmp_path: Path
         assert _finite(made)
 
 
-def _delay_after_rollback(late: Member, count: int) -> None:
-    """Let ``late`` begin no step after rollback number ``count`` before a peer has left."""
+def _delay_in_epoch(late: Member, number: int) -> None:
+    """Let ``late`` begin no step of its epoch ``number``, counted from 0, before a peer has
+    left."""
     worker = late.manager._parts.worker
     connect, epochs = worker._work["connect"], itertools.count()
 
     def connect_late(command: Heal) -> None:
         connect(command)
-        if next(epochs) == count:
+        if next(epochs) == number:
             engine = late.manager._parts.job.engine
             assert engine is not None
             wait_until(lambda: engine.local.cause.code == CauseCode.LEFT, "the peer left")
@@ -127,12 +128,12 @@ def _delay_after_rollback(late: Member, count: int) -> None:
     ("reaction", "attempts", "expected"),
     [("stop", 1, ResultRefused), ("replay", 2, StepRetriesExceeded)],
 )
-def test_refused_result_ends_a_slow_rank_whose_peer_has_already_left(
+def test_refused_result_ends_a_rank_whose_peer_has_already_left(
     reaction: str, attempts: int, expected: type[FftError], tmp_path: Path
 ) -> None:
     with job(tmp_path, 2) as made:
         members = [made.member(str(g), on_nonfinite=reaction) for g in range(2)]
-        _delay_after_rollback(members[0], attempts)
+        _delay_in_epoch(members[0], attempts)
         for member in members:
             member.start(lambda member: _train(member, _nan_at(attempts)))
         for member in members:

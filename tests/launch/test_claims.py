@@ -140,7 +140,7 @@ def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
             first = only(stage.enter(1))
             server.signal(signal.SIGSTOP)
             os.kill(first.pid, signal.SIGKILL)
-            text = "group 1 is not started: "
+            text = "group 1 waits for the bus: "
             wait_until(lambda: text in caplog.text, "a start that does not reach the bus", 200)
             server.signal(signal.SIGCONT)
             only(stage.enter(1)).order("exit 0")
@@ -150,7 +150,7 @@ def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
 
 
 @pytest.mark.multiprocess
-def test_supervisor_that_has_lost_its_bus_ends_with_the_status_for_another_start(
+def test_supervisor_ends_with_a_status_of_its_own_after_a_bus_outage(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "_BUS_LOST_S", 3.0)
@@ -163,7 +163,7 @@ def test_supervisor_that_has_lost_its_bus_ends_with_the_status_for_another_start
             outcome = job.verdict()
     finally:
         server.close()
-    assert outcome.exit_status == ExitStatus.DRAINED and not outcome.ok
+    assert outcome.exit_status == ExitStatus.BUS_LOST and not outcome.ok
     assert any("the bus was out of reach for 3 s" in line for line in outcome.lines)
 
 

@@ -405,7 +405,7 @@ def test_lost_bus_lets_the_job_resume_from_its_checkpoint(tmp_path: Path) -> Non
         job.trains(0, 5, within="start2")
         job.ends()
         assert all(each.is_complete for each in cluster.jobs), cluster.output()
-        assert cluster.job("group").exits == {0: [75, 0], 1: [75, 0]}
+        assert cluster.job("group").exits == {0: [69, 0], 1: [69, 0]}
         audit = audit_job(job.traces)
         assert audit.resumed.checks and not audit.resumed.violation, audit.render()
         first, second = audit.starts

@@ -52,8 +52,25 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=lambda verdict: verdict.level, default=GREEN)
 
 
+_STARVED = 0.75
+"""Maximum share of a silence that is excused by waits for a core."""
+
+
+def counted(silent: float, starved: float) -> float:
+    """Return the part of a silence that counts, in seconds.
+
+    On a busy host a process is silent while it waits for a core. At least a quarter of the silence
+    counts, because other threads of a process that hangs may wait, too.
+
+    Args:
+        silent: Duration of the silence.
+        starved: Time of it in which a thread of the process waited for a core.
+    """
+    return silent - min(starved, _STARVED * max(0.0, silent))
+
+
 class Attention:
-    """Time that must not count against the observed: an observer's absence, or their starvation.
+    """The absence of an observer: time that must not count against the observed processes.
 
     An observer that was stopped, starved or swapped out finds everything old when it comes back,
     although only the observer itself was at fault. So at most ``look_s`` of the time between two of
@@ -67,18 +84,9 @@ class Attention:
         self._back_at = -math.inf
         self._absence = 0.0
 
-    def look(self, now: float, starved: float = 0.0) -> float:
-        """Record a look at ``now``.
-
-        Args:
-            now: Time of the look.
-            starved: Time since the last look in which the observed process waited for a core.
-
-        Returns:
-            The seconds since the last look that do not count.
-        """
-        gap = 0.0 if self._looked_at is None else now - self._looked_at
-        late = max(self.late(now), min(starved, gap))
+    def look(self, now: float) -> float:
+        """Record a look at ``now``. Returns the seconds by which it comes late."""
+        late = self.late(now)
         if late > 0:
             self._back_at, self._absence = now, late
         self._looked_at = now if self._looked_at is None else max(now, self._looked_at)

@@ -38,14 +38,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fft.health.detectors.base import GREEN, Attention, Level, Verdict, worst
+from fft.health.detectors.base import GREEN, Attention, Level, Verdict, counted, worst
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A look at ``at``. ``beat``: time of the newest heartbeat known to the observer, or None.
 
-    ``starved``: see `Attention.look`.
+    ``starved``: seconds since the last look in which the sender waited for a core.
     """
 
     at: float
@@ -93,11 +93,12 @@ class SilenceDetector:
         self._attention = Attention(self.config.look_s)
         self._gaps: deque[float] = deque(maxlen=self.config.window)
         self._beat: float | None = None
-        self._excused = 0.0
+        self._excused = self._starved = 0.0
 
     def observe(self, event: Seen) -> None:
         """Take one look, with or without a new heartbeat."""
-        self._excused += self._attention.look(event.at, event.starved)
+        self._excused += self._attention.look(event.at)
+        self._starved += event.starved
         if event.beat is None or (self._beat is not None and event.beat <= self._beat):
             return
         missed = self._attention.missed_since(event.beat)
@@ -105,7 +106,7 @@ class SilenceDetector:
             # A beat that came while the observer was away may have had others before it.
             away = self._excused - missed
             self._gaps.append(max(0.0, event.beat - self._beat - away))
-        self._beat, self._excused = event.beat, missed
+        self._beat, self._excused, self._starved = event.beat, missed, 0.0
 
     def bound(self) -> float:
         """Return the longest silence that is not suspect, in seconds."""
@@ -118,7 +119,8 @@ class SilenceDetector:
         """Return the seconds of silence that count."""
         if self._beat is None:
             return 0.0
-        return now - self._beat - self._excused - self._attention.late(now)
+        silent = now - self._beat - self._excused - self._attention.late(now)
+        return counted(silent, self._starved)
 
     def verdict(self, now: float) -> Verdict:
         """Return green, yellow beyond the bound, or red ``grace_s`` later if that is set."""

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, assert_never
 
-from fft.health.detectors.base import GREEN, Attention, Level, Verdict
+from fft.health.detectors.base import GREEN, Attention, Level, Verdict, counted
 from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
 from fft.protocol.timeouts import HOST_LIMIT_S
 
@@ -105,7 +105,7 @@ class Atomic:
 class Looked:
     """The observer looked, whether or not there was anything to see.
 
-    ``starved``: see `Attention.look`.
+    ``starved``: seconds since the last look in which the process waited for a core.
     """
 
     at: float
@@ -178,9 +178,9 @@ class ProgressDetector:
     def observe(self, event: ProgressEvent) -> None:
         """Take one event. Times may run back a little; the newest counts."""
         if isinstance(event, Looked):
-            late = self._attention.look(event.at, event.starved)
-            self._moved.excuse(late)
-            self._worked.excuse(late)
+            late = self._attention.look(event.at)
+            self._moved.excuse(late, event.starved)
+            self._worked.excuse(late, event.starved)
             self._stopped.excuse(late)
             return
         if isinstance(event, Stopped):
@@ -321,29 +321,30 @@ class ProgressDetector:
 
 
 class _Since:
-    """Time since an event, minus the time that the observer missed."""
+    """Time since an event, minus the time that the observer missed, and waits for a core."""
 
-    __slots__ = ("_excused", "at")
+    __slots__ = ("_excused", "_starved", "at")
 
     def __init__(self) -> None:
         self.at: float | None = None
-        self._excused = 0.0
+        self._excused = self._starved = 0.0
 
     def now(self, at: float, attention: Attention) -> None:
         """Record the event at ``at``; an earlier time than the recorded one is ignored."""
         if self.at is None or at >= self.at:
-            self.at, self._excused = at, attention.missed_since(at)
+            self.at, self._excused, self._starved = at, attention.missed_since(at), 0.0
 
-    def excuse(self, seconds: float) -> None:
-        """Exclude this many seconds from the time."""
+    def excuse(self, missed: float, starved: float = 0.0) -> None:
+        """Exclude seconds that the observer missed, or in which the process waited for a core."""
         if self.at is not None:
-            self._excused += seconds
+            self._excused += missed
+            self._starved += starved
 
     def seconds(self, now: float, attention: Attention) -> float:
         """Return the seconds that count, at ``now``; 0 if there was no event."""
         if self.at is None:
             return 0.0
-        return now - self.at - self._excused - attention.late(now)
+        return counted(now - self.at - self._excused - attention.late(now), self._starved)
 
 
 # --- pulse ---
@@ -607,8 +608,8 @@ class Look:
     busy: bool = False
     """A child that the main thread started in this txn, and waits for, is computing."""
     starved: float = 0.0
-    """Time since the last look in which a thread of it waited for a core, in seconds. It need not
-    be read while it moves."""
+    """Seconds since the last look in which a thread of the trainer waited for a core. They need not
+    be read while it makes progress."""
 
 
 class Monitor:

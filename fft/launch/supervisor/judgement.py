@@ -103,7 +103,7 @@ class Judgement:
     asked_to_end: bool = False
     """The supervisor has received a signal that drains the job."""
     bus_is_lost: bool = False
-    """The bus was out of reach for too long."""
+    """A bus outage has ended this part of the job."""
     hopeless: bool = False
     """The script itself is wrong, so the ends of its groups are not reported."""
 
@@ -204,12 +204,12 @@ class Judgement:
         Args:
             problems: Problems, without those that only cost the job one of its groups.
         """
-        if self.bus_is_lost:
-            return ExitStatus.DRAINED
-        if problems or self.is_plan_through:
-            return None
         ended = [group for group in self.groups if group.finished]
         at_end = [group for group in ended if _is_at_end(group, view)]
+        if self.bus_is_lost:
+            return ExitStatus.FEWER_GROUPS if at_end else ExitStatus.BUS_LOST
+        if problems or self.is_plan_through:
+            return None
         if self.asked_to_end and not at_end:
             return ExitStatus.DRAINED
         drained = [group for group in ended if group not in at_end and _was_asked(group, view)]

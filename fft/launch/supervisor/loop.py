@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
@@ -282,7 +283,8 @@ def _row(group: Group, view: JobView) -> Row:
 
 _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
-_BUS_LOST_S = 60.0  # time for which the bus may fail before this part of the job ends
+_BUS_LOST_S = 60.0  # maximum duration of a bus outage
+_BUS_RETRY_S = 2.0  # pause before a group is started that could not be started without the bus
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 
@@ -305,10 +307,10 @@ class Ending:
     """All groups that had the state have left or ended well, so none is restarted."""
     look_over_at: float = 0.0
     """Time of the next look whether the job is over."""
-    bus_fails_since: float = 0.0
-    """Time since which each use of the bus has failed; valid after a failure."""
-    bus_failed_at: float = -math.inf
-    """Time of the last use of the bus if it failed, else minus infinity."""
+    bus_outage_began: float = 0.0
+    """Time of the first failure of the bus in the current outage."""
+    last_bus_failure: float = -math.inf
+    """Time of the last failure of the bus, or minus infinity after a success."""
 
     @property
     def has_begun(self) -> bool:
@@ -609,7 +611,7 @@ class Supervisor:
         is_new = group.is_adopted and is_first
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
-            if not self._keeps(group):
+            if not self._may_start(group):
                 return
             children = self._launcher.start_group(group, self._links.address, spare)
         except (OSError, BusError, SupervisorError) as error:
@@ -622,35 +624,41 @@ class Supervisor:
         for child in children:
             self._waits.look_after(child)
 
-    def _keeps(self, group: Group) -> bool:
-        """Return whether the group may be started now; otherwise hand it over, or wait for the
-        bus."""
+    def _may_start(self, group: Group) -> bool:
+        """Return whether this supervisor still holds ``group``.
+
+        If another one has taken the group over, hand it over. If the bus cannot be reached, try
+        again later; that is no restart of the group.
+
+        Raises:
+            BusError: The bus fails in another way, or at the first start.
+        """
         try:
             is_ours = self._links.claims.keeps(group.name)
-        except BusError as error:
+        except BusUnreachable as error:
             if group.starts == 0 and not group.is_adopted:
                 raise
-            logger.error("group %s is not started: %s", group.name, error)
-            group.start_later()
+            logger.warning("group %s waits for the bus: %s", group.name, error)
+            group.restart_at = time.monotonic() + _BUS_RETRY_S
             self._on_bus_failure(error)
             return False
-        self._ending.bus_failed_at = -math.inf
+        self._ending.last_bus_failure = -math.inf
         if not is_ours:
             self._obey()  # hands the group over
         return is_ours
 
-    def _on_bus_failure(self, error: BusError) -> None:
-        """End this part of the job if the bus has failed for too long."""
+    def _on_bus_failure(self, error: BusUnreachable) -> None:
+        """End this part of the job if the bus has been out of reach for too long."""
         ending, now = self._ending, time.monotonic()
-        if now - ending.bus_failed_at > _BUS_LOST_S:  # it may have answered in between
-            ending.bus_fails_since = now
-        ending.bus_failed_at = now
-        if ending.drain_until is None and now - ending.bus_fails_since >= _BUS_LOST_S:
+        if now - ending.last_bus_failure > _BUS_LOST_S:  # it may have answered in between
+            ending.bus_outage_began = now
+        ending.last_bus_failure = now
+        if ending.drain_until is None and now - ending.bus_outage_began >= _BUS_LOST_S:
             self._judgement.bus_is_lost = True
             ended = self._judgement.what_ended
             text = f"the bus was out of reach for {_BUS_LOST_S:g} s and more, so {ended} was ended"
-            self._judgement.problems.append(f"{text}: {error}")
-            self._end_in_vain(text, in_order=False)
+            self._judgement.problems.append(f"{text}; start it again. Last error: {error}")
+            self._end_in_vain(text, in_order=True)
 
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
@@ -769,10 +777,12 @@ class Supervisor:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
-        if not self._ending.over and group.came_too_late and self._links.has_stages:
+        if self._ending.has_begun:
+            return
+        if group.came_too_late and self._links.has_stages:
             self._judgement.remarks.append(group.why_not_back)
             self._give_up(group)
-        elif not self._ending.over:
+        else:
             self._start_later(group, f"group {group.name} was given up after its last restart")
 
     def _start_later(self, group: Group, problem: str) -> None:
@@ -790,7 +800,7 @@ class Supervisor:
             return
         if loss == ALL_DIED:  # they may have died after the last step
             self._look_whether_over(at_once=True)
-        if not self._ending.over:
+        if not self._ending.has_begun:
             self._ending.lost = loss
             self._end_in_vain(loss, in_order=not self._config.can_resume)
 
@@ -871,10 +881,10 @@ class Supervisor:
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
-            self._ending.bus_failed_at = -math.inf
+            self._ending.last_bus_failure = -math.inf
         except (BusError, UnreadableMessage, SupervisorError) as error:
             logger.warning("cannot see whether the job is over: %s", error)
-            if isinstance(error, BusError):
+            if isinstance(error, BusUnreachable):
                 self._on_bus_failure(error)
             return
         if last is not None:
