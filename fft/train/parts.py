@@ -173,6 +173,7 @@ class Parts:
             self.state.checkpoints.take()
             self.state.reshard_models()
         self.leaving.end_notices()
+        self.loop.close()
         self.job.leave()
         with self.watchers.waiting():
             self.worker.hooks.terminate()

@@ -94,6 +94,7 @@ class TransactionLoop:
         """Minimum number of reductions of a step function; 0 if it may end without one."""
         self._left_at: int | None = None
         """The step after which the loop was left early, or None."""
+        self._guard: UnregisteredStepGuard | None = None
         self._warned_of_signal = False
         self.fixed_slices = 0
         """`Config.fixed_slices` of this rank; known before it joins."""
@@ -122,7 +123,7 @@ class TransactionLoop:
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        foreign = UnregisteredStepGuard(state, self._reductions)
+        self._guard = UnregisteredStepGuard(state, self._reductions)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
@@ -130,10 +131,15 @@ class TransactionLoop:
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
-            foreign.close()
+            self.close()
             state.close_source()
         if self.is_over or not manager.asked_to_leave:
             self.worker.hooks.complete()
+
+    def close(self) -> None:
+        """End the checks of a loop, which may be suspended for good. Idempotent."""
+        if self._guard is not None:
+            self._guard.close()
 
     def fix_batch(self, loader: Any, global_batch: int | None, sharded: Sharded | None) -> None:
         """Give each step ``global_batch`` samples; None: as many as the groups take.

@@ -603,6 +603,22 @@ def test_a_foreign_optimizer_of_other_parameters_is_named_once(
     assert len(said) == 1 and said[0].startswith("SGD.step()")
 
 
+def test_suspended_loop_of_a_manager_that_was_shut_down_checks_no_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(member: Member) -> None:
+        txns = member.manager.transactions(_loader(), max_steps=3)
+        with next(txns) as txn:
+            _loss(member, txn.batch).backward()
+        member.manager.shutdown()
+        torch.optim.SGD(member.model.parameters(), lr=0.1).step()
+        txns.close()
+
+    with job(tmp_path, 1) as made:
+        made.run(work)
+    assert not any("unregistered optimizer" in r.getMessage() for r in caplog.records)
+
+
 def test_replicas_are_compared_in_the_last_txn_though_it_is_not_due(tmp_path: Path) -> None:
     with job(tmp_path, 2) as made:
         members = [made.member(str(g), check_replicas=64, digest="never") for g in range(2)]
