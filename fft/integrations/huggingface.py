@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torchft
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -30,6 +32,13 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fft
+from fft.integrations.huggingface_sharding import (
+    make_alone,
+    ranks,
+    shard,
+    shard_optimizer_state,
+    whole_states,
+)
 
 logger = logging.getLogger(__name__)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -158,13 +167,27 @@ class FFTTrainerMixin(_Base):
     def __init__(self, *args: Any, manager: fft.ManagerFFT | None = None, **kwargs: Any) -> None:
         self._txns: Iterator[fft.Transaction] | None = None
         self._own_files = f"group-{os.environ.get('REPLICA_GROUP_ID', '0')}"
-        """Folder of this group's random states in a checkpoint."""
+        """Folder of this rank's random states in a checkpoint."""
+        if ranks() > 1:
+            self._own_files += f"-rank-{os.environ['RANK']}"
         super().__init__(*args, **kwargs)
-        _refuse_unsupported(self.args)
+        if ranks() > 1 and self.optimizer is not None:
+            raise fft.FftError(
+                "FFTTrainer: optimizers= has the parameters before sharding; pass optim= in "
+                "TrainingArguments, or optimizer_cls_and_kwargs="
+            )
         self.manager = manager or _manager(self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
+        _refuse_unsupported(self.args, ranks())
+        if ranks() > 1:
+            make_alone(self.args)
+        # without the plugin, because Accelerate would shard over a process group of its own
+        plugin, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         super().create_accelerator_and_postprocess()
+        self.args.fsdp_plugin_args = plugin
+        if ranks() > 1:
+            self.accelerator.native_amp = False  # FSDP2's precision policy replaces autocast
         # Accelerate would wrap the model in torch's DDP; FFT averages the gradients instead
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
@@ -174,24 +197,38 @@ class FFTTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
         done = super().train(resume_from_checkpoint, *args, **kwargs)
-        self.manager.shutdown()
+        if ranks() == 1:  # evaluate() and save_model() need the shards of the other ranks
+            self.manager.shutdown()
         return done
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        if ranks() > 1 and not isinstance(self.model, FSDPModule):
+            mesh = self.manager.shard_mesh()
+            shard(self.model, self.args.fsdp_plugin_args, self.accelerator, mesh)
+        optimizer = super().create_optimizer(model)
+        if ranks() > 1:
+            optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
+        return optimizer
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        if ranks() == 1:  # otherwise `shard` moves the shards
+            super()._move_model_to_device(model, device)
+
     def get_total_train_batch_size(self, args: Any) -> Any:
-        return super().get_total_train_batch_size(args) * _groups()
+        return super().get_total_train_batch_size(args) * _workers()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the Trainer's values, with the number of steps that all groups together need for
+        """Return the Trainer's values, with the number of steps that all ranks together need for
         an epoch."""
         values = super().set_initial_training_values(args, dataloader)
         if isinstance(dataloader.dataset, IterableDataset):
             return values
         epochs, items, *others, max_steps = values  # for one process, which would take all items
-        per_epoch = math.ceil(items / _groups())
+        per_epoch = math.ceil(items / _workers())
         if args.max_steps > 0:
             epochs = math.ceil(max_steps / per_epoch)
         else:
-            max_steps = math.ceil(args.num_train_epochs * items / _groups())
+            max_steps = math.ceil(args.num_train_epochs * items / _workers())
         return epochs, per_epoch, *others, max_steps
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
@@ -285,10 +322,11 @@ class FFTTrainerMixin(_Base):
         mean = txn.mean(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         norm = self._get_grad_norm(model, grad_norm=norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._event("on_pre_optimizer_step")
         txn.log(loss=mean[0])
-        groups = self.manager.num_participants()
-        grown = [groups * (after - first) for after, first in zip(mean[1:], before, strict=True)]
+        workers = self.manager.num_participants() * ranks()
+        grown = [workers * (after - first) for after, first in zip(mean[1:], before, strict=True)]
         return _Computed(mean[0], norm, self._get_learning_rate(), grown[0], round(grown[1]))
 
     def _count(self, txn: fft.Transaction, computed: _Computed) -> None:
@@ -340,10 +378,10 @@ class FFTTrainerMixin(_Base):
                 each.on_train_begin(self.args, state, self.control)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Let one group write the Trainer's files, and each group its random states."""
+        """Let one rank write the Trainer's files, and each rank its random states."""
         state, run = self.state, self._get_output_dir(trial)
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        with self.manager.atomic():
+        with self.manager.atomic(), self._whole_states(self.model, self.optimizer.optimizer):
             if self.manager.is_writer:
                 super()._save_checkpoint(model, trial)
             else:
@@ -359,9 +397,14 @@ class FFTTrainerMixin(_Base):
                 partial.replace(folder / _MANAGER_FILE)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as ``Trainer.save_model``, on one group."""
-        if self.is_world_process_zero():
-            super().save_model(output_dir, _internal_call)
+        """Save the model as ``Trainer.save_model``, on one rank. Call it on all ranks."""
+        with self._whole_states(*(() if _internal_call else (self.model,))):
+            if self.is_world_process_zero():
+                super().save_model(output_dir, _internal_call)
+
+    def _whole_states(self, *parts: Any) -> contextlib.AbstractContextManager[None]:
+        """Gather the shards of the parts, for files that the writer writes."""
+        return whole_states(*(parts if ranks() > 1 else ()), keep=self.is_world_process_zero())
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, once the group that writes it has finished."""
@@ -380,23 +423,46 @@ class FFTTrainer(FFTTrainerMixin, Trainer):
     """``transformers.Trainer`` whose optimizer steps are transactions across replica groups."""
 
 
-def _groups() -> int:
-    """Return the number of groups at the start of the job."""
-    return int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
+def _workers() -> int:
+    """Return the number of ranks of all groups at the start of the job."""
+    return int(os.environ.get("NUM_REPLICA_GROUPS", "1")) * ranks()
 
 
 def _manager(args: Any) -> fft.ManagerFFT:
-    kind = torchft.ProcessGroupNCCL if args.device.type == "cuda" else torchft.ProcessGroupGloo
-    pg = kind(timeout=timedelta(seconds=args.ddp_timeout))
-    return fft.ManagerFFT(pg=pg, load_state_dict=None, state_dict=None, min_replica_size=1)
+    limit = timedelta(seconds=args.ddp_timeout)
+    kind, inner = torchft.ProcessGroupGloo, fft.ShardProcessGroupGloo
+    if args.device.type == "cuda":
+        kind, inner = torchft.ProcessGroupNCCL, fft.ShardProcessGroupNCCL
+    shard_pg = inner(limit) if ranks() > 1 else None
+    return fft.ManagerFFT(kind(timeout=limit), None, None, min_replica_size=1, shard_pg=shard_pg)
 
 
-def _refuse_unsupported(args: Any) -> None:
+def _refuse_unsupported(args: Any, ranks: int) -> None:
     """Raise FftError for arguments of a Trainer that cannot work."""
+    fsdp = args.fsdp_plugin_args or {}
+    is_offloaded = fsdp.get("cpu_offload") or fsdp.get("cpu_ram_efficient_loading")
     for is_wrong, text in (
-        (args.world_size > 1, "several ranks in a group are not supported: pass --ranks 1"),
+        (
+            ranks > 1 and not args.fsdp,
+            f"the {ranks} ranks of a group must shard the model: pass fsdp=True in "
+            "TrainingArguments, or use more --groups with --ranks 1",
+        ),
+        (
+            args.fsdp and ranks == 1,
+            "fsdp= needs --ranks 2 or more: start with them, or leave it out",
+        ),
+        (fsdp.get("fsdp_version", 2) != 2, "FSDP1 is not supported: pass version=2 in fsdp_config"),
+        (
+            is_offloaded,
+            "cpu_offload and cpu_ram_efficient_loading are not supported: leave them out",
+        ),
+        (
+            fsdp.get("state_dict_type", "FULL_STATE_DICT") != "FULL_STATE_DICT",
+            "checkpoints have whole tensors: leave state_dict_type out of fsdp_config",
+        ),
+        (args.fp16 and ranks > 1, "fp16= needs --ranks 1: pass bf16=True"),
         (args.n_gpu > 1, "DataParallel is not supported: give each process one GPU"),
-        (args.deepspeed or args.fsdp, "deepspeed= and fsdp= are not supported: leave them out"),
+        (args.deepspeed, "deepspeed= is not supported: leave it out"),
         (args.auto_find_batch_size, "auto_find_batch_size= is not supported: set a batch size"),
     ):
         if is_wrong:

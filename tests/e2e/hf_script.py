@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torchft
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, Subset
 from transformers import (
     EarlyStoppingCallback,
@@ -100,7 +101,7 @@ def main() -> None:
         vocab_size=64,
         n_positions=LENGTH,
         n_embd=32,
-        n_layer=1,
+        n_layer=options.pop("layers", 1),
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
@@ -135,7 +136,8 @@ def main() -> None:
         from fft.integrations.huggingface import FFTTrainer as made
     if kind == "both":  # commits only with both groups, so that a kill does not change the bits
         pg = torchft.ProcessGroupGloo(timeout=timedelta(seconds=60))
-        given["manager"] = fft.ManagerFFT(pg, None, None, min_replica_size=2)
+        shard_pg = fft.ShardProcessGroupGloo() if "fsdp" in options else None
+        given["manager"] = fft.ManagerFFT(pg, None, None, min_replica_size=2, shard_pg=shard_pg)
     trainer = made(
         model=model,
         args=args,
@@ -147,16 +149,21 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume or None)
     hasher = hashlib.sha256()
     for parameter in model.parameters():
-        hasher.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        shards = parameter.detach()
+        whole = shards.full_tensor() if isinstance(shards, DTensor) else shards
+        hasher.update(whole.contiguous().view(torch.uint8).numpy().data)
     result = {
         "digest": hasher.hexdigest()[:16],
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "events": events.seen,
         "history": trainer.state.log_history,
+        "is_sharded": all(isinstance(each, DTensor) for each in model.parameters()),
         "is_writer": trainer.is_world_process_zero(),
     }
-    process = os.environ["RANK"] if kind == "ddp" else os.environ["REPLICA_GROUP_ID"]
+    process = os.environ["RANK"]
+    if kind != "ddp":
+        process = f"{os.environ['REPLICA_GROUP_ID']}-{process}"
     (out / f"result-{process}.json").write_text(json.dumps(result))
 
 
