@@ -54,7 +54,7 @@ class Events(TrainerCallback):
     def __init__(self, kill_at: int | None, out: Path) -> None:
         self.seen: list[tuple[str, int]] = []
         self._kill_at = kill_at
-        self._mark = out / f"killed-{os.environ.get('REPLICA_GROUP_ID')}"
+        self._mark = out / f"killed-{os.environ.get('REPLICA_GROUP_ID')}-{os.environ['RANK']}"
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self.seen.append(("epoch_begin", state.global_step))
@@ -117,6 +117,7 @@ def main() -> None:
         data = Stream(data)
     resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
     patience = options.pop("patience", None)
+    export = options.pop("export", False)
     events = Events(kill_at, out)
     callbacks: list[TrainerCallback] = [events]
     if patience is not None:
@@ -147,8 +148,12 @@ def main() -> None:
         **given,
     )
     trainer.train(resume_from_checkpoint=resume or None)
+    if export:
+        trainer.save_model(str(out / "export"))
     hasher = hashlib.sha256()
-    for parameter in model.parameters():
+    # of the optimizer, because FSDP2 keeps some parameters of the model whole after an evaluation
+    parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
         shards = parameter.detach()
         whole = shards.full_tensor() if isinstance(shards, DTensor) else shards
         hasher.update(whole.contiguous().view(torch.uint8).numpy().data)
@@ -158,7 +163,8 @@ def main() -> None:
         "epoch": trainer.state.epoch,
         "events": events.seen,
         "history": trainer.state.log_history,
-        "is_sharded": all(isinstance(each, DTensor) for each in model.parameters()),
+        "evaluated": trainer.evaluate()["eval_loss"] if export else None,
+        "is_sharded": all(isinstance(each, DTensor) for each in parameters),
         "is_writer": trainer.is_world_process_zero(),
     }
     process = os.environ["RANK"]

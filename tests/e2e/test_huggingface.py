@@ -1,7 +1,7 @@
 """Tests of FFTTrainer: Hugging Face's Trainer under faults, compared with its own DDP.
 
-Every job is a real one of `fft run` with two groups. Final parameters must have the bits of DDP, or
-of an undisturbed run where the model has dropout, since DDP draws other random numbers.
+Every job is a real one of `fft run`, mostly with two groups. Final parameters must have the bits
+of DDP, or of an undisturbed run where the model has dropout, since DDP draws other random numbers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ FAULTS = [
         "phase": "during_allreduce",
     },
 ]
+STEP = ("step_begin", "step_end")
 KILL = [{"name": "kill", "kind": "kill", "step": 4, "group": 1, "phase": "backward"}]
 SAVING = {"save_strategy": "steps", "save_steps": 4}
+SHARDED = {"fsdp": True, "layers": 2}
 
 
 def train(
@@ -51,11 +53,14 @@ def train(
     kind: str = "fft",
     faults: Any = None,
     status: int = 0,
+    groups: int = 2,
 ) -> list[dict[str, Any]]:
-    """Run a job of two groups, audit it, and return the results of the groups."""
+    """Run a job, audit it, and return the results of the ranks. A sharded group has two ranks."""
     out, traces, plan = folder / "out", folder / "traces", folder / "plan.yaml"
     out.mkdir(parents=True, exist_ok=True)
-    command = ["run", "--groups", "2", "--no-progress", "--no-lighthouse", *run_options]
+    ranks = 2 if "fsdp" in options else 1
+    command = ["run", "--groups", str(groups), "--ranks", str(ranks), "--no-progress"]
+    command += ["--no-lighthouse", *run_options]
     if faults is not None:
         plan.write_text(json.dumps({"faults": faults}))
         command += ["--faults", str(plan)]
@@ -181,26 +186,127 @@ def test_early_stopping_ends_the_job_where_ddp_stops(tmp_path: Path) -> None:
         assert result["events"] == ddp["events"]
 
 
+# --- several ranks in a group ---
+
+
+@pytest.mark.multiprocess
+def test_sharded_group_logs_and_saves_each_committed_step_once(tmp_path: Path) -> None:
+    options = SHARDED | {"max_steps": 3, "logging_steps": 1, "save_steps": 3}
+    options |= {"save_strategy": "steps"}
+    results = train(tmp_path, options, faults=[FAULTS[0] | {"rank": 1}])
+    events = [[name, n + (name == "step_end")] for n in range(3) for name in STEP]
+    for result in results:
+        assert result["is_sharded"]
+        assert result["events"] == [["epoch_begin", 0], *events, ["save", 3], ["epoch_end", 3]]
+        assert result["digest"] == results[0]["digest"] and losses(result) == losses(results[0])
+    assert [result["is_writer"] for result in results] == [True, False, False, False]
+    logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
+    assert [log.count("'loss':") for log in logs] == [3, 0, 0, 0]
+    assert (tmp_path / "out" / "checkpoint-3" / "fft_manager.pt").exists()
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_sharded_group_has_the_bits_of_ddp(tmp_path: Path) -> None:
+    options = {"max_steps": 40, "eval_strategy": "steps", "eval_steps": 2, "patience": 2, **SAVING}
+    options |= {"save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    options |= {"export": True, "layers": 2}
+    ddp = train_ddp(tmp_path / "ddp", options)
+    for result in train(tmp_path / "fft", options | SHARDED, groups=1):
+        assert result["is_sharded"]
+        assert (result["step"], result["digest"]) == (ddp["step"], ddp["digest"])
+        assert result["events"] == ddp["events"]
+        assert losses(result) == pytest.approx(losses(ddp), rel=1e-6)
+    exported = tmp_path / "ddp" / "export", tmp_path / "fft" / "out" / "export"
+    whole = [(folder / "model.safetensors").read_bytes() for folder in exported]
+    assert whole[0] == whole[1]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True, "fsdp_config": {"activation_checkpointing": True}},
+    ],
+    ids=["accumulated", "bf16"],
+)
+def test_sharded_groups_under_faults_have_the_bits_of_an_undisturbed_run(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = SHARDED | {"max_steps": 8, "dropout": 0.1, "eval_strategy": "steps"} | more
+    options |= {"eval_steps": 3}
+    whole = train(tmp_path / "whole", options)
+    faults = [fault | {"rank": 1} if "rank" in fault else fault for fault in FAULTS]
+    for result in train(tmp_path / "disturbed", options, faults=faults):
+        assert result["digest"] == whole[0]["digest"] and result["events"] == whole[0]["events"]
+        assert losses(result) == losses(whole[0])
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_sharded_group_whose_rank_is_killed_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
+    options = SHARDED | {"max_steps": 12}
+    whole = train(tmp_path / "whole", options)
+    killed = train(tmp_path / "killed", options, kind="both", faults=[KILL[0] | {"rank": 1}])
+    assert {result["digest"] for result in killed} == {whole[0]["digest"]}
+    assert killed[0]["events"] == whole[0]["events"]
+    for result in killed[2:]:
+        assert losses(result) == losses(whole[0])
+        assert result["events"][:2] == [["epoch_begin", 4], ["step_begin", 4]]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_sharded_job_resumes_from_the_trainers_checkpoint_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    options = SHARDED | {"max_steps": 12, "dropout": 0.1, **SAVING}
+    whole = train(tmp_path / "whole", options)
+    train(tmp_path / "own", options | {"kill_at": 9}, status=1)
+    (tmp_path / "own" / "traces").rename(tmp_path / "earlier")
+    for result in train(tmp_path / "own", options | {"resume": True}):
+        assert (result["digest"], losses(result)) == (whole[0]["digest"], losses(whole[0]))
+        assert result["events"][1] == ["step_begin", 8]
+
+
 # --- without a job ---
 
 
+FINE = {
+    "n_gpu": 0,
+    "deepspeed": None,
+    "fsdp": None,
+    "fsdp_plugin_args": None,
+    "fp16": False,
+    "auto_find_batch_size": False,
+}
+
+
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("ranks", "wrong", "words"),
     [
-        ({"world_size": 2}, "pass --ranks 1"),
-        ({"n_gpu": 2}, "one GPU"),
-        ({"fsdp": "full_shard"}, "leave them out"),
-        ({"auto_find_batch_size": True}, "set a batch size"),
+        (2, {}, "pass fsdp=True in TrainingArguments"),
+        (1, {"fsdp": True}, "--ranks 2"),
+        (2, {"fsdp": True, "fsdp_plugin_args": {"fsdp_version": 1}}, "version=2"),
+        (2, {"fsdp": True, "fsdp_plugin_args": {"cpu_offload": True}}, "leave them out"),
+        (2, {"fsdp": True, "fsdp_plugin_args": {"state_dict_type": "SHARDED_STATE_DICT"}}, "whole"),
+        (2, {"fsdp": True, "fp16": True}, "pass bf16=True"),
+        (1, {"n_gpu": 2}, "one GPU"),
+        (1, {"deepspeed": "config.json"}, "leave it out"),
+        (1, {"auto_find_batch_size": True}, "set a batch size"),
     ],
 )
-def test_trainer_refuses_what_it_does_not_support(wrong: dict[str, Any], words: str) -> None:
+def test_trainer_refuses_what_it_does_not_support(
+    ranks: int, wrong: dict[str, Any], words: str
+) -> None:
     from fft.integrations import huggingface
 
-    fine = {"world_size": 1, "n_gpu": 0, "deepspeed": None, "fsdp": None}
-    fine["auto_find_batch_size"] = False
-    huggingface._refuse_unsupported(SimpleNamespace(**fine))
+    huggingface._refuse_unsupported(SimpleNamespace(**FINE), 1)
+    huggingface._refuse_unsupported(SimpleNamespace(**(FINE | {"fsdp": True})), 2)
     with pytest.raises(fft.FftError, match=words):
-        huggingface._refuse_unsupported(SimpleNamespace(**(fine | wrong)))
+        huggingface._refuse_unsupported(SimpleNamespace(**(FINE | wrong)), ranks)
 
 
 def test_group_with_another_number_of_steps_is_told_which_one_to_pass() -> None:
