@@ -32,6 +32,7 @@ def make_alone(args: Any) -> None:
     """
     if args.world_size > 1:
         backend = torch.distributed.get_backend()
+        torch.distributed.barrier()  # a rank that leaves earlier breaks the rendezvous of others
         torch.distributed.destroy_process_group()
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

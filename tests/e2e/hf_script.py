@@ -150,6 +150,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume or None)
     if export:
         trainer.save_model(str(out / "export"))
+        trainer.evaluate()
     hasher = hashlib.sha256()
     # of the optimizer, because FSDP2 keeps some parameters of the model whole after an evaluation
     parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
@@ -163,7 +164,6 @@ def main() -> None:
         "epoch": trainer.state.epoch,
         "events": events.seen,
         "history": trainer.state.log_history,
-        "evaluated": trainer.evaluate()["eval_loss"] if export else None,
         "is_sharded": all(isinstance(each, DTensor) for each in parameters),
         "is_writer": trainer.is_world_process_zero(),
     }

@@ -160,9 +160,12 @@ def test_stream_without_index_is_trained_and_rejoined(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_job_resumes_from_checkpoints_of_both_kinds_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"max_steps": 12, "dropout": 0.1, **SAVING}
-    whole, _ = train(tmp_path / "whole", options)
+@pytest.mark.parametrize("more", [{}, SHARDED], ids=["replicated", "sharded"])
+def test_job_resumes_from_checkpoints_of_both_kinds_with_the_same_bits(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = {"max_steps": 12, "dropout": 0.1, **SAVING, **more}
+    whole = train(tmp_path / "whole", options)[0]
     killed = options | {"kill_at": 9}
     saved = ["--checkpoint", str(tmp_path / "saved"), "--every", "4"]
     for result in train(tmp_path / "durable", killed, *saved):
@@ -190,18 +193,21 @@ def test_early_stopping_ends_the_job_where_ddp_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_sharded_group_logs_and_saves_each_committed_step_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_sharded_groups_log_and_save_each_committed_step_once(tmp_path: Path, groups: int) -> None:
     options = SHARDED | {"max_steps": 3, "logging_steps": 1, "save_steps": 3}
     options |= {"save_strategy": "steps"}
-    results = train(tmp_path, options, faults=[FAULTS[0] | {"rank": 1}])
+    faults = [FAULTS[0] | {"group": groups - 1, "rank": 1}]
+    results = train(tmp_path, options, faults=faults, groups=groups)
     events = [[name, n + (name == "step_end")] for n in range(3) for name in STEP]
     for result in results:
         assert result["is_sharded"]
         assert result["events"] == [["epoch_begin", 0], *events, ["save", 3], ["epoch_end", 3]]
         assert result["digest"] == results[0]["digest"] and losses(result) == losses(results[0])
-    assert [result["is_writer"] for result in results] == [True, False, False, False]
+    others = 2 * groups - 1
+    assert [result["is_writer"] for result in results] == [True, *[False] * others]
     logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
-    assert [log.count("'loss':") for log in logs] == [3, 0, 0, 0]
+    assert [log.count("'loss':") for log in logs] == [3, *[0] * others]
     assert (tmp_path / "out" / "checkpoint-3" / "fft_manager.pt").exists()
 
 
@@ -217,6 +223,8 @@ def test_sharded_group_has_the_bits_of_ddp(tmp_path: Path) -> None:
         assert (result["step"], result["digest"]) == (ddp["step"], ddp["digest"])
         assert result["events"] == ddp["events"]
         assert losses(result) == pytest.approx(losses(ddp), rel=1e-6)
+        evaluated = [entry["eval_loss"] for entry in result["history"] if "eval_loss" in entry]
+        assert evaluated[-1] == evaluated[-2], "after the training as at its last step"
     exported = tmp_path / "ddp" / "export", tmp_path / "fft" / "out" / "export"
     whole = [(folder / "model.safetensors").read_bytes() for folder in exported]
     assert whole[0] == whole[1]
@@ -255,20 +263,6 @@ def test_sharded_group_whose_rank_is_killed_rejoins_and_the_bits_stay(tmp_path: 
     for result in killed[2:]:
         assert losses(result) == losses(whole[0])
         assert result["events"][:2] == [["epoch_begin", 4], ["step_begin", 4]]
-
-
-@pytest.mark.long
-@pytest.mark.multiprocess
-def test_sharded_job_resumes_from_the_trainers_checkpoint_with_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    options = SHARDED | {"max_steps": 12, "dropout": 0.1, **SAVING}
-    whole = train(tmp_path / "whole", options)
-    train(tmp_path / "own", options | {"kill_at": 9}, status=1)
-    (tmp_path / "own" / "traces").rename(tmp_path / "earlier")
-    for result in train(tmp_path / "own", options | {"resume": True}):
-        assert (result["digest"], losses(result)) == (whole[0]["digest"], losses(whole[0]))
-        assert result["events"][1] == ["step_begin", 8]
 
 
 # --- without a job ---
