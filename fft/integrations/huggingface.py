@@ -32,13 +32,8 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fft
-from fft.integrations.huggingface_sharding import (
-    make_alone,
-    ranks,
-    shard,
-    shard_optimizer_state,
-    whole_states,
-)
+from fft.integrations import huggingface_sharding as sharding
+from fft.integrations.huggingface_sharding import ranks
 
 logger = logging.getLogger(__name__)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -181,7 +176,7 @@ class FFTTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         _refuse_unsupported(self.args, ranks())
         if ranks() > 1:
-            make_alone(self.args)
+            sharding.make_alone(self.args)
         # without the plugin, because Accelerate would shard over a process group of its own
         plugin, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         super().create_accelerator_and_postprocess()
@@ -204,14 +199,14 @@ class FFTTrainerMixin(_Base):
     def create_optimizer(self, model: Any = None) -> Any:
         if ranks() > 1 and not isinstance(self.model, FSDPModule):
             mesh = self.manager.shard_mesh()
-            shard(self.model, self.args.fsdp_plugin_args, self.accelerator, mesh)
+            sharding.shard(self.model, self.args.fsdp_plugin_args, self.accelerator, mesh)
         optimizer = super().create_optimizer(model)
         if ranks() > 1:
-            optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
+            optimizer.register_load_state_dict_pre_hook(sharding.shard_optimizer_state)
         return optimizer
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        if ranks() == 1:  # otherwise `shard` moves the shards
+        if ranks() == 1:  # otherwise `create_optimizer` moves the shards
             super()._move_model_to_device(model, device)
 
     def get_total_train_batch_size(self, args: Any) -> Any:
@@ -381,8 +376,9 @@ class FFTTrainerMixin(_Base):
         """Let one rank write the Trainer's files, and each rank its random states."""
         state, run = self.state, self._get_output_dir(trial)
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        with self.manager.atomic(), self._whole_states(self.model, self.optimizer.optimizer):
-            if self.manager.is_writer:
+        writes, parts = self.manager.is_writer, (self.model, self.optimizer.optimizer)
+        with self.manager.atomic(), sharding.whole_states(*parts, keep=writes):
+            if writes:
                 super()._save_checkpoint(model, trial)
             else:
                 if trial is None:
@@ -391,20 +387,17 @@ class FFTTrainerMixin(_Base):
                     best = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}")
                     state.best_model_checkpoint = best
             self._save_rng_state(str(folder / self._own_files))
-            if self.manager.is_writer:
+            if writes:
                 partial = folder / f"{_MANAGER_FILE}.partial"
                 torch.save(self.manager.state_dict(), partial)
                 partial.replace(folder / _MANAGER_FILE)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``Trainer.save_model``, on one rank. Call it on all ranks."""
-        with self._whole_states(*(() if _internal_call else (self.model,))):
-            if self.is_world_process_zero():
+        writes, parts = self.is_world_process_zero(), () if _internal_call else (self.model,)
+        with sharding.whole_states(*parts, keep=writes):
+            if writes:
                 super().save_model(output_dir, _internal_call)
-
-    def _whole_states(self, *parts: Any) -> contextlib.AbstractContextManager[None]:
-        """Gather the shards of the parts, for files that the writer writes."""
-        return whole_states(*(parts if ranks() > 1 else ()), keep=self.is_world_process_zero())
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, once the group that writes it has finished."""
@@ -441,26 +434,17 @@ def _refuse_unsupported(args: Any, ranks: int) -> None:
     """Raise FftError for arguments of a Trainer that cannot work."""
     fsdp = args.fsdp_plugin_args or {}
     is_offloaded = fsdp.get("cpu_offload") or fsdp.get("cpu_ram_efficient_loading")
+    is_partial = "SHARDED" in fsdp.get("state_dict_type", "")
     for is_wrong, text in (
         (
             ranks > 1 and not args.fsdp,
-            f"the {ranks} ranks of a group must shard the model: pass fsdp=True in "
-            "TrainingArguments, or use more --groups with --ranks 1",
+            "several ranks need fsdp=True: pass it, or use more --groups",
         ),
-        (
-            args.fsdp and ranks == 1,
-            "fsdp= needs --ranks 2 or more: start with them, or leave it out",
-        ),
+        (args.fsdp and ranks == 1, "fsdp= needs several ranks: pass --ranks 2, or leave it out"),
         (fsdp.get("fsdp_version", 2) != 2, "FSDP1 is not supported: pass version=2 in fsdp_config"),
-        (
-            is_offloaded,
-            "cpu_offload and cpu_ram_efficient_loading are not supported: leave them out",
-        ),
-        (
-            fsdp.get("state_dict_type", "FULL_STATE_DICT") != "FULL_STATE_DICT",
-            "checkpoints have whole tensors: leave state_dict_type out of fsdp_config",
-        ),
-        (args.fp16 and ranks > 1, "fp16= needs --ranks 1: pass bf16=True"),
+        (is_offloaded, "cpu_offload and cpu_ram_efficient_loading must be false: leave them out"),
+        (is_partial, "checkpoints have whole tensors: leave state_dict_type out of fsdp_config"),
+        (args.fp16 and ranks > 1, "fp16= needs one rank in a group: pass bf16=True"),
         (args.n_gpu > 1, "DataParallel is not supported: give each process one GPU"),
         (args.deepspeed, "deepspeed= is not supported: leave it out"),
         (args.auto_find_batch_size, "auto_find_batch_size= is not supported: set a batch size"),

@@ -9,12 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    fsdp2_apply_ac,
-    fsdp2_prepare_model,
-)
-from torch import nn
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_apply_ac, fsdp2_prepare_model
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -31,11 +27,10 @@ def make_alone(args: Any) -> None:
     cannot abort. A default group of one process keeps the Trainer's own collectives local.
     """
     if args.world_size > 1:
-        backend = torch.distributed.get_backend()
-        torch.distributed.barrier()  # a rank that leaves earlier breaks the rendezvous of others
-        torch.distributed.destroy_process_group()
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        backend = distributed.get_backend()
+        distributed.barrier()  # a rank that leaves earlier breaks the rendezvous of others
+        distributed.destroy_process_group()
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
         args.distributed_state.num_processes, args.distributed_state.process_index = 1, 0
 
 
@@ -61,9 +56,8 @@ def shard(model: Any, plugin_args: dict[str, Any], accelerator: Any, mesh: Any) 
 
 def _shard_like(value: Any, parameter: Any) -> Any:
     """Return this rank's part of a whole tensor that has the shape of a sharded parameter."""
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != parameter.shape:
+    is_whole = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if not is_whole or getattr(value, "shape", None) != parameter.shape:
         return value
     mesh, value = parameter.device_mesh, value.to(parameter.device)
     # with None each rank takes its part without communication
@@ -71,23 +65,20 @@ def _shard_like(value: Any, parameter: Any) -> Any:
 
 
 def _shard_model_state(model: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if name in state:
-            state[name] = _shard_like(state[name], parameter)
+    own = model.state_dict(keep_vars=True)
+    state.update({name: _shard_like(value, own.get(name)) for name, value in state.items()})
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Replace the whole tensors in a state dict of the optimizer by this rank's parts."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, entries in state["state"].items():
-        for name, value in entries.items():
-            if torch.is_tensor(value):
-                entries[name] = _shard_like(value, parameters[number])
+    for number, values in state["state"].items():
+        values.update({k: _shard_like(value, parameters[number]) for k, value in values.items()})
 
 
 @contextlib.contextmanager
 def whole_states(*parts: Any, keep: bool) -> Iterator[None]:
-    """Let ``state_dict()`` of the parts return whole tensors in the block, if ``keep`` is true.
+    """Let ``state_dict()`` of sharded parts return whole tensors in the block, if ``keep`` is true.
 
     All ranks of the group must enter the block, because it gathers the tensors. The ranks with a
     false ``keep`` hold one whole tensor at a time.
@@ -101,10 +92,10 @@ def whole_states(*parts: Any, keep: bool) -> Iterator[None]:
         return found[id(shards)]
 
     with contextlib.ExitStack() as undo:
-        for part in parts:
-            options = {"keep_vars": True} if isinstance(part, nn.Module) else {}
-            states = part.state_dict(**options)
-            whole = tree_map_only(DTensor, gather, dict(states))
+        for part in parts if ranks() > 1 else ():
+            is_model = isinstance(part, nn.Module)
+            shards = part.state_dict(keep_vars=True) if is_model else part.state_dict()
+            whole = tree_map_only(DTensor, gather, dict(shards))
             hook = part.register_state_dict_post_hook(
                 lambda _, state, *__, whole=whole: state.update(whole)
             )
