@@ -87,6 +87,8 @@ class Sampler:
                     }
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue  # it has just ended
+            if not held["fds"]:
+                continue  # it is ending: the kernel has closed its files
             for what, value in held.items():
                 self._values[place, what].append(value)
 

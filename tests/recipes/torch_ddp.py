@@ -67,6 +67,7 @@ def accumulation_without_no_sync(job: Job) -> None:
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
         _step(job, model, optimizer, index, total)
     job.ended(model, optimizer)
+    del ddp, loss  # else it ends the process group last, and torch 2.13 may then wait for itself
     dist.destroy_process_group()
 
 
