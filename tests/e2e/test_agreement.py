@@ -612,7 +612,6 @@ def test_suspended_loop_of_a_manager_that_was_shut_down_checks_no_optimizer(
             _loss(member, txn.batch).backward()
         member.manager.shutdown()
         torch.optim.SGD(member.model.parameters(), lr=0.1).step()
-        txns.close()
 
     with job(tmp_path, 1) as made:
         made.run(work)

@@ -195,8 +195,8 @@ def test_early_stopping_ends_the_job_where_ddp_stops(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sharded_groups_log_and_save_each_committed_step_once(tmp_path: Path, groups: int) -> None:
-    options = SHARDED | {"max_steps": 3, "logging_steps": 1, "save_steps": 3}
-    options |= {"save_strategy": "steps"}
+    options: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "save_steps": 3}
+    options |= SHARDED | {"save_strategy": "steps"}
     faults = [FAULTS[0] | {"group": groups - 1, "rank": 1}]
     results = train(tmp_path, options, faults=faults, groups=groups)
     events = [[name, n + (name == "step_end")] for n in range(3) for name in STEP]
