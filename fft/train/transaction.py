@@ -301,7 +301,8 @@ class TransactionLoop:
 
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
-        cause, members = rollback = self.worker.take_rollback()
+        rollback = self.worker.take_rollback()
+        cause = rollback.cause
         if not cause.code.is_counted:
             return
         if cause.code == CauseCode.BLOCKS_DIFFER:
@@ -323,7 +324,7 @@ class TransactionLoop:
                 "function must call backward() of the same models; multiply the loss of a batch "
                 "that must not count by 0"
             ).with_traceback(traceback_of_caller())
-        why = self.step_failures.failed(plan.step, members, error)
+        why = self.step_failures.failed(plan.step, rollback.members, error)
         if why is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
@@ -335,7 +336,7 @@ class TransactionLoop:
         that, and evicts their group. After a difference between ranks, the attempt that begins is
         compared with the refused one.
         """
-        cause, members = rollback
+        cause = rollback.cause
         if cause.code == CauseCode.GRADIENTS_DIFFER:
             self.results.recomputation.repeat(plan)
         if cause.accused and self.job.peer not in cause.accused:
@@ -345,7 +346,7 @@ class TransactionLoop:
             f"step {plan.step} was not committed: {cause.finding}. {reason}"
         ).with_traceback(traceback_of_caller())
         failed = self.step_failures.failed
-        if (why := failed(plan.step, members, error, most=_MOST_WRONG)) is not None:
+        if (why := failed(plan.step, rollback.members, error, most=_MOST_WRONG)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 

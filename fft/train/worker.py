@@ -55,10 +55,12 @@ class Rollback(NamedTuple):
 
     Attributes:
         cause: Its cause; `NO_CAUSE` if there is none.
+        step: The step that was rolled back.
         members: Names of the groups in its epoch.
     """
 
     cause: Cause = NO_CAUSE
+    step: int = -1
     members: tuple[str, ...] = ()
 
 
@@ -168,8 +170,9 @@ class Worker:
         return None
 
     def _connect(self, command: Heal) -> None:
+        if command.record.step != self._rollback.step:  # the job has continued without this rank
+            self._rollback = Rollback()
         if command.fetch_from is not None:
-            self._rollback = Rollback()  # the job has continued without this rank
             self._commits.by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # healing enforces its own timeouts
@@ -287,7 +290,8 @@ class Worker:
         local = self._job.local
         assert local is not None
         if not self._rollback.cause.code.is_counted:
-            self._rollback = Rollback(command.cause, tuple(g.group for g in members(local)))
+            groups = tuple(entry.group for entry in members(local))
+            self._rollback = Rollback(command.cause, local.step, groups)
         self._give_up_txn()
         self._groups.unwind(
             command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
