@@ -254,7 +254,7 @@ def test_sharded_groups_under_faults_have_the_bits_of_an_undisturbed_run(
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_sharded_group_whose_rank_is_killed_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
+def test_killed_rank_of_a_sharded_group_changes_no_bit(tmp_path: Path) -> None:
     options = SHARDED | {"max_steps": 12}
     whole = train(tmp_path / "whole", options)
     killed = train(tmp_path / "killed", options, kind="both", faults=[KILL[0] | {"rank": 1}])

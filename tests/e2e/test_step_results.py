@@ -128,7 +128,7 @@ def _delay_in_epoch(late: Member, number: int) -> None:
     ("reaction", "attempts", "expected"),
     [("stop", 1, ResultRefused), ("replay", 2, StepRetriesExceeded)],
 )
-def test_refused_result_ends_a_rank_whose_peer_has_already_left(
+def test_refused_result_ends_a_rank_after_its_peer_has_left(
     reaction: str, attempts: int, expected: type[FftError], tmp_path: Path
 ) -> None:
     with job(tmp_path, 2) as made:

@@ -129,40 +129,40 @@ def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
             assert second.verdict().ok
 
 
+@pytest.fixture
+def bus_process() -> Iterator[Forked]:
+    """A process that serves a bus, whose URL is its first line."""
+    server = Forked(as_main, str(BUS), "serve", "0", talks=True)
+    yield server
+    server.close()
+
+
 @pytest.mark.long  # each operation on the silent bus takes its 10 s
 @pytest.mark.multiprocess
 def test_group_is_started_later_if_its_restart_does_not_reach_the_bus(
-    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bus_process: Forked, stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Forked(as_main, str(BUS), "serve", "0", talks=True)
-    try:
-        with other(stage, server.stdout.readline().strip(), tmp_path / "run") as job:
-            first = only(stage.enter(1))
-            server.signal(signal.SIGSTOP)
-            os.kill(first.pid, signal.SIGKILL)
-            text = "group 1 waits for the bus: "
-            wait_until(lambda: text in caplog.text, "a start that does not reach the bus", 200)
-            server.signal(signal.SIGCONT)
-            only(stage.enter(1)).order("exit 0")
-            assert job.verdict().ok
-    finally:
-        server.close()
+    with other(stage, bus_process.stdout.readline().strip(), tmp_path / "run") as job:
+        first = only(stage.enter(1))
+        bus_process.signal(signal.SIGSTOP)
+        os.kill(first.pid, signal.SIGKILL)
+        text = "group 1 waits for the bus: "
+        wait_until(lambda: text in caplog.text, "a start that does not reach the bus", 200)
+        bus_process.signal(signal.SIGCONT)
+        only(stage.enter(1)).order("exit 0")
+        assert job.verdict().ok
 
 
 @pytest.mark.multiprocess
 def test_supervisor_ends_with_a_status_of_its_own_after_a_bus_outage(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus_process: Forked, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_BUS_LOST_S", 3.0)
-    server = Forked(as_main, str(BUS), "serve", "0", talks=True)
-    try:
-        with other(stage, server.stdout.readline().strip(), tmp_path / "run") as job:
-            child = only(stage.enter(1))
-            server.signal(signal.SIGKILL)
-            os.kill(child.pid, signal.SIGKILL)
-            outcome = job.verdict()
-    finally:
-        server.close()
+    monkeypatch.setattr(loop, "_BUS_LOST_S", 3.0)  # a shorter limit; bus and processes are real
+    with other(stage, bus_process.stdout.readline().strip(), tmp_path / "run") as job:
+        child = only(stage.enter(1))
+        bus_process.signal(signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)
+        outcome = job.verdict()
     assert outcome.exit_status == ExitStatus.BUS_LOST and not outcome.ok
     assert any("the bus was out of reach for 3 s" in line for line in outcome.lines)
 
