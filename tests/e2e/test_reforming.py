@@ -95,7 +95,8 @@ def test_only_the_lost_shard_moves_and_the_others_live_on(waited_for: Path) -> N
     assert moved[:2] == [("1", 1, 2), ("0", 0, 2)]
     (_, first, new0), (_, second, new1) = sorted(moved[-2:])
     assert (first, second) == (0, 1), "all ranks of group 1 were killed"
-    assert moved[2:-2] in ([], [("1", 1, 3)]), "who has come for one before the other was killed"
+    # a rank may be replaced before the other one is killed, and then ends with its group
+    assert moved[2:-2] in ([], [("1", 0, 2)], [("1", 1, 3)])
     # a spare that got a place and ended with its group may have used a number
     assert new0 in (2, 3) and new1 in (3, 4)
     found = headers(waited_for)

@@ -734,12 +734,17 @@ class Supervisor:
             return
         child.told_dead = True
         goes_on = by_itself and not self._ending.has_begun
-        group, view = self._groups[child.group], self._tail.view
-        child.is_replaced = goes_on and self._reforming.may_replace(
-            group, child, view, self._groups.values()
-        )
+        group = self._groups[child.group]
+        child.is_replaced = goes_on and group.ranks > 1 and self._may_replace(group, child)
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
         self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
+
+    def _may_replace(self, group: Group, lost: Child) -> bool:
+        """Return whether ``lost`` may be replaced. Reads the newest traces only if they decide."""
+        groups = self._groups.values()
+        return self._reforming.may_replace(
+            group, lost, self._tail.view, groups
+        ) or self._reforming.may_replace(group, lost, self._poll(), groups)
 
     def _replace(self, group: Group, lost: Child) -> bool:
         """Start a successor of ``lost``; return whether there is one."""
