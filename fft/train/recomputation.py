@@ -20,7 +20,6 @@ import torch
 
 from fft.errors import ConfigError, FftError, GradientsNotReproducible
 from fft.messages.effects import StartTxn
-from fft.messages.protocol import Token
 from fft.train.state.fingerprint import fingerprint
 
 _MAX_COMPUTATIONS = 8
@@ -69,8 +68,8 @@ class Recomputation:
     def __init__(self, every: int) -> None:
         self._every = every
         self._is_supported = False
-        self._repeated: Token | None = None
-        """The txn that is compared with the attempt before it, because replicas differed there."""
+        self._is_repeated = False
+        """Whether the next attempt is compared with the one before, where replicas differed."""
         self._key: tuple[int, int | None, int, tuple[str, ...]] | None = None
         self._voted: _Voted | None = None
         """The last attempt in which this rank has voted YES."""
@@ -94,16 +93,16 @@ class Recomputation:
                 "where all ranks take each step together (hsdp, ddp, pipeline); leave it out"
             )
 
-    def repeat(self, plan: StartTxn) -> None:
-        """Compare the attempt of ``plan`` with the one before, in which replicas differed."""
-        if self._is_supported:
-            self._repeated = plan.token
+    def repeat(self) -> None:
+        """Compare the next attempt with the one before, in which replicas differed."""
+        self._is_repeated = self._is_supported
 
     def begin(self, plan: StartTxn) -> None:
         """Begin an attempt. An attempt that is still open was cut short by a rollback."""
         self._is_due = bool(self._every) and plan.step % self._every == 0
-        if self._repeated != plan.token:
+        if not self._is_repeated:
             self._voted = None
+        self._is_repeated = False
         self._key = key = (plan.step, plan.slice, plan.participants, plan.members)
         ended, self._attempt, self._is_own = self._attempt, None, True
         self._inputs = None

@@ -2,8 +2,8 @@
 
 The checks run on the main thread. The gradients are read once, and only their norm is copied to the
 CPU; a norm that is not finite needs a second pass. One vote to skip makes all ranks skip the step,
-and one NO vote rolls it back on all ranks. `TransactionLoop.raise_if_unrepeatable` ends the job
-where a replay cannot help.
+and one NO vote rolls it back on all ranks. `TransactionLoop.begin` ends the job where a replay
+cannot help.
 """
 
 from __future__ import annotations

@@ -217,8 +217,7 @@ class TransactionLoop:
         """
         step, inputs = self._state.registered, self._state.inputs_from(source)
         inputs.alive = self._watchers.ping
-        while (plan := self.worker.begin()) is not None:
-            self.raise_if_unrepeatable(plan)
+        while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
                 return True
             try:
@@ -296,7 +295,22 @@ class TransactionLoop:
             logger.warning(text, plan.step, max_steps)
         return True
 
-    def raise_if_unrepeatable(self, plan: StartTxn) -> None:
+    def begin(self) -> StartTxn | None:
+        """Return the job's next txn, or None if the job has ended for this rank.
+
+        Raises:
+            FftError: The last rollback was one that no replay can help, or this rank has to leave.
+        """
+        try:
+            plan = self.worker.begin()
+        except FftError:  # such as too few groups: the others may have counted the rollback
+            self._raise_if_unrepeatable()
+            raise
+        if plan is not None:
+            self._raise_if_unrepeatable()
+        return plan
+
+    def _raise_if_unrepeatable(self) -> None:
         """Raise if no replay can help after the last rollback, on all ranks of all groups.
 
         The groups keep reducing different gradients, or a result was refused again or for good.
@@ -308,14 +322,14 @@ class TransactionLoop:
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.DATA_DIFFERS:
-            raise self._unequal(plan, cause.finding)
+            raise self._unequal(rollback)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
-            raise self._refused(plan, cause.finding)
+            raise self._refused(rollback)
         if cause.code in _WRONG_GRADIENTS:
-            self._count_wrong_gradients(plan, rollback)
+            self._count_wrong_gradients(rollback)
             return
         if cause.code == CauseCode.RESULT_REFUSED:
-            error: FftError = self._refused(plan, cause.finding)
+            error: FftError = self._refused(rollback)
         else:
             assert cause.code == CauseCode.MANIFESTS_DIFFER
             error = FftError(
@@ -324,12 +338,12 @@ class TransactionLoop:
                 "function must call backward() of the same models; multiply the loss of a batch "
                 "that must not count by 0"
             ).with_traceback(traceback_of_caller())
-        why = self.step_failures.failed(plan.step, rollback.members, error)
+        why = self.step_failures.failed(rollback.step, rollback.members, error)
         if why is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
-    def _count_wrong_gradients(self, plan: StartTxn, rollback: Rollback) -> None:
+    def _count_wrong_gradients(self, rollback: Rollback) -> None:
         """Raise if gradients keep differing at this step, between ranks or between computations.
 
         If the cause accuses ranks, only these give up. The supervisor's diagnosis comes before
@@ -338,38 +352,39 @@ class TransactionLoop:
         """
         cause = rollback.cause
         if cause.code == CauseCode.GRADIENTS_DIFFER:
-            self.results.recomputation.repeat(plan)
+            self.results.recomputation.repeat()
         if cause.accused and self.job.peer not in cause.accused:
             return
         kind, reason = _WRONG_GRADIENTS[cause.code]
         error = kind(
-            f"step {plan.step} was not committed: {cause.finding}. {reason}"
+            f"step {rollback.step} was not committed: {cause.finding}. {reason}"
         ).with_traceback(traceback_of_caller())
         failed = self.step_failures.failed
-        if (why := failed(plan.step, rollback.members, error, most=_MOST_WRONG)) is not None:
+        if (why := failed(rollback.step, rollback.members, error, most=_MOST_WRONG)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
-    def _refused(self, plan: StartTxn, cause: str) -> ResultRefused:
+    def _refused(self, rollback: Rollback) -> ResultRefused:
         """Return the error for a step whose result some rank has refused."""
-        words = cause.removeprefix(f"{ResultRefused.__name__}: ")
+        words = rollback.cause.finding.removeprefix(f"{ResultRefused.__name__}: ")
         error = ResultRefused(
-            f"step {plan.step} was not committed: {words}. The state and the checkpoints are those "
-            'of the steps before it. Such a batch is left out if the veto returns "skip" or, for '
-            'NaN and inf, with config=fft.ManagerConfig(on_nonfinite="skip"); the traces have the '
-            "losses and norms (fft report)"
+            f"step {rollback.step} was not committed: {words}. The state and the checkpoints are "
+            'those of the steps before it. Such a batch is left out if the veto returns "skip" or, '
+            'for NaN and inf, with config=fft.ManagerConfig(on_nonfinite="skip"); the traces have '
+            "the losses and norms (fft report)"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error
 
-    def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
+    def _unequal(self, rollback: Rollback) -> UnequalData:
         """Return the error for ranks that drew different data; a replay would draw it again."""
         error = UnequalData(
-            f"step {plan.step} was not committed: {cause}. All ranks must draw the same items in "
-            f"the same order, and this rank was given {named(self._state.loader)}. Causes and "
-            "fixes: (1) each group, or each rank, passes a loader over its own share of the data: "
-            'call transactions(loader, sharded="group"), or "rank". (2) The seeds or other '
-            "settings of the loaders differ: give all ranks the same. (3) The order was not "
+            f"step {rollback.step} was not committed: {rollback.cause.finding}. All ranks must "
+            "draw the same items in the same order, and this rank was given "
+            f"{named(self._state.loader)}. Causes and fixes: (1) each group, or each rank, passes "
+            'a loader over its own share of the data: call transactions(loader, sharded="group"), '
+            'or "rank". (2) The seeds or other settings of the loaders differ: give all ranks the '
+            "same. (3) The order was not "
             f"restored for a rank that joined: {ORDER_FIX}. (4) Only random augmentation differs: "
             f"{AUGMENTATION_FIX}"
         ).with_traceback(traceback_of_caller())

@@ -203,7 +203,7 @@ def test_whole_attempts_that_reduce_other_tensors_are_not_computed_forever() -> 
 
 def repeated(of: Recomputation, at: StartTxn, result: str, *buckets: float) -> bool | None:
     """Compute an attempt that follows a refused one, and return whether it repeats that."""
-    of.repeat(at)
+    of.repeat()
     attempt(of, at, *buckets)
     of.compare()
     return of.repeats(result)
@@ -230,7 +230,7 @@ def test_kernels_that_may_vary_are_not_compared_with_a_refused_attempt() -> None
     attempt(each, plan(1), 1.0)
     each.repeats("a")
     for txn in (2, 3):
-        each.repeat(plan(txn))
+        each.repeat()
         each.begin(plan(txn))
         each.before_reduction(torch.empty(4, device="meta"), "a bucket")
         each.compare()

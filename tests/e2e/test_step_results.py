@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,18 @@ def _delay_in_epoch(late: Member, number: int) -> None:
     worker._work["connect"] = connect_late
 
 
+@pytest.mark.parametrize("needed", [1, 2])
 @pytest.mark.parametrize(
     ("reaction", "attempts", "expected"),
     [("stop", 1, ResultRefused), ("replay", 2, StepRetriesExceeded)],
 )
 def test_refused_result_ends_a_rank_after_its_peer_has_left(
-    reaction: str, attempts: int, expected: type[FftError], tmp_path: Path
+    reaction: str, attempts: int, expected: type[FftError], needed: int, tmp_path: Path
 ) -> None:
+    """If two groups are needed, the rank that is left waits in vain for an epoch."""
+    settings = {"min_replica_size": needed, "quorum_timeout": timedelta(seconds=3)}
     with job(tmp_path, 2) as made:
-        members = [made.member(str(g), on_nonfinite=reaction) for g in range(2)]
+        members = [made.member(str(g), on_nonfinite=reaction, **settings) for g in range(2)]
         _delay_in_epoch(members[0], attempts)
         for member in members:
             member.start(lambda member: _train(member, _nan_at(attempts)))

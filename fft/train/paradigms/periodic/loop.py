@@ -57,8 +57,7 @@ class PeriodicLoop:
         inputs.alive = self.watchers.ping
         self.reductions.refused = _IN_A_STEP
         synchronizer.shared.take()
-        while (plan := loop.worker.begin()) is not None:
-            loop.raise_if_unrepeatable(plan)
+        while (plan := loop.begin()) is not None:
             if loop.is_past(plan, max_steps):
                 return
             if not inputs.suffice(plan):
