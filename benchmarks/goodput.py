@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,14 @@ from benchmarks.side_by_side.rows import FFT_TXN_RUN, NVRX, TORCHFT, TUNED, Faul
 from fft.util import pidfd
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+PLOT = PAGE.with_name("goodput.svg")
 RATES_S = (10.0, 30.0, 120.0)
 """Mean times between faults, in seconds."""
+LENGTHS = {0.0: 0.25, 10.0: 0.5, 30.0: 0.5, 120.0: 1.0}
+"""Length of the run with each mean time between faults, relative to the longest; 0: no faults."""
+LLAMA_MTBF_S = 54 * 86400 / 419
+"""Mean time between interruptions of a training on 16,384 GPUs: 419 in 54 days (Llama Team, "The
+Llama 3 Herd of Models", 2024, section 3.3.4)."""
 STOPPED_S = 2.0
 SIGNALS = {"kill": signal.SIGKILL, "exception": signal.SIGUSR2, "stop": signal.SIGSTOP}
 STREAM = Row("goodput", "a stream of faults", (), Fault("stream"), groups=3)
@@ -51,11 +57,13 @@ class Result:
         samples: committed samples that count once, per second.
         faults: injected faults.
         repeated: samples of steps that one group committed more than once.
+        seconds: length of the run.
     """
 
     samples: float
     faults: int
     repeated: int
+    seconds: float
 
 
 Results = dict[tuple[System, float], Result]
@@ -139,13 +147,15 @@ def result(events: Sequence[Event], seconds: float) -> Result:
         samples=sum(contributors.values()) * BATCH / seconds,
         faults=sum(e["e"] == "fault" for e in events),
         repeated=sum(count - 1 for count in times.values()) * BATCH,
+        seconds=seconds,
     )
 
 
-def measure(systems: Iterable[System], seconds: float, seed: int, folder: Path) -> Results:
+def measure(systems: Sequence[System], longest: float, seed: int, folder: Path) -> Results:
     """Run every system without faults and at each rate, rate by rate."""
     found: Results = {}
-    for mtbf in (0.0, *RATES_S):
+    for mtbf, length in LENGTHS.items():
+        seconds = length * longest
         faults = list(stream(mtbf, seconds, seed))
         for system in systems:
             run = Stream(system, folder / f"{system.name}-{mtbf:g}", faults, seconds)
@@ -154,22 +164,58 @@ def measure(systems: Iterable[System], seconds: float, seed: int, folder: Path) 
     return found
 
 
+def goodputs(found: Results) -> dict[System, list[float]]:
+    """Return the goodput of each system at each of `RATES_S`."""
+    quiet = {system: one.samples for (system, mtbf), one in found.items() if not mtbf}
+    return {s: [found[s, rate].samples / quiet[s] for rate in RATES_S] for s in quiet}
+
+
+def lost_per_fault(found: Results, system: System) -> float:
+    """Return the seconds of training that a fault costs, over all runs of ``system``."""
+    lost = [
+        (1 - goodput) * found[system, rate].seconds
+        for rate, goodput in zip(RATES_S, goodputs(found)[system], strict=True)
+    ]
+    return sum(lost) / max(1, sum(found[system, rate].faults for rate in RATES_S))
+
+
 def lines_of(found: Results) -> list[str]:
     """Return the table of the page."""
-    headings = ["system", *(f"MTBF {rate:g} s" for rate in RATES_S), "repeated samples"]
+    headings = ["system", *(f"MTBF {rate:g} s" for rate in RATES_S)]
+    headings += ["lost per fault, s", "lost per day on 16,384 GPUs, min", "repeated samples"]
     rows = []
-    for system in dict.fromkeys(system for system, _ in found):
-        quiet = found[system, 0.0].samples
-        shares = [f"{found[system, rate].samples / quiet:.1%}" for rate in RATES_S]
+    for system, shares in goodputs(found).items():
         repeated = sum(found[system, rate].repeated for rate in RATES_S)
-        rows.append([system.title, *shares, str(repeated)])
+        lost = lost_per_fault(found, system)
+        cells = [*(f"{share:.1%}" for share in shares), f"{lost:.2f}"]
+        cells += [f"{1440 * lost / LLAMA_MTBF_S:.1f}", str(repeated)]
+        rows.append([system.title, *cells])
     return markdown(headings, rows)
+
+
+def plot(found: Results, file: Path) -> None:
+    """Draw the goodput of each system at each rate."""
+    from matplotlib import pyplot  # the extra `bench`
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    shares = goodputs(found)
+    width = 0.8 / len(shares)
+    for at, (system, values) in enumerate(shares.items()):
+        places = [place + at * width for place in range(len(RATES_S))]
+        bars = axes.bar(places, [100 * v for v in values], width, label=system.title)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
+    middle = 0.4 - width / 2
+    axes.set_xticks([i + middle for i in range(len(RATES_S))])
+    axes.set_xticklabels([f"a fault every {rate:g} s" for rate in RATES_S])
+    axes.set_ylabel("goodput, %")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(file, metadata={"Date": None})
 
 
 def main() -> None:
     """Measure, print, and with ``--write`` put the table into docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=300.0, help="length of each run")
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the longest run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--system", action="append", choices=[s.name for s in SYSTEMS])
     parser.add_argument("--write", action="store_true")
@@ -184,6 +230,7 @@ def main() -> None:
     print("\n".join(table))
     if args.write:
         fill(PAGE, "goodput", table)
+        plot(found, PLOT)
 
 
 if __name__ == "__main__":

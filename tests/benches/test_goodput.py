@@ -30,4 +30,6 @@ def test_result_counts_each_step_once_with_its_last_contributors() -> None:
         *(commit(5, group, 2, 1) for group in (0,)),  # again, from a checkpoint
         commit(6, 0, 3, 1),
     ]
-    assert result(events, 2.0) == Result(samples=2 * BATCH / 2.0, faults=1, repeated=BATCH)
+    assert result(events, 2.0) == Result(
+        samples=2 * BATCH / 2.0, faults=1, repeated=BATCH, seconds=2.0
+    )
