@@ -317,7 +317,7 @@ def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
     slow = Heard(bus, lambda payload: release.wait(60) and None)
-    count = RING_MESSAGES + 100
+    count = 2 * RING_MESSAGES + 100  # more than the bus and the queue of the slow one hold
     credit = threading.Semaphore(500)  # the fast one must not fall behind, too
     quick = Heard(connect(), lambda payload: credit.release())
     try:
