@@ -155,6 +155,7 @@ bench: setup $(NVRX)/.tried
 	$(BIN)/python -m benchmarks.diloco --dir $(BENCH)/diloco --write
 	$(BIN)/python -m benchmarks.reforming --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.resuming --reps $(REPS) --write
+	$(BIN)/python -m benchmarks.goodput --write
 
 # On a machine with a GPU, with its own Python (PYTHON) and torch: nothing is installed.
 gpu:
