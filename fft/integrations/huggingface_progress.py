@@ -1,0 +1,70 @@
+"""The state of a Hugging Face ``Trainer`` that rollbacks restore, and that joining groups fetch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState
+
+import fft
+
+_COUNTERS = ("max_steps", "global_step", "epoch", "num_input_tokens_seen", "total_flos")
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""Fields of the ``TrainerState`` that are part of the state of the job, with `_COUNTERS`."""
+_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+"""Numbers of the Trainer itself that are part of the state of the job."""
+_PER_PROCESS_SUFFIXES = ("_runtime", "_per_second")
+"""Suffixes of the names of metrics that differ between processes."""
+
+
+class Progress:
+    """The counters, sums and stateful callbacks of a Trainer, registered as ``extra``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._history: tuple[int, str] = (0, "[]")
+        """Number of entries of the encoded log history, and the encoding."""
+
+    def _exportable(self) -> dict[str, Any]:
+        each = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        found = [one for one in each if isinstance(one, ExportableState)]
+        return {f"{type(one).__name__} {number}": one for number, one in enumerate(found)}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, history = self._trainer, self._trainer.state.log_history
+        if self._history[0] != len(history):
+            self._history = len(history), json.dumps(_without_process_metrics(history))
+        return {
+            "counters": {name: getattr(trainer.state, name) for name in (*_COUNTERS, *_BEST)},
+            "history": self._history[1],
+            "callbacks": {name: one.state() for name, one in self._exportable().items()},
+            "sums": {name: float(getattr(trainer, name)) for name in (*_SUMS, "current_flos")},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, steps = self._trainer, state["counters"]["max_steps"]
+        if steps != trainer.state.max_steps:
+            raise fft.FftError(
+                f"FFTTrainer: this group computed max_steps={trainer.state.max_steps}, and the job "
+                f"has {steps}, so their schedules differ: the number of steps in num_train_epochs "
+                f"depends on the number of groups. Pass max_steps={steps} in TrainingArguments"
+            )
+        for name, value in state["counters"].items():
+            setattr(trainer.state, name, value)
+        if _without_process_metrics(trainer.state.log_history) != (
+            history := json.loads(state["history"])
+        ):
+            trainer.state.log_history = history
+        for name, one in self._exportable().items():
+            saved = state["callbacks"].get(name, {})
+            vars(one).update(saved.get("args", {}) | saved.get("attributes", {}))
+        for name, value in state["sums"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
+
+
+def _without_process_metrics(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the log entries without the metrics that differ between processes."""
+    return [{k: v for k, v in e.items() if not k.endswith(_PER_PROCESS_SUFFIXES)} for e in history]
