@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import fft
 from fft.integrations import huggingface_sharding as sharding
 from fft.integrations.huggingface_data import loader_of
-from fft.integrations.huggingface_progress import Progress
+from fft.integrations.huggingface_progress import Progress, StepMetrics
 from fft.integrations.huggingface_sharding import ranks
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 _MANAGER_FILE = "fft_manager.pt"
 """File of a checkpoint with the position of the job. It is written last: without it the checkpoint
 is incomplete."""
-_Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens")
+_Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens add_metrics")
 """The results of a step function that its commit needs."""
 
 
@@ -194,6 +194,7 @@ class FFTTrainerMixin(_Base):
         """Compute the gradients of one step: the step function. It changes no counter."""
         parts, device = txn.batch, self.args.device
         state, before = self.state, (self.current_flos, self.state.num_input_tokens_seen)
+        metrics = StepMetrics(self)
         self.current_gradient_accumulation_steps = len(parts)
         tokens = self._get_num_items_in_batch(parts, device)
         if torch.is_tensor(tokens) and self.args.average_tokens_across_devices:
@@ -208,7 +209,7 @@ class FFTTrainerMixin(_Base):
             self._track_num_input_tokens(inputs)
             if not last:
                 self._event("on_substep_end")
-        own = [loss.item(), self.current_flos, state.num_input_tokens_seen]
+        own = [loss.item(), self.current_flos, state.num_input_tokens_seen, *metrics.take()]
         self.current_flos, state.num_input_tokens_seen = before
         mean = txn.mean(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
@@ -217,8 +218,9 @@ class FFTTrainerMixin(_Base):
         self._event("on_pre_optimizer_step")
         txn.log(loss=mean[0])
         workers = self.manager.num_participants() * ranks()
-        grown = [workers * (after - first) for after, first in zip(mean[1:], before, strict=True)]
-        return _Computed(mean[0], norm, self._get_learning_rate(), grown[0], round(grown[1]))
+        flos, seen = (workers * (now - first) for now, first in zip(mean[1:3], before, strict=True))
+        add_metrics = functools.partial(metrics.add, mean[3:], workers)
+        return _Computed(mean[0], norm, self._get_learning_rate(), flos, round(seen), add_metrics)
 
     def _count(self, txn: fft.Transaction, computed: _Computed) -> None:
         """Count a committed step."""
@@ -229,6 +231,7 @@ class FFTTrainerMixin(_Base):
         self._tr_loss += loss
         self.current_flos += computed.flos
         state.num_input_tokens_seen += computed.tokens
+        computed.add_metrics()
         state.global_step += 1
         state.epoch = state.global_step / state.max_steps
         if isinstance(items, fft.CursorLoader):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 """Fields of the ``TrainerState`` that are part of the state of the job, with `_COUNTERS`."""
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Numbers of the Trainer itself that are part of the state of the job."""
+_TOKENS = "_total_train_tokens"
+"""The trained tokens of TRL's trainers. They have their metrics in ``_metrics["train"]``."""
 _PER_PROCESS_SUFFIXES = ("_runtime", "_per_second")
 """Suffixes of the names of metrics that differ between processes."""
 
@@ -36,7 +39,9 @@ class Progress:
         trainer, history = self._trainer, self._trainer.state.log_history
         if self._history[0] != len(history):
             self._history = len(history), json.dumps(_without_process_metrics(history))
+        metrics = trainer._metrics["train"] if hasattr(trainer, _TOKENS) else {}
         return {
+            "metrics": json.dumps([metrics, getattr(trainer, _TOKENS, 0)]),
             "counters": {name: getattr(trainer.state, name) for name in (*_COUNTERS, *_BEST)},
             "history": self._history[1],
             "callbacks": {name: one.state() for name, one in self._exportable().items()},
@@ -63,6 +68,48 @@ class Progress:
         for name, value in state["sums"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
+        if hasattr(trainer, _TOKENS):
+            metrics, trainer._total_train_tokens = json.loads(state["metrics"])
+            trainer._metrics["train"] = defaultdict(list, metrics)
+
+
+class StepMetrics:
+    """The metrics that one of TRL's trainers collects in a step function; empty for others.
+
+    The step function may be repeated. So the trainer gets its metrics only after the commit, and
+    until then it has those of earlier steps.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer if hasattr(trainer, _TOKENS) else None
+        self._names: list[str] = []
+        if self._trainer is not None:
+            self._before = trainer._metrics["train"], trainer._total_train_tokens
+            trainer._metrics["train"] = defaultdict(list)
+
+    def take(self) -> list[float]:
+        """Return the step's tokens and the mean of each metric, and remove them from the trainer.
+
+        All groups must have the same metrics.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return []
+        found, tokens = trainer._metrics["train"], trainer._total_train_tokens
+        trainer._metrics["train"], trainer._total_train_tokens = self._before
+        self._names = sorted(found.keys() - {"num_tokens"})
+        # one value each, because the last item of a data epoch may have fewer micro-batches
+        means = [sum(found[name]) / len(found[name]) for name in self._names]
+        return [tokens - trainer._total_train_tokens, *means]
+
+    def add(self, means: list[float], workers: int) -> None:
+        """Add the means over all ranks to the metrics of the trainer."""
+        trainer = self._trainer
+        if trainer is not None:
+            trainer._total_train_tokens += round(workers * means[0])
+            trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+            for name, value in zip(self._names, means[1:], strict=True):
+                trainer._metrics["train"][name].append(value)
 
 
 def _without_process_metrics(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
