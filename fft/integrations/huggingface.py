@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import logging
 import math
 import os
@@ -28,11 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fft
 from fft.integrations import huggingface_sharding as sharding
+from fft.integrations.huggingface_data import loader_of
+from fft.integrations.huggingface_progress import Progress, StepMetrics
 from fft.integrations.huggingface_sharding import ranks
 
 logger = logging.getLogger(__name__)
@@ -40,112 +40,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 _MANAGER_FILE = "fft_manager.pt"
 """File of a checkpoint with the position of the job. It is written last: without it the checkpoint
 is incomplete."""
-_COUNTERS = ("max_steps", "global_step", "epoch", "num_input_tokens_seen", "total_flos")
-_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
-"""Fields of the ``TrainerState`` that are part of the state of the job, with `_COUNTERS`."""
-_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
-"""Numbers of the Trainer itself that are part of the state of the job."""
-_PER_PROCESS_SUFFIXES = ("_runtime", "_per_second")
-"""Suffixes of the names of metrics that differ between processes."""
-_Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens")
+_Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens add_metrics")
 """The results of a step function that its commit needs."""
-
-
-class _Progress:
-    """The counters, sums and stateful callbacks of a Trainer, registered as ``extra``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._history: tuple[int, str] = (0, "[]")
-        """Number of entries of the encoded log history, and the encoding."""
-
-    def _exportable(self) -> dict[str, Any]:
-        each = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        found = [one for one in each if isinstance(one, ExportableState)]
-        return {f"{type(one).__name__} {number}": one for number, one in enumerate(found)}
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer, history = self._trainer, self._trainer.state.log_history
-        if self._history[0] != len(history):
-            self._history = len(history), json.dumps(_without_process_metrics(history))
-        return {
-            "counters": {name: getattr(trainer.state, name) for name in (*_COUNTERS, *_BEST)},
-            "history": self._history[1],
-            "callbacks": {name: one.state() for name, one in self._exportable().items()},
-            "sums": {name: float(getattr(trainer, name)) for name in (*_SUMS, "current_flos")},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        trainer, steps = self._trainer, state["counters"]["max_steps"]
-        if steps != trainer.state.max_steps:
-            raise fft.FftError(
-                f"FFTTrainer: this group computed max_steps={trainer.state.max_steps}, and the job "
-                f"has {steps}, so their schedules differ: the number of steps in num_train_epochs "
-                f"depends on the number of groups. Pass max_steps={steps} in TrainingArguments"
-            )
-        for name, value in state["counters"].items():
-            setattr(trainer.state, name, value)
-        if _without_process_metrics(trainer.state.log_history) != (
-            history := json.loads(state["history"])
-        ):
-            trainer.state.log_history = history
-        for name, one in self._exportable().items():
-            saved = state["callbacks"].get(name, {})
-            vars(one).update(saved.get("args", {}) | saved.get("attributes", {}))
-        for name, value in state["sums"].items():
-            setattr(trainer, name, value)
-        trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
-
-
-def _without_process_metrics(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the log entries without the metrics that differ between processes."""
-    return [{k: v for k, v in e.items() if not k.endswith(_PER_PROCESS_SUFFIXES)} for e in history]
-
-
-def _loader(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
-    """Return FFT's loader for the batches of a Trainer's dataloader, in the Trainer's own order."""
-    per_step = args.gradient_accumulation_steps
-    seed = args.seed if args.data_seed is None else args.data_seed
-    if isinstance(dataloader.dataset, IterableDataset):
-        if args.dataloader_num_workers:
-            raise fft.FftError("FFTTrainer: pass dataloader_num_workers=0 for an IterableDataset")
-        return fft.StreamLoader(functools.partial(_stream, dataloader, per_step), seed=seed)
-
-    def batches(data_epoch: int) -> list[list[int]]:
-        # Accelerate's BatchSamplerShard does not forward set_epoch to the sampler that it wraps
-        inner: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
-        for each in (dataloader, inner):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(data_epoch)
-        return list(dataloader.batch_sampler)
-
-    workers, options = args.dataloader_num_workers, {}
-    if workers:
-        options["prefetch_factor"] = args.dataloader_prefetch_factor
-        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
-    pin = args.dataloader_pin_memory and torch.accelerator.is_available()
-    options |= {"collate_fn": dataloader.collate_fn, "num_workers": workers, "pin_memory": pin}
-    data = dataloader.dataset
-    return fft.CursorLoader(data, None, seed, order=batches, micro_batches=per_step, **options)
-
-
-def _stream(dataloader: Any, per_step: int, first: int, stride: int) -> Iterator[list[Any]]:
-    """Return the micro-batches of every ``stride``-th step of the repeated dataset, beginning with
-    step ``first``."""
-
-    def batches() -> Iterator[Any]:
-        for data_epoch in itertools.count():
-            if hasattr(dataloader, "set_epoch"):
-                dataloader.set_epoch(data_epoch)
-            batch = None
-            for batch in dataloader:
-                yield batch
-            if batch is None:
-                raise fft.DataError("FFTTrainer: the train_dataset has no samples")
-
-    endless = batches()
-    steps = iter(lambda: list(itertools.islice(endless, per_step)), [])
-    return itertools.islice(steps, first, None, stride)
 
 
 class FFTTrainerMixin(_Base):
@@ -231,7 +127,7 @@ class FFTTrainerMixin(_Base):
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._initial_global_step = self.state.global_step
-        extra: dict[str, Any] = {"trainer": _Progress(self)}
+        extra: dict[str, Any] = {"trainer": Progress(self)}
         scheduler = self.lr_scheduler
         if isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR":
             extra["scheduler"], scheduler = scheduler, None  # the Trainer steps it by a metric
@@ -242,10 +138,10 @@ class FFTTrainerMixin(_Base):
         self.manager.sync_gradients(self.model)
         if resume is not None:
             self._resume(Path(resume))
-        self._source = _loader(dataloader, self.args)
+        self._source = loader_of(dataloader, self.args)
         self._txns = self.manager.transactions(self._source, max_steps=max_steps)
         self._begun = next(self._txns, None)  # joins the job, and fetches its state if it runs
-        self._progress_at_start = _Progress(self).state_dict()
+        self._progress_at_start = Progress(self).state_dict()
         self._update_writer()
         return prepared
 
@@ -264,7 +160,7 @@ class FFTTrainerMixin(_Base):
         self, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **_: Any
     ) -> None:
         """Train to the end of the job. The Trainer calls this once, with its first epoch."""
-        _Progress(self).load_state_dict(
+        Progress(self).load_state_dict(
             self._progress_at_start
         )  # the Trainer has reset the sums in the meantime
         while (txn := self._next_txn()) is not None:
@@ -298,6 +194,7 @@ class FFTTrainerMixin(_Base):
         """Compute the gradients of one step: the step function. It changes no counter."""
         parts, device = txn.batch, self.args.device
         state, before = self.state, (self.current_flos, self.state.num_input_tokens_seen)
+        metrics = StepMetrics(self)
         self.current_gradient_accumulation_steps = len(parts)
         tokens = self._get_num_items_in_batch(parts, device)
         if torch.is_tensor(tokens) and self.args.average_tokens_across_devices:
@@ -312,7 +209,7 @@ class FFTTrainerMixin(_Base):
             self._track_num_input_tokens(inputs)
             if not last:
                 self._event("on_substep_end")
-        own = [loss.item(), self.current_flos, state.num_input_tokens_seen]
+        own = [loss.item(), self.current_flos, state.num_input_tokens_seen, *metrics.take()]
         self.current_flos, state.num_input_tokens_seen = before
         mean = txn.mean(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
@@ -321,8 +218,9 @@ class FFTTrainerMixin(_Base):
         self._event("on_pre_optimizer_step")
         txn.log(loss=mean[0])
         workers = self.manager.num_participants() * ranks()
-        grown = [workers * (after - first) for after, first in zip(mean[1:], before, strict=True)]
-        return _Computed(mean[0], norm, self._get_learning_rate(), grown[0], round(grown[1]))
+        flos, seen = (workers * (now - first) for now, first in zip(mean[1:3], before, strict=True))
+        add_metrics = functools.partial(metrics.add, mean[3:], workers)
+        return _Computed(mean[0], norm, self._get_learning_rate(), flos, round(seen), add_metrics)
 
     def _count(self, txn: fft.Transaction, computed: _Computed) -> None:
         """Count a committed step."""
@@ -333,6 +231,7 @@ class FFTTrainerMixin(_Base):
         self._tr_loss += loss
         self.current_flos += computed.flos
         state.num_input_tokens_seen += computed.tokens
+        computed.add_metrics()
         state.global_step += 1
         state.epoch = state.global_step / state.max_steps
         if isinstance(items, fft.CursorLoader):

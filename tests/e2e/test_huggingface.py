@@ -304,11 +304,11 @@ def test_trainer_refuses_what_it_does_not_support(
 
 
 def test_group_with_another_number_of_steps_is_told_which_one_to_pass() -> None:
-    from fft.integrations import huggingface
+    from fft.integrations.huggingface_progress import Progress
 
     trainer = SimpleNamespace(state=SimpleNamespace(max_steps=50))
     with pytest.raises(fft.FftError, match="Pass max_steps=100 in TrainingArguments"):
-        huggingface._Progress(trainer).load_state_dict({"counters": {"max_steps": 100}})
+        Progress(trainer).load_state_dict({"counters": {"max_steps": 100}})
 
 
 def test_newest_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
