@@ -340,8 +340,7 @@ class KubernetesJob:
         return self._filled(_BUS, {"PORT": PORT, "NAME": self.name, "LATE": late})
 
     def _part(self, role: str) -> str:
-        seconds, message, status = _NO_BUS[role]
-        no_bus = {"NO_BUS": message, "NO_BUS_S": seconds, "NO_BUS_STATUS": status}
+        no_bus = dict(zip(("NO_BUS_S", "NO_BUS", "NO_BUS_STATUS"), _NO_BUS[role], strict=True))
         return self._filled(_PART, {**no_bus, "BUS_MOVES_S": _BUS_MOVES_S, "FOLDER": FOLDER})
 
     def _filled(self, text: str, values: Mapping[str, object]) -> str:
