@@ -115,8 +115,7 @@ while :; do
   esac
   if [ -n "$stop" ]; then exit 75; fi
   if [ "$SECONDS" -gt @BUS_MOVES_S@ ] && [ -e "$complete" ]; then
-    echo "no bus at $FFT_BUS, and $complete exists: the job is complete"
-    exit 0
+    echo "no bus at $FFT_BUS, and $complete exists: the job is complete"; exit 0
   fi
   if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
     echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s@NO_BUS@" >&2
@@ -139,6 +138,7 @@ outcome
 # If the bus was lost, another pod joins the new one, which may have started already.
 if [ "$bus" != "$before" ]; then exit 69; fi
 case $job:$status in
+  75:2 | [03]:2) tick; exit 75 ;;  # the job continues; a spare may have taken the group over
   1:* | *:2) exit 1 ;;     # the job has failed, or `fft run` could not start
 esac
 exit 70                    # this pod has failed, and the job continues

@@ -282,7 +282,9 @@ def test_dockerfile_copies_files_that_exist() -> None:
         (1, 3, 0, 0),  # fewer groups
         (75, 75, 0, 75),  # drained
         (1, 1, 1, 1),  # a mistake in the script
-        (1, 2, 75, 1),  # wrong arguments
+        (1, 2, 1, 1),  # wrong arguments
+        (75, 2, 75, 75),  # a spare has taken the group over
+        (75, 2, 0, 75),  # and has completed it meanwhile; the next pod finds that
         (1, 1, 2, 69),  # the bus was lost
         (1, 2, 2, 69),
         (1, 2, -1, 69),  # another bus is there already, on which nothing has begun
@@ -536,6 +538,23 @@ def test_bus_without_a_claim_waits_for_late_pods_until_it_is_deleted(tmp_path: P
         bus.pods[0].delete()
         job.ends()
         assert bus.exits == {0: [0]}, cluster.output()
+
+
+@in_pods
+def test_pod_whose_group_a_spare_has_does_not_fail_the_job(tmp_path: Path) -> None:
+    with trial(tmp_path, "900 0.1 1", "--spare-pods", "1") as job:
+        cluster, group = job.cluster, job.cluster.job("group")
+        job.trains(0, 5)
+        job.trains(1, 5)
+        group.has_room = False
+        group.pods[1].lose()
+        taken = "group 1 is taken over"
+        cluster.run_until(lambda: taken in cluster.output(), "it is taken over", LIMIT_S)
+        job.trains(1, 5)
+        group.has_room = True
+        cluster.run_until(lambda: 75 in group.exits[1], "the pod is refused", LIMIT_S)
+        job.ends()
+        assert all(each.is_complete for each in cluster.jobs), cluster.output()
 
 
 @in_pods
