@@ -18,6 +18,8 @@ from benchmarks.pages import fill
 PAGE = Path(__file__).parents[1] / "DESIGN.md"
 NAME = "rooms"
 USERS = "integrations"
+PUBLIC = ("fft.abort", "fft.active", "fft.errors", "fft.health_checks")
+"""Modules with names that users import. They are in no room."""
 Pair = tuple[str, str]
 
 
@@ -42,9 +44,9 @@ def imports() -> set[Pair]:
 def _room(module: str) -> str:
     """Return the room of a module: ``bus`` for ``fft.bus.nats``.
 
-    ``fft`` and ``fft.errors``, which every room imports, are in none.
+    ``fft`` and the modules of `PUBLIC` are in none.
     """
-    return module.split(".")[1] if "." in module and module != "fft.errors" else ""
+    return module.split(".")[1] if "." in module and module not in PUBLIC else ""
 
 
 def direct(pairs: Collection[Pair]) -> Iterator[Pair]:

@@ -12,10 +12,10 @@ from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fft import abort as abort
+    from fft import active as active
+    from fft import health_checks as health_checks
     from fft.messages.identities import Peer
-    from fft.protocol import active as active
-    from fft.train import abort as abort
-    from fft.train import health_checks as health_checks
     from fft.train.checkpoint.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
@@ -57,11 +57,7 @@ _HOME = {
     "restartable": "fft.train.restartable",
 }
 
-_MODULES = {
-    "abort": "fft.train.abort",
-    "active": "fft.protocol.active",
-    "health_checks": "fft.train.health_checks",
-}
+_MODULES = ("abort", "active", "health_checks")
 
 __all__ = [
     *errors.__all__,
@@ -99,7 +95,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return importlib.import_module(f"fft.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

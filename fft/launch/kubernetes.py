@@ -22,6 +22,8 @@ from fft.launch.placement import Placement
 FOLDER = "/job"
 """Folder of the job in the pods of groups and spares: the volume of the claim, or an emptyDir."""
 PORT = 29500
+_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
+"""Label by which Kubernetes names the Job of a pod. A Job that is applied again has another one."""
 _LONGEST_NAME = 40
 """Maximum length of a job's name. A pod's host name, which appends a role and an index, has 63."""
 _GRACE_S = 30
@@ -29,6 +31,17 @@ _GRACE_S = 30
 _BACKOFF_LIMIT = 6
 """Number of failures of an index after which Kubernetes still starts another pod. Disruptions and
 drains do not count."""
+_LATE_S = 600
+"""How long the bus of a job without a claim serves after the job has completed without some of its
+pods, in seconds. A pod that comes back meanwhile learns that the job is complete."""
+_BUS_MOVES_S = 60
+"""How long a pod waits for a new pod of the bus before it trusts the file of a complete job."""
+_NO_BUS = {
+    "group": (1800, ": look at the pod of the bus, and at its log", 1),
+    "spare": (600, ": no group needs this spare", 0),
+}
+"""For each role how long a pod waits for the bus, the end of its message and its exit status. A
+spare often finds room only when the groups have ended, so it does not fail its Job."""
 
 _ALIVE = """\
 alive() { kill -0 "$1" 2>/dev/null; }
@@ -61,7 +74,7 @@ while :; do
   status=$?
   [ "$status" = 75 ] && [ -z "$stop" ] || break
   tick  # the groups were drained or lost, and their new pods join this bus
-done
+done@LATE@
 case $status in
   0 | 3) exit 0 ;;         # complete, perhaps with fewer groups
   2) exit 69 ;;            # fft serve has ended
@@ -70,6 +83,13 @@ case $status in
 esac
 """
 )
+
+_LATE = """
+case $status in  # pods of groups that were lost may come later, and ask this bus
+  @STATUSES@)
+    until=$((SECONDS + @LATE_S@))
+    while [ -z "$stop" ] && [ "$SECONDS" -lt "$until" ] && alive "$serve"; do tick; done ;;
+esac"""
 
 _PART = (
     """\
@@ -83,15 +103,24 @@ outcome() {  # sets job to the status, or to 2 without an answer, and bus to the
   mapfile -t answer < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
   job=${answer[2]-2} bus=${answer[1]-}
 }
+# A pod that comes after the end of the bus finds this file, which pods of the same Job have left.
+complete=@FOLDER@/complete-$FFT_JOB_UID
+complete() { touch "$complete"; exit 0; }
 while :; do
   outcome
   case $job in
-    0 | 3) echo "the job on this bus is complete"; exit 0 ;;
+    0 | 3) echo "the job on this bus is complete"; complete ;;
     2) ;;
     *) break ;;
   esac
   if [ -n "$stop" ]; then exit 75; fi
-  if [ "$SECONDS" -gt 1800 ]; then echo "no bus has come within 1800 s" >&2; exit 1; fi
+  if [ "$SECONDS" -gt @BUS_MOVES_S@ ] && [ -e "$complete" ]; then
+    echo "no bus at $FFT_BUS, and $complete exists: the job is complete"; exit 0
+  fi
+  if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
+    echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s@NO_BUS@" >&2
+    exit @NO_BUS_STATUS@
+  fi
   tick
 done
 before=$bus
@@ -102,13 +131,14 @@ wait "$child"
 status=$?
 child=
 case $status in
-  0 | 3) exit 0 ;;
+  0 | 3) complete ;;
   75) exit 75 ;;           # drained: another pod takes the index
 esac
 outcome
 # If the bus was lost, another pod joins the new one, which may have started already.
 if [ "$bus" != "$before" ]; then exit 69; fi
 case $job:$status in
+  75:2 | [03]:2) tick; exit 75 ;;  # the job continues; a spare may have taken the group over
   1:* | *:2) exit 1 ;;     # the job has failed, or `fft run` could not start
 esac
 exit 70                    # this pod has failed, and the job continues
@@ -163,7 +193,7 @@ class KubernetesJob:
                 "apiVersion": "batch/v1",
                 "kind": "Job",
                 "metadata": self._metadata(role),
-                "spec": self._job(role, f"{self.name}-bus-0"),
+                "spec": self._job(role, f"{self.name}-bus-0", late_s=0 if self.claim else _LATE_S),
             }
             for role in self._roles()
         ]
@@ -219,8 +249,12 @@ class KubernetesJob:
             "stringData": {"token": self.token.text()},
         }
 
-    def _job(self, role: str, bus_host: str) -> dict[str, Any]:
-        """Return the spec of the Indexed Job of one role."""
+    def _job(self, role: str, bus_host: str, late_s: int = 0) -> dict[str, Any]:
+        """Return the spec of the Indexed Job of one role.
+
+        Args:
+            late_s: How long the bus serves after the end for pods that come back, in seconds.
+        """
         place = self.placement
         count = {"bus": 1, "group": place.groups, "spare": place.spare_nodes}[role]
         return {
@@ -241,18 +275,18 @@ class KubernetesJob:
             },
             "template": {
                 "metadata": {"labels": self._labels(role)},
-                "spec": self._pod(role, bus_host),
+                "spec": self._pod(role, bus_host, late_s),
             },
         }
 
-    def _pod(self, role: str, bus_host: str) -> dict[str, Any]:
+    def _pod(self, role: str, bus_host: str, late_s: int) -> dict[str, Any]:
         secret = {"name": f"{self.name}-token", "key": "token"}
         url = self.bus or f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"
-        text = _BUS if role == "bus" else _PART
+        text = self._bus(late_s) if role == "bus" else self._part(role)
         container: dict[str, Any] = {
             "name": "fft",
             "image": self.image,
-            "command": ["bash", "-c", self._filled(text), f"fft-{role}"],
+            "command": ["bash", "-c", text, f"fft-{role}"],
             "args": [] if role == "bus" else self._command(role),
             "env": [
                 {"name": "FFT_BUS", "value": _literal(url)},
@@ -272,6 +306,8 @@ class KubernetesJob:
         shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # the default is 64 MB
         claim = {"persistentVolumeClaim": {"claimName": self.claim}}
         folder = {"name": "job", **(claim if self.claim else {"emptyDir": {}})}
+        uid = {"fieldRef": {"fieldPath": _JOB_UID}}
+        container["env"].append({"name": "FFT_JOB_UID", "valueFrom": uid})
         container["volumeMounts"] = [
             {"name": "job", "mountPath": FOLDER},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -297,9 +333,18 @@ class KubernetesJob:
         ]
         return ["fft", "run", *own, *map(_literal, [*options, *self.script])]
 
-    def _filled(self, text: str) -> str:
-        values = {"PORT": PORT, "NAME": self.name, "GROUPS": self.placement.groups}
-        for name, value in values.items():
+    def _bus(self, late_s: int) -> str:
+        # A spare pod completes the group of a lost pod, which may still come back.
+        statuses = "0 | 3" if self.placement.spare_nodes else "3"
+        late = self._filled(_LATE, {"STATUSES": statuses, "LATE_S": late_s}) if late_s else ""
+        return self._filled(_BUS, {"PORT": PORT, "NAME": self.name, "LATE": late})
+
+    def _part(self, role: str) -> str:
+        no_bus = dict(zip(("NO_BUS_S", "NO_BUS", "NO_BUS_STATUS"), _NO_BUS[role], strict=True))
+        return self._filled(_PART, {**no_bus, "BUS_MOVES_S": _BUS_MOVES_S, "FOLDER": FOLDER})
+
+    def _filled(self, text: str, values: Mapping[str, object]) -> str:
+        for name, value in {**values, "GROUPS": self.placement.groups}.items():
             text = text.replace(f"@{name}@", str(value))
         return text
 

@@ -2,16 +2,17 @@
 
 An actor supervises its group by `fft run --join`. The ranks are its child processes, not actors,
 and end with it. If a node is lost, Ray starts its actors on other nodes. The bus is an actor on the
-node of the driver.
+node of the driver. If it is lost, the driver starts bus and actors again from a checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 
 from fft.bus import open_job_bus
 from fft.bus.token import JobToken
-from fft.errors import FftError
+from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
 from fft.protocol.timeouts import bus_operation
 from fft.train.checkpoint.plan import EVERY
+from fft.train.checkpoint.stores import open_store
 from fft.util.die_with_parent import tied
 
 try:
@@ -37,6 +39,8 @@ try:
     )
 except ImportError as error:
     raise FftError(f"fft.launch.ray needs Ray ({error}): pip install 'fft-torch[ray]'") from error
+
+logger = logging.getLogger(__name__)
 
 _PROGRAM = (sys.executable, "-m", "fft.cli")
 _END_S = 5.0
@@ -125,7 +129,8 @@ def run(
         How the job has ended, with its ``status`` and last ``step``.
 
     Raises:
-        FftError: The job could not be started, or its bus was lost.
+        FftError: The job could not be started, or its bus was lost and no checkpoint helps: there
+            is no ``checkpoint``, or none was published since the bus was last lost.
     """
     if not ray.is_initialized():
         raise FftError("this process is not connected to a Ray cluster: call ray.init() first")
@@ -134,11 +139,26 @@ def run(
     kept = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
     placement = Placement(groups, ranks, groups)
     job = _Job(placement, words, traces, drain_timeout, kept)
+    resources = resources_per_group or {"CPU": float(ranks)}
+    published: list[str] | None = None
+    while True:
+        try:
+            return _one_start(job, resources)
+        except BusError as error:
+            found = open_store(checkpoint).directories() if checkpoint else published
+            if found == published:
+                raise
+            published = found
+            logger.warning("%s The job starts again from the newest checkpoint.", error)
+
+
+def _one_start(job: _Job, resources: Mapping[str, float]) -> Outcome:
+    """Run the job on a bus of its own until it has ended. Raises BusError if the bus is lost."""
     token = JobToken.fresh()
     bus = _on_own_node(_Bus)
     try:
         url = str(ray.get(bus.start.remote(token.text())))
-        return _supervised(job, url, token, resources_per_group or {"CPU": float(ranks)})
+        return _supervised(job, url, token, resources)
     except ray.exceptions.RayError as error:
         raise FftError(f"Ray could not run the job: {error}") from error
     finally:
@@ -157,8 +177,9 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
     parts, env = list(job.placement.parts()), {"FFT_BUS": url, "FFT_TOKEN": token.text()}
     space = placement_group([dict(resources) for _ in parts], strategy="SPREAD")
     actors = [_placed(space, number, resources) for number in range(len(parts))]
+    running: list[Any] = []
     try:
-        running = [
+        running += [
             actor.run.remote(job.options(part), env)
             for actor, part in zip(actors, parts, strict=True)
         ]
@@ -171,15 +192,16 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
             try:
                 return until_ended(bus, job.placement.groups, all_have_returned)
             except KeyboardInterrupt:
-                with JobClient(url, token=token) as client:
+                with suppress(BusError), JobClient(url, token=token) as client:
                     drain(client, sorted(client.job().groups), job.drain_timeout)
-                until_ended(bus, job.placement.groups, all_have_returned)
+                    until_ended(bus, job.placement.groups, all_have_returned)
                 raise
             finally:
                 ray.wait(running, num_returns=len(running), timeout=_END_S)
     finally:
         for actor in actors:
             ray.kill(actor)
+        ray.wait(running, num_returns=len(running), timeout=_END_S)
         remove_placement_group(space)
 
 

@@ -9,9 +9,11 @@ every member of the block raises `LiveBlockFailed`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from fft.bus import BusError
 from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse, RestartRefused
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Apply, StartTxn
@@ -25,6 +27,9 @@ from fft.train.unsafe_places import guarded
 
 LIVE = "live_block"
 """Name of the trace note for a live block that is entered, finished or failed."""
+
+_REFUSED = "restart_refused"
+"""Register with the text of the RestartRefused that has ended the job."""
 
 
 class LiveBlocks:
@@ -182,7 +187,10 @@ class LiveBlocks:
         failed = tuple(sorted({*gone, *cause.accused}))
         self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
-            return RestartRefused(cause.finding.removeprefix(f"{RestartRefused.__name__}: "))
+            text = cause.finding.removeprefix(f"{RestartRefused.__name__}: ")
+            with suppress(BusError):
+                self._job.bus.write(_REFUSED, text.encode())
+            return RestartRefused(text)
         names = ", ".join(map(str, failed)) or "none"
         members = ", ".join(map(str, self._members))
         return LiveBlockFailed(
@@ -192,6 +200,12 @@ class LiveBlocks:
             failed,
             self._members,
         )
+
+    def raise_if_refused(self) -> None:
+        """Raise RestartRefused if it has ended the job while this process was joining."""
+        with suppress(BusError):
+            if (text := self._job.bus.read(_REFUSED)) is not None:
+                raise RestartRefused(text.decode())
 
     def _close(self) -> None:
         self._open, self._plan = "", None
@@ -242,7 +256,11 @@ class LiveBlock:
 
     @guarded
     def __enter__(self) -> tuple[Peer, ...]:
-        members = self._blocks.enter(self._place)
+        try:
+            members = self._blocks.enter(self._place)
+        finally:
+            if self._is_final:
+                self._blocks.raise_if_refused()
         self._blocks.enable_interrupts()
         return members
 

@@ -20,6 +20,14 @@ def test_the_light_parts_import_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_public_modules_can_be_imported_by_a_statement() -> None:
+    code = "import sys; from fft.active import max_active; print('torch' in sys.modules); "
+    code += "import fft, fft.abort; from fft.health_checks import disk; from fft import active; "
+    code += "print(fft.abort.nvshmem.__name__, fft.health_checks.disk is disk, active.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "nvshmem", "True", "fft.active"], done.stderr
+
+
 @pytest.mark.long
 def test_nothing_but_the_nats_bus_imports_nats() -> None:
     code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.train.manager, fft.bus.natsserver; "

@@ -12,6 +12,31 @@ from fft.errors import LiveBlockFailed
 from fft.train.restartable import _Restarts
 
 SCRIPT = Path(__file__).with_name("restart_script.py")
+JOINS = """
+import os, signal, time
+from pathlib import Path
+import fft
+
+JOINER = Path(os.environ["FFT_TRACE_DIR"], "g1r0i2.jsonl")  # exists when the process joins
+
+
+@fft.restartable(stop_on=KeyError)
+def work(call):
+    me = call.members[call.rank]
+    print(f"iteration {call.iteration} of {me}", flush=True)
+    if me.group == "1" and call.iteration == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while call.iteration == 0 or not JOINER.exists():
+        time.sleep(0.01)
+    raise KeyError("for ever")
+
+
+try:
+    work()
+except BaseException as error:
+    print(type(error).__name__, error, flush=True)
+    raise
+"""
 
 
 def run_script(folder: Path, mode: str) -> tuple[str, list[str]]:
@@ -36,6 +61,17 @@ def test_restartable_function_survives_an_error_and_a_death(tmp_path: Path) -> N
     rollback = f"on_abort finalize {attempt}"
     assert f"order {attempt} {rollback} {rollback} completion\n" in first
     assert f"order {attempt} completion\n" in replacement
+
+
+@pytest.mark.multiprocess
+def test_process_that_joins_when_the_job_ends_raises_its_refusal(tmp_path: Path) -> None:
+    (tmp_path / "joins.py").write_text(JOINS)
+    traces = tmp_path / "run"
+    command = ["run", "--groups", "2", "--trace-dir", str(traces), str(tmp_path / "joins.py")]
+    assert run_fft(*command, folder=tmp_path, within=120).returncode == 1
+    log = (traces / "logs" / "g1r0-2.log").read_text()
+    assert "\nRestartRefused KeyError: 'for ever' on 0/0#1, whose log has" in log, log
+    assert "Drained" not in log.partition("Traceback")[0] and "iteration" not in log
 
 
 def test_only_restarts_within_the_time_count() -> None:

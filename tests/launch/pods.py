@@ -26,6 +26,7 @@ import psutil
 
 _ENTRY = Path(__file__).with_name("pod_entry.py")
 _LOOK_S = 0.1
+_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
@@ -84,6 +85,9 @@ class Job:
     succeeded: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     has_failed: bool = False
+    has_room: bool = True
+    """Whether its pods find a node. Without room they are pending."""
+    uid: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def is_over(self) -> bool:
@@ -195,7 +199,7 @@ class Cluster:
                     if pod.killed_at is None:
                         pod.delete()
                 continue
-            for index in range(job.spec["completions"]):
+            for index in range(job.has_room * job.spec["completions"]):
                 if index not in {*job.pods, *job.succeeded, *job.failed}:
                     job.pods[index] = self._start(job, index)
             self._resolve()
@@ -214,7 +218,7 @@ class Cluster:
         _ip(f"-n {space} link set eth0 up")
         _ip(f"-n {space} link set lo up")
         (container,) = template["spec"]["containers"]
-        env = self._env(container, index)
+        env = self._env(container, job, index)
         root = self.folder / f"root{number}"
         root.mkdir()
         spec = {
@@ -239,14 +243,16 @@ class Cluster:
             )
         return Pod(job, index, process, address, link)
 
-    def _env(self, container: Mapping[str, Any], index: int) -> dict[str, str]:
+    def _env(self, container: Mapping[str, Any], job: Job, index: int) -> dict[str, str]:
         """Return the environment of a container. The image provides PATH and PYTHONPATH."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": "/root"}
         for each in container["env"]:
-            if (source := each.get("valueFrom")) is not None:
-                reference = source["secretKeyRef"]
+            source = each.get("valueFrom", {})
+            if (reference := source.get("secretKeyRef")) is not None:
                 env[each["name"]] = self._secrets[reference["name"]][reference["key"]]
+            elif (reference := source.get("fieldRef")) is not None:
+                env[each["name"]] = {_UID: job.uid}[reference["fieldPath"]]
             else:
                 env[each["name"]] = expanded(each["value"], env)
         return {**env, "JOB_COMPLETION_INDEX": str(index)}

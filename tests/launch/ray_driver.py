@@ -1,8 +1,9 @@
 """A driver for test_ray.py: ``python ray_driver.py FOLDER SCRIPT STEPS WHAT``.
 
 It starts a Ray cluster of raylets on this machine, and runs a job of two groups. If WHAT is
-``kill`` it kills a raylet that has a group; if it is ``interrupt`` it is interrupted, as by Ctrl-C.
-It prints how the job has ended.
+``kill`` it kills a raylet that has a group; if it is ``interrupt`` it is interrupted, as by Ctrl-C;
+if it is ``bus`` it kills the bus after a checkpoint, and if it is ``buses`` the next bus, too. It
+prints how the job has ended.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import ray
 from ray._private import state
 from ray.cluster_utils import Cluster
+from waiting import wait_until
 
 import fft.launch.ray
 
@@ -46,11 +50,37 @@ def kill_node(cluster: Cluster, traces: Path) -> None:
     print("both groups train", flush=True)
 
 
+def kill_buses(checkpoints: Path, count: int) -> None:
+    """Kill so many servers of the bus, one after another, once there is a checkpoint.
+
+    A server is killed when the groups are being started that use it.
+    """
+    wait_until(lambda: any(checkpoints.glob("step-*/manifest.json")), "a checkpoint", LIMIT_S)
+    for _ in range(count):
+        wait_until(lambda: commands("run") > commands("serve") > [], "a group", LIMIT_S)
+        _, server = commands("serve")[0]
+        psutil.Process(server).kill()
+        wait_until(lambda: not commands("serve"), "the end of the bus", LIMIT_S)
+        print("killed a bus", flush=True)
+
+
+def commands(name: str) -> list[tuple[float, int]]:
+    """Return start time and pid of this driver's `fft NAME` processes, the newest first."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.cmdline()[1:4] == ["-m", "fft.cli", name]:
+                found.append((process.create_time(), process.pid))
+    return sorted(found, reverse=True)
+
+
 def disturb(cluster: Cluster, traces: Path, what: str) -> None:
     """Wait until both groups train, and do what was asked for."""
     wait_for_steps(traces, [BEFORE, BEFORE])
     if what == "kill":
         kill_node(cluster, traces)
+    elif what.startswith("bus"):
+        kill_buses(traces.with_name("checkpoints"), 1 + (what == "buses"))
     else:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -80,7 +110,12 @@ def main(folder: str, script: str, steps: str, what: str) -> None:
     try:
         threading.Thread(target=disturb, args=(cluster, traces, what), daemon=True).start()
         outcome = fft.launch.ray.run(
-            [script, steps, "0.1", "1"], groups=2, ranks=1, trace_dir=traces
+            [script, steps, "0.1", "1"],
+            groups=2,
+            ranks=1,
+            trace_dir=traces,
+            checkpoint=str(traces.with_name("checkpoints")) if what.startswith("bus") else None,
+            every="10",
         )
         print(json.dumps({"status": int(outcome.status), "step": outcome.step}), flush=True)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ from supervisor_stage import WAIT_S, Actor, Job, Stage
 from waiting import wait_until
 
 from fft.bus import open_bus
+from fft.bus.base import BusUnreachable
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import Services, start_services
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims, loop
 from fft.launch.supervisor.claims import Claims
+from fft.launch.supervisor.groups import Group, why_not_started
 from fft.messages.fault_plans import FaultPlan
 
 BUS = Path(__file__).parents[1] / "bus" / "child.py"
@@ -165,6 +168,17 @@ def test_supervisor_ends_with_a_status_of_its_own_after_a_bus_outage(
         outcome = job.verdict()
     assert outcome.exit_status == ExitStatus.BUS_LOST and not outcome.ok
     assert any("the bus was out of reach for 3 s" in line for line in outcome.lines)
+
+
+def test_first_start_without_a_bus_names_its_address_and_no_ulimits() -> None:
+    with closing(socket.socket()) as refusing:
+        refusing.bind(("127.0.0.1", 0))  # nothing listens at this port
+        url = f"tcp://127.0.0.1:{refusing.getsockname()[1]}/job"
+        with pytest.raises(BusUnreachable) as found:
+            open_bus(url)
+    text = why_not_started(Group("1", 1), found.value)
+    assert text.startswith(f"group 1 could not be started: the bus at {url} cannot be reached: ")
+    assert "can connect to its address" in text and "ulimit" not in text
 
 
 def test_one_of_two_concurrent_claims_wins(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -280,7 +282,9 @@ def test_dockerfile_copies_files_that_exist() -> None:
         (1, 3, 0, 0),  # fewer groups
         (75, 75, 0, 75),  # drained
         (1, 1, 1, 1),  # a mistake in the script
-        (1, 2, 75, 1),  # wrong arguments
+        (1, 2, 1, 1),  # wrong arguments
+        (75, 2, 75, 75),  # a spare has taken the group over
+        (75, 2, 0, 75),  # and has completed it meanwhile; the next pod finds that
         (1, 1, 2, 69),  # the bus was lost
         (1, 2, 2, 69),
         (1, 2, -1, 69),  # another bus is there already, on which nothing has begun
@@ -304,14 +308,65 @@ def test_pod_translates_the_exit_status(
         "exit $status\n"
     )
     fake.chmod(0o755)
-    command = container(job_specs(a_job().manifests())["group"])
+    command = container(job_specs(a_job().manifests())["group"])["command"]
+    command = [word.replace("/job/", f"{tmp_path}/") for word in command]
     done = subprocess.run(
-        [*command["command"], "fft", "run"],
+        [*command, "fft", "run"],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         timeout=30,
         check=False,
     )
     assert done.returncode == code
+
+
+def waited(folder: Path, role: str, seconds: int) -> subprocess.CompletedProcess[str]:
+    """Run the shell of a pod that has waited for a bus for so long. No bus is there."""
+    command = container(job_specs(a_job().manifests())[role])["command"]
+    command = [word.replace("/job/", f"{folder}/") for word in command]
+    with closing(socket.socket()) as refusing:
+        refusing.bind(("127.0.0.1", 0))  # nothing listens at this port
+        env = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "FFT_BUS": f"tcp://127.0.0.1:{refusing.getsockname()[1]}/train",
+            "FFT_TOKEN": TOKEN.text(),
+            "FFT_JOB_UID": "a1",
+            "SECONDS": str(seconds),  # bash counts from here
+        }
+        return subprocess.run(
+            [*command, "false"], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+
+
+def test_pod_without_a_bus_succeeds_if_its_job_has_completed(tmp_path: Path) -> None:
+    (tmp_path / "complete-a1").touch()
+    done = waited(tmp_path, "group", 61)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/complete-a1 exists: the job is complete" in done.stdout
+
+
+def test_pod_without_a_bus_fails_if_only_another_job_has_completed(tmp_path: Path) -> None:
+    (tmp_path / "complete-b2").touch()
+    done = waited(tmp_path, "group", 1801)
+    assert done.returncode == 1
+    assert "no bus has come at tcp://127.0.0.1:" in done.stderr
+
+
+def test_spare_without_a_bus_does_not_fail_its_job(tmp_path: Path) -> None:
+    done = waited(tmp_path, "spare", 601)
+    assert done.returncode == 0, done.stderr
+    assert "no group needs this spare" in done.stderr
+
+
+def test_bus_serves_late_pods_only_if_no_file_and_no_jobset_tells_them() -> None:
+    def bus(manifests: list[dict[str, Any]]) -> str:
+        return str(container(job_specs(manifests)["bus"])["command"][2])
+
+    assert "0 | 3)\n    until=" in bus(a_job(claim=None).manifests())
+    without_spares = a_job(claim=None, placement=Placement(3, 2, 3)).manifests()
+    assert "\n  3)\n    until=" in bus(without_spares)
+    for manifests in (a_job().manifests(), a_job().jobset(), a_job(claim=None).jobset()):
+        assert "until=" not in bus(manifests)
 
 
 # --- pods in namespaces ---
@@ -321,11 +376,13 @@ class Trial:
     """A job of two groups whose pods run in namespaces."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
-        self.cluster, self.traces = cluster, folder / "claim" / "traces"
+        self.cluster, self.folder = cluster, folder
+        self.traces = folder / "claim" / "traces"
 
     def committed(self, group: int, within: str = ".") -> int:
         """Return the steps that rank 0 of the group has committed."""
-        traces = self.traces.glob(f"{within}/g{group}r0i*.jsonl")
+        folders = [self.traces, *self.folder.glob("empty*/traces")]
+        traces = [p for f in folders for p in f.glob(f"{within}/g{group}r0i*.jsonl")]
         return sum(path.read_text().count('"note":"consumed"') for path in traces)
 
     def trains(self, group: int, steps: int, within: str = ".") -> None:
@@ -352,11 +409,12 @@ class Trial:
 
 
 @contextmanager
-def trial(folder: Path, script: str, *options: str) -> Iterator[Trial]:
+def trial(folder: Path, script: str, *options: str, claim: bool = True) -> Iterator[Trial]:
     """Render a job of two groups, and make a cluster for it."""
     (folder / "claim").mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    command = ["launch", "k8s", "--image", "i", "--groups", "2", "--claim", "data", *options]
+    command = ["launch", "k8s", "--image", "i", "--groups", "2", *options]
+    command += ["--claim", "data"] if claim else []
     done = CliRunner().invoke(app, [*command, "--", "train.py", *script.split()])
     assert done.exit_code == 0, done.stderr
     manifests = list(yaml.safe_load_all(done.stdout))
@@ -448,6 +506,55 @@ def test_spare_pod_takes_over_the_group_of_a_pod_that_is_cut_off(tmp_path: Path)
         assert len(job.bits()) == 1
         audit = audit_job(job.traces)
         assert audit.ok, audit.render()
+
+
+@in_pods
+def test_pod_that_comes_back_after_the_end_of_the_bus_succeeds(tmp_path: Path) -> None:
+    with trial(tmp_path, "60 0.1 1") as job:
+        cluster, group, bus = job.cluster, job.cluster.job("group"), job.cluster.job("bus")
+        job.trains(1, 5)
+        group.has_room = False
+        group.pods[1].delete()
+        cluster.run_until(lambda: bus.is_complete and 0 in group.exits, "both end", LIMIT_S)
+        assert group.exits == {0: [0], 1: [75]}, cluster.output()
+        group.has_room = True
+        job.ends()
+        assert group.is_complete and group.exits == {0: [0], 1: [75, 0]}, cluster.output()
+
+
+@in_pods
+def test_bus_without_a_claim_waits_for_late_pods_until_it_is_deleted(tmp_path: Path) -> None:
+    with trial(tmp_path, "60 0.1 1", claim=False) as job:
+        cluster, group, bus = job.cluster, job.cluster.job("group"), job.cluster.job("bus")
+        job.trains(1, 5)
+        group.has_room = False
+        group.pods[1].delete()
+        ended = "the job has ended: complete, but with fewer groups"
+        cluster.run_until(lambda: ended in cluster.output(), "the training is complete", LIMIT_S)
+        group.has_room = True
+        cluster.run_until(lambda: group.is_complete, "the late pod ends", LIMIT_S)
+        assert group.exits == {0: [0], 1: [75, 0]}, cluster.output()
+        assert not bus.is_over
+        bus.pods[0].delete()
+        job.ends()
+        assert bus.exits == {0: [0]}, cluster.output()
+
+
+@in_pods
+def test_pod_whose_group_a_spare_has_does_not_fail_the_job(tmp_path: Path) -> None:
+    with trial(tmp_path, "900 0.1 1", "--spare-pods", "1") as job:
+        cluster, group = job.cluster, job.cluster.job("group")
+        job.trains(0, 5)
+        job.trains(1, 5)
+        group.has_room = False
+        group.pods[1].lose()
+        taken = "group 1 is taken over"
+        cluster.run_until(lambda: taken in cluster.output(), "it is taken over", LIMIT_S)
+        job.trains(1, 5)
+        group.has_room = True
+        cluster.run_until(lambda: 75 in group.exits[1], "the pod is refused", LIMIT_S)
+        job.ends()
+        assert all(each.is_complete for each in cluster.jobs), cluster.output()
 
 
 @in_pods

@@ -14,6 +14,7 @@ from test_kubernetes import SCRIPT
 
 from fft.errors import FftError
 from fft.trace.audit import audit_dir
+from fft.trace.resumed import audit_job
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 LIMIT_S = 560.0
@@ -28,6 +29,7 @@ def driven(folder: Path, steps: int, what: str) -> subprocess.CompletedProcess[s
     (folder / "train.py").write_text(SCRIPT)
     env = {
         **os.environ,
+        "PYTHONPATH": f"{DRIVER.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "5",
         "RAY_raylet_start_wait_time_s": "150",  # a busy machine
@@ -75,6 +77,26 @@ def test_interrupt_of_the_driver_drains_the_job(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in done.stdout and done.returncode != 0
     assert done.stdout.count("the job has ended: drained before its end") == 2, done.stdout
     audited(tmp_path / "traces")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_job_with_a_lost_bus_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    done = driven(tmp_path, 200, "bus")
+    assert done.returncode == 0, done.stdout
+    assert "The job starts again from the newest checkpoint" in done.stdout
+    assert json.dumps({"status": 0, "step": 200}) in done.stdout
+    audit = audit_job(tmp_path / "traces")
+    assert audit.resumed.checks and not audit.resumed.violation, audit.render()
+    assert len(audit.starts) == 2 and audit.starts[1].ok, audit.render()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_job_ends_if_the_bus_is_lost_again_before_a_checkpoint(tmp_path: Path) -> None:
+    done = driven(tmp_path, 5000, "buses")
+    assert done.returncode == 1 and "BusUnreachable" in done.stdout, done.stdout
+    assert done.stdout.count("The job starts again from the newest checkpoint") == 1
 
 
 def test_process_without_a_cluster_is_told_to_connect() -> None:
