@@ -35,9 +35,6 @@ from torchtitan.trainer import Trainer
 
 import fft
 
-_GROUP_MESHES = ("batch", "loss", "fsdp")
-"""torchtitan's names for the mesh over the ranks of a replica group."""
-
 
 def _fault_tolerance() -> FaultTolerance:
     kind = "nccl" if torch.cuda.is_available() else "gloo"
@@ -122,13 +119,15 @@ class FFTTrainer(Trainer):
         mesh = self.manager.shard_mesh()
         self._shard_pg.register_as_default()
         dims = _GroupDims.from_config(config.parallelism, mesh.size())
+        if dims.tp > 1:
+            mesh = self.manager.mesh(("fsdp", "tp"), (dims.dp_shard, dims.tp))
         dims.group_mesh = mesh
         return dims
 
     @property
-    def _ranks(self) -> int:
-        """Number of ranks of a replica group."""
-        return self.parallel_dims.world_size
+    def _shares(self) -> int:
+        """Number of batches of a replica group: the ranks along ``tp`` work on the same one."""
+        return self.parallel_dims.dp_shard
 
     # --- the loop ---
 
@@ -172,7 +171,7 @@ class FFTTrainer(Trainer):
         # torchtitan adds the gradients of all ranks up, and FFT averages them over the groups. So
         # the divisor is the number of tokens in all groups, divided by the number of groups.
         tokens = txn.mean(torch.tensor(float(local), dtype=torch.float64, device=device))
-        divisor = (tokens * self._ranks).float()
+        divisor = (tokens * self._shares).float()
         loss = torch.zeros((), device=device)
         for number, (inputs, labels) in enumerate(micro_batches):
             inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
@@ -188,9 +187,10 @@ class FFTTrainer(Trainer):
                 self.config.training.max_norm,
                 foreach=True,
             )
-        # each rank writes only its own row, so the sum over all ranks has the values of each rank
-        values = torch.zeros(groups * self._ranks, 3, dtype=torch.float64, device=device)
-        place = (self.manager.participating_rank() or 0) * self._ranks + self._rank
+        # each rank writes only the row of its batch, so the sum over all batches has all values
+        values = torch.zeros(groups * self._shares, 3, dtype=torch.float64, device=device)
+        place = (self.manager.participating_rank() or 0) * self._shares
+        place += self._rank // self.parallel_dims.tp
         summed = loss.double() * divisor
         values[place, 0], values[place, 1] = summed, summed / max(local, 1)
         values[place, 2] = self.ntokens_seen - seen
@@ -215,7 +215,7 @@ class FFTTrainer(Trainer):
         self.ntokens_seen += computed.tokens
         self.gc_handler.run(self.step)
         processor, data = self.metrics_processor, self.dataloader
-        processor.ntokens_since_last_log += computed.tokens // (self._ranks * self._groups)
+        processor.ntokens_since_last_log += computed.tokens // (self._shares * self._groups)
         processor.data_loading_times.append(data.steps.take_seconds())
         if processor.should_log(self.step):
             extra = {"n_tokens_seen": self.ntokens_seen, **self.lr_schedulers.get_metrics()}
@@ -260,19 +260,25 @@ class _Computed:
 
 
 class _GroupDims(ParallelDims):
-    """The dimensions of a replica group, on the process group that FFT rebuilds after faults."""
+    """The dimensions of a replica group, on the process groups that FFT rebuilds after faults."""
 
     group_mesh: DeviceMesh
 
     def build_mesh(self) -> DeviceMesh:
-        return self.group_mesh
+        mesh = self.group_mesh
+        fsdp, meshes = mesh if self.tp == 1 else mesh["fsdp"], self._single_axis_meshes
+        meshes |= {"batch": fsdp, "loss": fsdp, "fsdp": fsdp}
+        if self.tp > 1:
+            meshes["tp"] = mesh["tp"]
+        return mesh
 
     def get_optional_mesh(
         self, dims: str | list[str], *, include_singleton_axes: bool = False
     ) -> DeviceMesh | None:
+        if not self._single_axis_meshes:
+            self.build_mesh()
         names = [dims] if isinstance(dims, str) else list(dims)
-        is_one = len(names) == 1 and names[0] in _GROUP_MESHES
-        return self.group_mesh if is_one else None
+        return self._single_axis_meshes.get(names[0]) if len(names) == 1 else None
 
 
 # --- data ---
@@ -356,7 +362,7 @@ def _refuse_unsupported(config: Any) -> None:
     settings, parallel, training = config.fault_tolerance, config.parallelism, config.training
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {
         f"parallelism.{name}_parallel_degree": (getattr(parallel, f"{name}_parallel_degree"), (1,))
-        for name in ("tensor", "context", "pipeline", "expert")
+        for name in ("context", "pipeline", "expert")
     }
     replicas = parallel.data_parallel_replicate_degree
     group = int(os.environ.get("REPLICA_GROUP_ID", "0"))

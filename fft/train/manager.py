@@ -507,7 +507,8 @@ class ManagerFFT(TorchftInterface):
                 same items. For loaders with random augmentation. The trace contains the ids.
             sharded: ``"group"``: each group passes a stateful loader over its own shard of the
                 data, from which each of its ranks takes its item. ``"rank"``: each rank passes a
-                loader over its own shard. None: all ranks pass a loader over the whole data.
+                loader over its own shard; ranks that share a batch by `mesh` pass equal loaders.
+                None: all ranks pass a loader over the whole data.
             global_batch: number of samples in each step, on all groups together, whatever their
                 number: a multiple of the samples in one batch of each rank of a group. The step
                 function loops over ``txn.batches``. None: each group takes one batch for each of

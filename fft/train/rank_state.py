@@ -267,13 +267,8 @@ class RankState:
         """Return the source of a loader over a share of the data. Raises FftError if the job has
         none."""
         self.paradigm.refuse_sharded(kind)
-        rank = (
-            self.paradigm.batches.number if kind == "group" else self._manager._torchft.group_rank
-        )
-        shelf = ShardStateStore(bus.read, bus.write)
-        return ShardedSource(
-            loader, kind, group, rank, self.paradigm.items_per_step, shelf, identify
-        )
+        share, shelf = self.paradigm.batches, ShardStateStore(bus.read, bus.write)
+        return ShardedSource(loader, kind, group, share.number, share.size, shelf, identify)
 
     def consumed(self, plan: StartTxn) -> None:
         """Mark the data of ``plan``, whose txn is committed, as consumed."""

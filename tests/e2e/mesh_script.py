@@ -2,7 +2,8 @@
 
 ``mesh_script.py FORM STEPS OUT`` leaves the final bits of each rank in ``OUT``. Under `fft run` it
 trains on the mesh of the manager; elsewhere on the mesh of ``init_device_mesh``, in one group. The
-forms of a model are the functions in ``FORMS``.
+forms of a model are the functions in ``FORMS``. With a further argument ``shares`` each rank passes
+a loader over the share of its batches.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,33 @@ def batches(count: int) -> list[torch.Tensor]:
     return [torch.randint(WORDS, (BATCH, LENGTH + 1), generator=made) for _ in range(count)]
 
 
+def share_of(form: Form, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the number of this rank's batch in a step of its group, and that of all batches."""
+    number, each = 0, 1
+    for name in form.data:
+        number = number * mesh[name].size() + mesh[name].get_local_rank()
+        each *= mesh[name].size()
+    return number, each
+
+
+class Share:
+    """A stateful loader of the batches of one share."""
+
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        self._items, self._at = items, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self._at < len(self._items):
+            self._at += 1
+            yield self._items[self._at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
+
+
 def built(form: Form, mesh: DeviceMesh, whole: DeviceMesh | None) -> tuple[nn.Module, Any]:
     """Return the model with its optimizer."""
     torch.manual_seed(3)
@@ -254,12 +282,7 @@ def plain(form: Form, steps: int, rank: int, out: Path) -> dict[str, Any]:
     whole = init_device_mesh("cpu", (math.prod(form.shape),), mesh_dim_names=("shard",))
     mesh = init_device_mesh("cpu", form.shape, mesh_dim_names=form.names)
     model, optimizer = built(form, mesh, whole)
-    number = 0
-    for name in form.data:
-        number = number * mesh[name].size() + mesh[name].get_local_rank()
-    each = 1
-    for name in form.data:
-        each *= mesh[name].size()
+    number, each = share_of(form, mesh)
     data, norms = batches(each * steps), []
     for step in range(steps):
         form.loss(model, data[each * step + number]).backward()
@@ -315,7 +338,12 @@ def trained(form: Form, steps: int, groups: int, rank: int) -> dict[str, Any]:
         manager.veto(lambda result: seen.append(result.grad_norm))
         faults = json.loads(os.environ.get("MESH_FAULTS", "[]"))
         plan = once(model, faults, rank, manager._parts.groups)
-        for txn in manager.transactions(batches(400), max_steps=steps):
+        data: Any = batches(400)
+        sharded: Any = "rank" if "shares" in sys.argv[4:] else None
+        if sharded:
+            number, each = share_of(form, mesh)
+            data = Share(data[number::each])
+        for txn in manager.transactions(data, max_steps=steps, sharded=sharded):
             with txn:
                 plan(txn.step)
                 form.loss(model, txn.batch).backward()

@@ -83,6 +83,16 @@ def test_faults_on_one_side_leave_the_bits_of_torchs_own_mesh(tmp_path: Path) ->
     assert [each.attempts_lost for each in incidents(tmp_path / "traces")][:3] == [1] * 3
 
 
+@pytest.mark.multiprocess
+def test_ranks_along_tp_read_the_same_share_of_the_data(tmp_path: Path) -> None:
+    """Each rank passes a loader of its share; a fault repeats a step with the same batches."""
+    inside = [{"step": 1, "rank": 3, "kind": "raise"}]
+    found = run(tmp_path, "sequence", 3, inside=inside, options=("--", "plain", "shares"))
+    assert [rank["bits"] for rank in found.values()] == [
+        rank["plain"]["bits"] for rank in found.values()
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("form", ["tensor", "context", "experts"])

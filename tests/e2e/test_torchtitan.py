@@ -27,11 +27,17 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("titan_script.py")
 LIMIT_S = 280
+TENSOR_PARALLEL = ("--parallelism.tensor-parallel-degree", "2")
 TRANSIENT = """
 faults:
   - {name: exception, kind: exception, step: 2, group: 1, rank: 1, phase: backward}
   - {name: one-sided, kind: one_sided, step: 4, group: 0}
   - {name: cut, kind: network_cut, step: 6, group: 1, rank: 0, phase: during_allreduce}
+"""
+INSIDE = """
+faults:
+  - {name: exception, kind: exception, step: 2, group: 0, rank: 1, phase: backward}
+  - {name: cut, kind: network_cut, step: 4, group: 0, rank: 2, phase: backward}
 """
 KILLS_AND_DRAIN = """
 faults:
@@ -50,10 +56,10 @@ def arguments(folder: Path, name: str, steps: int, *others: str) -> list[str]:
 
 
 @contextmanager
-def torchtitans(folder: Path, replicas: int, *command: str) -> Iterator[None]:
-    """Run replicas of 2 processes of torchtitan without FFT in the block; await their end."""
+def torchtitans(folder: Path, replicas: int, *command: str, ranks: int = 2) -> Iterator[None]:
+    """Run replicas of ``ranks`` processes of torchtitan without FFT in the block; await the end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nproc-per-node", f"{2 * replicas}"]
+    torchrun += ["--nproc-per-node", f"{ranks * replicas}"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     plain = ["--fault-tolerance.no-enable"]
     plain += ["--parallelism.data-parallel-replicate-degree", f"{replicas}"]
@@ -68,10 +74,17 @@ def torchtitans(folder: Path, replicas: int, *command: str) -> Iterator[None]:
             process.kill()
 
 
-def job(folder: Path, *command: str, plan: str = "", name: str = "run", groups: int = 2) -> Path:
-    """Train on groups of two ranks; return the folder of the traces, which the audit accepts."""
+def job(
+    folder: Path,
+    *command: str,
+    plan: str = "",
+    name: str = "run",
+    groups: int = 2,
+    ranks: int = 2,
+) -> Path:
+    """Train on groups of ``ranks``; return the folder of the traces, which the audit accepts."""
     traces = folder / f"traces-{name}"
-    options = ["--groups", f"{groups}", "--ranks", "2", "--no-progress", "--no-lighthouse"]
+    options = ["--groups", f"{groups}", "--ranks", f"{ranks}", "--no-progress", "--no-lighthouse"]
     options += ["--timeout", f"{LIMIT_S - 20}", "--trace-dir", str(traces)]
     if plan:
         (folder / "plan.yaml").write_text(plan)
@@ -99,13 +112,28 @@ def logged_steps(traces: Path) -> list[int]:
     return [int(step) for _, step in sorted(found)]
 
 
-def test_trainer_under_faults_has_the_bits_of_torchtitans_hsdp(tmp_path: Path) -> None:
-    with torchtitans(tmp_path, 2, *arguments(tmp_path, "plain", 8)):
-        traces = job(tmp_path, *arguments(tmp_path, "own", 8), plan=TRANSIENT)
+@pytest.mark.parametrize("options", [(), TENSOR_PARALLEL], ids=["fsdp", "tensor"])
+def test_trainer_under_faults_has_the_bits_of_torchtitans_hsdp(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with torchtitans(tmp_path, 2, *arguments(tmp_path, "plain", 8, *options)):
+        traces = job(tmp_path, *arguments(tmp_path, "own", 8, *options), plan=TRANSIENT)
     theirs, ours = results(tmp_path / "plain"), results(tmp_path / "own")
     assert len(theirs) == 4
     assert ours == theirs
     assert logged_steps(traces) == list(range(1, 9)), "each committed step is logged once"
+
+
+@pytest.mark.long
+def test_fsdp_with_tensor_parallelism_in_a_group_has_the_bits_of_torchtitan(
+    tmp_path: Path,
+) -> None:
+    with torchtitans(tmp_path, 1, *arguments(tmp_path, "plain", 6, *TENSOR_PARALLEL), ranks=4):
+        command = arguments(tmp_path, "own", 6, *TENSOR_PARALLEL)
+        job(tmp_path, *command, plan=INSIDE, groups=1, ranks=4)
+    theirs, ours = results(tmp_path / "plain"), results(tmp_path / "own")
+    assert len(theirs) == 4
+    assert ours == theirs
 
 
 @pytest.mark.long
@@ -124,8 +152,11 @@ def test_accumulation_has_the_bits_of_torchtitan_and_keeps_them_under_faults(
 
 
 @pytest.mark.long
-def test_trainer_survives_lost_ranks_a_lost_group_and_a_drain(tmp_path: Path) -> None:
-    command = ["--stop-after-plan", "5", *arguments(tmp_path, "own", 1000)]
+@pytest.mark.parametrize("options", [(), TENSOR_PARALLEL], ids=["fsdp", "tensor"])
+def test_trainer_survives_lost_ranks_a_lost_group_and_a_drain(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    command = ["--stop-after-plan", "5", *arguments(tmp_path, "own", 1000, *options)]
     traces = job(tmp_path, *command, plan=KILLS_AND_DRAIN)
     steps = logged_steps(traces)
     assert steps == list(range(1, len(steps) + 1)), "group 0 logs each committed step once"
@@ -154,9 +185,13 @@ def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_torchtitans_own_checkpoint_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    job(tmp_path, *arguments(tmp_path, "whole", 12), name="whole")
+@pytest.mark.parametrize("options", [(), TENSOR_PARALLEL], ids=["fsdp", "tensor"])
+def test_torchtitans_own_checkpoint_resumes_with_the_same_bits(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    job(tmp_path, *arguments(tmp_path, "whole", 12, *options), name="whole")
     files = ["--checkpoint.enable", "--checkpoint.interval", "4", "--dump-folder", str(tmp_path)]
+    files += options
     job(tmp_path, *arguments(tmp_path, "half", 8, *files), name="half")
     saved = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert saved == ["step-4", "step-8"]

@@ -58,9 +58,10 @@ class ShardedSource:
     Args:
         loader: A loader of the batches of this shard, with ``state_dict`` and ``load_state_dict``.
         kind: ``"group"`` if the ranks of a group all draw the same shard and take an item each;
-            ``"rank"`` if each rank has its own shard.
+            ``"rank"`` if each rank has its own shard, which it shares with the ranks that work on
+            the same batch.
         group: The replica group of this process.
-        rank: Number of this rank; for ``"group"`` that of its item.
+        rank: Number of the item of this rank among those of its group.
         ranks: Number of different items that the ranks of a group take.
         shelf: The place where states are published.
         identify: The function for `StreamSource`.

@@ -112,10 +112,10 @@ class Lockstep(Paradigm[TransactionLoop]):
             check_registered(self._rank.groups.stages)
 
     def refuse_sharded(self, kind: Sharded) -> None:
-        if kind == "rank" and self.items_per_step < self._rank.world:
+        if kind == "rank" and self._rank.settings.spec.samples == "per_group":
             raise FftError(
-                "transactions(loader, sharded='rank'): ranks of a group take the same batch by "
-                "this spec or mesh; pass sharded='group'"
+                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
+                f"by spec={self._rank.settings.spec.name!r}; pass sharded='group'"
             )
 
     def steps(
