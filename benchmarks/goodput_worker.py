@@ -30,8 +30,12 @@ CHECKPOINT_STEPS = 25
 def main() -> None:
     """Train until the process is ended, from the newest checkpoint."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    env = os.environ
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    store: dist.Store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    # with init_process_group("gloo") alone, processes that torchrun has restarted never connect
+    store = dist.PrefixStore(f"attempt-{env['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     pen = Pen(Path(os.environ["BENCH_DIR"]), rank, 0)
     pen.say("start")
     victim = Victim(json.loads(os.environ["BENCH_PLAN"]), pen, rank, 0)
