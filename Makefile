@@ -148,7 +148,7 @@ $(NVRX)/.tried:
 	@touch $@
 
 bench: setup $(NVRX)/.tried
-	@$(PIP) install --quiet -e ".[bench]"
+	@$(PIP) install --quiet -e ".[bench,titan]"
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.whole_step --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.trainer_steps --reps $(REPS) --write

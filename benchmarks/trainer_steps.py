@@ -226,7 +226,7 @@ the bus and `fft run`. torchtitan adds up its losses only at the steps that it l
 and FFT at each step.
 
 """
-    head = ["trainer", "parameters", "its own", "its own (ms)", "on FFT (ms)", "FFT / own"]
+    head = ["trainer", "parameters", "baseline", "baseline (ms)", "FFT (ms)", "FFT / baseline"]
     return text + "\n".join(markdown(head, rows)) + "\n" + (left_out if missing else "")
 
 

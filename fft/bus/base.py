@@ -62,9 +62,9 @@ class BusUnreachable(BusError):
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
-            f"the bus at {url} cannot be reached: {reason}. Check that the `fft serve` or "
-            "`fft run` that serves it still runs, that this host can connect to its address, and "
-            "that FFT_BUS is what it has printed. Start a bus with `fft serve`."
+            f"the bus at {url} cannot be reached: {reason}. Check that its server runs (`fft "
+            "serve`, `fft run` or NATS), that this host can connect to the address, and that "
+            "FFT_BUS is what the server has printed."
         )
 
 

@@ -33,12 +33,12 @@ SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML f
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Print an error that is meant for the user to stderr, and exit with code 2."""
+    """Print an error that is meant for the user to stderr, and exit with its status, usually 2."""
     try:
         yield
     except FftError as error:
         sys.stderr.write(f"fft: {error}\n")
-        raise typer.Exit(ExitStatus.REFUSED) from error
+        raise typer.Exit(getattr(error, "exit_status", ExitStatus.REFUSED)) from error
     except (OSError, RuntimeError, MemoryError) as error:
         if not _is_short(error):
             raise

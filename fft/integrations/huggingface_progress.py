@@ -69,15 +69,15 @@ class Progress:
             setattr(trainer, name, value)
         trainer._tr_loss = torch.tensor(trainer._tr_loss, device=trainer.args.device)
         if hasattr(trainer, _TOKENS):
-            metrics, trainer._total_train_tokens = json.loads(state["metrics"])
+            metrics, trainer._total_train_tokens = json.loads(state.get("metrics", "[{}, 0]"))
             trainer._metrics["train"] = defaultdict(list, metrics)
 
 
 class StepMetrics:
     """The metrics that one of TRL's trainers collects in a step function; empty for others.
 
-    The step function may be repeated. So the trainer gets its metrics only after the commit, and
-    until then it has those of earlier steps.
+    The step function may be repeated, so the trainer gets the metrics of a step only after its
+    commit. While the step function runs, the trainer collects into an empty dict.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -97,7 +97,7 @@ class StepMetrics:
             return []
         found, tokens = trainer._metrics["train"], trainer._total_train_tokens
         trainer._metrics["train"], trainer._total_train_tokens = self._before
-        self._names = sorted(found.keys() - {"num_tokens"})
+        self._names = sorted(name for name in found if found[name] and name != "num_tokens")
         # one value each, because the last item of a data epoch may have fewer micro-batches
         means = [sum(found[name]) / len(found[name]) for name in self._names]
         return [tokens - trainer._total_train_tokens, *means]

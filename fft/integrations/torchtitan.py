@@ -266,10 +266,10 @@ class _GroupDims(ParallelDims):
 
     def build_mesh(self) -> DeviceMesh:
         mesh = self.group_mesh
-        fsdp, meshes = mesh if self.tp == 1 else mesh["fsdp"], self._single_axis_meshes
-        meshes |= {"batch": fsdp, "loss": fsdp, "fsdp": fsdp}
+        fsdp = mesh["fsdp"] if self.tp > 1 else mesh
+        self._single_axis_meshes.update(dict.fromkeys(("batch", "loss", "fsdp"), fsdp))
         if self.tp > 1:
-            meshes["tp"] = mesh["tp"]
+            self._single_axis_meshes["tp"] = mesh["tp"]
         return mesh
 
     def get_optional_mesh(

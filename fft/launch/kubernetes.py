@@ -23,7 +23,7 @@ FOLDER = "/job"
 """Folder of the job in the pods of groups and spares: the volume of the claim, or an emptyDir."""
 PORT = 29500
 _JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
-"""Label by which Kubernetes names the Job of a pod. A Job that is applied again has another one."""
+"""Label by which Kubernetes names the Job of a pod. A Job that is applied again has another UID."""
 _LONGEST_NAME = 40
 """Maximum length of a job's name. A pod's host name, which appends a role and an index, has 63."""
 _GRACE_S = 30
@@ -32,16 +32,15 @@ _BACKOFF_LIMIT = 6
 """Number of failures of an index after which Kubernetes still starts another pod. Disruptions and
 drains do not count."""
 _LATE_S = 600
-"""How long the bus of a job without a claim serves after the job has completed without some of its
-pods, in seconds. A pod that comes back meanwhile learns that the job is complete."""
-_BUS_MOVES_S = 60
+"""How long the bus serves after a job that completed with fewer groups, or that has spare pods, if
+there is no claim, in seconds. A pod that comes back meanwhile learns that the job is complete."""
+_BUS_RESTART_S = 60
 """How long a pod waits for a new pod of the bus before it trusts the file of a complete job."""
-_NO_BUS = {
-    "group": (1800, ": look at the pod of the bus, and at its log", 1),
-    "spare": (600, ": no group needs this spare", 0),
-}
-"""For each role how long a pod waits for the bus, the end of its message and its exit status. A
-spare often finds room only when the groups have ended, so it does not fail its Job."""
+_HELD_S = 15
+"""How long a pod waits before it asks again for a group that another pod has, in seconds."""
+_NO_BUS_S = 1800
+"""How long a pod waits for the bus, in seconds. A spare then ends with status 0, because it often
+finds room only when the groups have ended."""
 
 _ALIVE = """\
 alive() { kill -0 "$1" 2>/dev/null; }
@@ -103,43 +102,55 @@ outcome() {  # sets job to the status, or to 2 without an answer, and bus to the
   mapfile -t answer < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
   job=${answer[2]-2} bus=${answer[1]-}
 }
-# A pod that comes after the end of the bus finds this file, which pods of the same Job have left.
-complete=@FOLDER@/complete-$FFT_JOB_UID
-complete() { touch "$complete"; exit 0; }
+# Pods of this Job create this file when the job is complete. A pod that starts after the bus has
+# ended reads it.
+complete_file=@FOLDER@/complete-$FFT_JOB_UID
+end_complete() { touch "$complete_file"; exit 0; }
+await_bus() {  # returns while the job on the bus is not complete
+  while :; do
+    outcome
+    case $job in
+      0 | 3) echo "the job on this bus is complete"; end_complete ;;
+      2) ;;
+      *) return ;;
+    esac
+    if [ -n "$stop" ]; then exit 75; fi
+    if [ "$SECONDS" -gt @BUS_RESTART_S@ ] && [ -e "$complete_file" ]; then
+      echo "no bus at $FFT_BUS, and $complete_file exists: the job is complete"; exit 0
+    fi
+    if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
+      fft outcome --groups @GROUPS@ >&2
+      echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s: look at the pod of the bus" >&2
+      exit @NO_BUS_STATUS@
+    fi
+    tick
+  done
+}
 while :; do
-  outcome
-  case $job in
-    0 | 3) echo "the job on this bus is complete"; complete ;;
-    2) ;;
-    *) break ;;
-  esac
+  await_bus
+  before=$bus
+  "$@" & child=$!
+  if [ -n "$stop" ]; then kill -TERM "$child"; fi
+  while alive "$child"; do wait "$child"; done
+  wait "$child"
+  status=$?
+  child=
+  if [ "$status" != 4 ]; then break; fi
+  SECONDS=0  # another pod, such as a spare, has the group, and may be lost
+  while [ -z "$stop" ] && [ "$SECONDS" -lt @HELD_S@ ]; do tick; done
   if [ -n "$stop" ]; then exit 75; fi
-  if [ "$SECONDS" -gt @BUS_MOVES_S@ ] && [ -e "$complete" ]; then
-    echo "no bus at $FFT_BUS, and $complete exists: the job is complete"; exit 0
-  fi
-  if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
-    echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s@NO_BUS@" >&2
-    exit @NO_BUS_STATUS@
-  fi
-  tick
+  SECONDS=0
 done
-before=$bus
-"$@" & child=$!
-if [ -n "$stop" ]; then kill -TERM "$child"; fi
-while alive "$child"; do wait "$child"; done
-wait "$child"
-status=$?
-child=
 case $status in
-  0 | 3) complete ;;
+  0 | 3) end_complete ;;
   75) exit 75 ;;           # drained: another pod takes the index
 esac
 outcome
 # If the bus was lost, another pod joins the new one, which may have started already.
 if [ "$bus" != "$before" ]; then exit 69; fi
-case $job:$status in
-  75:2 | [03]:2) tick; exit 75 ;;  # the job continues; a spare may have taken the group over
-  1:* | *:2) exit 1 ;;     # the job has failed, or `fft run` could not start
+case $job in
+  0 | 3) end_complete ;;
+  1) exit 1 ;;             # the job has failed, or nothing has begun and `fft run` cannot start
 esac
 exit 70                    # this pod has failed, and the job continues
 """
@@ -340,8 +351,8 @@ class KubernetesJob:
         return self._filled(_BUS, {"PORT": PORT, "NAME": self.name, "LATE": late})
 
     def _part(self, role: str) -> str:
-        no_bus = dict(zip(("NO_BUS_S", "NO_BUS", "NO_BUS_STATUS"), _NO_BUS[role], strict=True))
-        return self._filled(_PART, {**no_bus, "BUS_MOVES_S": _BUS_MOVES_S, "FOLDER": FOLDER})
+        values = {"HELD_S": _HELD_S, "NO_BUS_S": _NO_BUS_S, "NO_BUS_STATUS": int(role == "group")}
+        return self._filled(_PART, {**values, "BUS_RESTART_S": _BUS_RESTART_S, "FOLDER": FOLDER})
 
     def _filled(self, text: str, values: Mapping[str, object]) -> str:
         for name, value in {**values, "GROUPS": self.placement.groups}.items():

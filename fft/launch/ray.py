@@ -2,23 +2,26 @@
 
 An actor supervises its group by `fft run --join`. The ranks are its child processes, not actors,
 and end with it. If a node is lost, Ray starts its actors on other nodes. The bus is an actor on the
-node of the driver. If it is lost, the driver starts bus and actors again from a checkpoint.
+node of the driver. If it is lost, the driver starts bus and actors again from a checkpoint, if
+the job has one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fft.bus import open_job_bus
+from fft.bus import BusUnreachable, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
@@ -26,6 +29,7 @@ from fft.launch.placement import Part, Placement
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
 from fft.protocol.timeouts import bus_operation
+from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.plan import EVERY
 from fft.train.checkpoint.stores import open_store
 from fft.util.die_with_parent import tied
@@ -43,6 +47,11 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _PROGRAM = (sys.executable, "-m", "fft.cli")
+_OUTAGE_S = 30.0
+"""Maximum time without an answer of the bus, in seconds. A server that was only silent has kept its
+contents."""
+_AGAIN_S = 0.5
+"""Pause before the bus is asked again, in seconds."""
 _END_S = 5.0
 """Time limit for the actors of an ended job to return, in seconds. Those of lost nodes never do."""
 
@@ -129,30 +138,36 @@ def run(
         How the job has ended, with its ``status`` and last ``step``.
 
     Raises:
-        FftError: The job could not be started, or its bus was lost and no checkpoint helps: there
-            is no ``checkpoint``, or none was published since the bus was last lost.
+        FftError: The job could not be started.
+        BusError: The bus was lost, and no checkpoint was published since the job was last started.
     """
     if not ray.is_initialized():
         raise FftError("this process is not connected to a Ray cluster: call ray.init() first")
-    words = [script] if isinstance(script, str) else [*script]
+    command = [script] if isinstance(script, str) else [*script]
     traces = Path(trace_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}").absolute()
-    kept = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
+    resume = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
     placement = Placement(groups, ranks, groups)
-    job = _Job(placement, words, traces, drain_timeout, kept)
+    job = _Job(placement, command, traces, drain_timeout, resume)
     resources = resources_per_group or {"CPU": float(ranks)}
-    published: list[str] | None = None
+    newest = _newest_step(checkpoint)
     while True:
         try:
-            return _one_start(job, resources)
+            return _run_once(job, resources)
         except BusError as error:
-            found = open_store(checkpoint).directories() if checkpoint else published
-            if found == published:
+            before, newest = newest, _newest_step(checkpoint)
+            if newest is None or newest == before:
                 raise
-            published = found
-            logger.warning("%s The job starts again from the newest checkpoint.", error)
+            text = "the bus was lost (%s); the job starts again from the checkpoint of step %d"
+            logger.warning(text, error, newest)
 
 
-def _one_start(job: _Job, resources: Mapping[str, float]) -> Outcome:
+def _newest_step(place: str | None) -> int | None:
+    """Return the step of the newest checkpoint at ``place``, or None if there is none."""
+    found = Checkpoints(open_store(place)).found() if place else []
+    return max((e.step for e in found if e.step is not None and e.problem is None), default=None)
+
+
+def _run_once(job: _Job, resources: Mapping[str, float]) -> Outcome:
     """Run the job on a bus of its own until it has ended. Raises BusError if the bus is lost."""
     token = JobToken.fresh()
     bus = _on_own_node(_Bus)
@@ -190,7 +205,7 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
 
         with closing(open_job_bus(url, token, bus_operation(url))) as bus:
             try:
-                return until_ended(bus, job.placement.groups, all_have_returned)
+                return _until_ended(bus, job.placement.groups, all_have_returned)
             except KeyboardInterrupt:
                 with suppress(BusError), JobClient(url, token=token) as client:
                     drain(client, sorted(client.job().groups), job.drain_timeout)
@@ -201,8 +216,26 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
     finally:
         for actor in actors:
             ray.kill(actor)
-        ray.wait(running, num_returns=len(running), timeout=_END_S)
-        remove_placement_group(space)
+        try:
+            ray.wait(running, num_returns=len(running), timeout=_END_S)
+        finally:
+            remove_placement_group(space)
+
+
+def _until_ended(bus: ErrorBus, groups: int, all_have_returned: Callable[[], bool]) -> Outcome:
+    """Return the outcome of the job. Raises BusError if the bus is lost, or silent for too long."""
+    began, last = 0.0, -math.inf
+    while True:
+        try:
+            return until_ended(bus, groups, all_have_returned)
+        except BusUnreachable:
+            now = time.monotonic()
+            if now - last > _OUTAGE_S:  # the bus may have answered in between
+                began = now
+            if now - began > _OUTAGE_S:
+                raise
+            last = now
+            time.sleep(_AGAIN_S)
 
 
 def _placed(space: Any, number: int, resources: Mapping[str, float]) -> Any:

@@ -14,7 +14,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from fft.bus import BusError
-from fft.errors import DeviceLost, Drained, LiveBlockFailed, LiveBlockMisuse, RestartRefused
+from fft.errors import (
+    DeviceLost,
+    Drained,
+    FftError,
+    LiveBlockFailed,
+    LiveBlockMisuse,
+    RestartRefused,
+)
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Apply, StartTxn
 from fft.messages.protocol import ENTRY, Peer, Record
@@ -28,7 +35,7 @@ from fft.train.unsafe_places import guarded
 LIVE = "live_block"
 """Name of the trace note for a live block that is entered, finished or failed."""
 
-_REFUSED = "restart_refused"
+_REFUSAL = "restart_refused"
 """Register with the text of the RestartRefused that has ended the job."""
 
 
@@ -58,8 +65,12 @@ class LiveBlocks:
 
     # --- the entry ---
 
-    def enter(self, place: str) -> tuple[Peer, ...]:
-        """Wait until all members have reached the entry of the block, and return them."""
+    def enter(self, place: str, is_final: bool = False) -> tuple[Peer, ...]:
+        """Wait until all members have reached the entry of the block, and return them.
+
+        Raises:
+            RestartRefused: A final block was entered too late: this error has ended the job.
+        """
         self._raise_if_nested(place)
         self._open = place
         self._raised_before, self._reductions.raises = self._reductions.raises, True
@@ -69,8 +80,12 @@ class LiveBlocks:
             following = self._worker.continue_epoch()
             if not isinstance(following, StartTxn):
                 raise self._failure(*self._rolled_back(following), place)
-        except BaseException:
+            if is_final:
+                self._raise_if_refused()
+        except BaseException as failure:
             self._close()
+            if is_final and isinstance(failure, (FftError, Drained)):
+                self._raise_if_refused()
             raise
         self._plan = following
         return self._members
@@ -149,6 +164,10 @@ class LiveBlocks:
                 raise self._failure(
                     *self._rolled_back(self._worker.continue_epoch()), place
                 ) from error
+        except (FftError, Drained):
+            if is_final:  # the others may have left before this rank was told
+                self._raise_if_refused()
+            raise
         finally:
             self._close()
 
@@ -188,8 +207,8 @@ class LiveBlocks:
         self._note("failed", place, failed=list(map(str, failed)), cause=cause.text)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
             text = cause.finding.removeprefix(f"{RestartRefused.__name__}: ")
-            with suppress(BusError):
-                self._job.bus.write(_REFUSED, text.encode())
+            with suppress(BusError):  # for processes that join or are late
+                self._job.bus.write(_REFUSAL, text.encode())
             return RestartRefused(text)
         names = ", ".join(map(str, failed)) or "none"
         members = ", ".join(map(str, self._members))
@@ -201,10 +220,10 @@ class LiveBlocks:
             self._members,
         )
 
-    def raise_if_refused(self) -> None:
-        """Raise RestartRefused if it has ended the job while this process was joining."""
+    def _raise_if_refused(self) -> None:
+        """Raise RestartRefused if it has ended the job on other ranks."""
         with suppress(BusError):
-            if (text := self._job.bus.read(_REFUSED)) is not None:
+            if (text := self._job.bus.read(_REFUSAL)) is not None:
                 raise RestartRefused(text.decode())
 
     def _close(self) -> None:
@@ -256,11 +275,7 @@ class LiveBlock:
 
     @guarded
     def __enter__(self) -> tuple[Peer, ...]:
-        try:
-            members = self._blocks.enter(self._place)
-        finally:
-            if self._is_final:
-                self._blocks.raise_if_refused()
+        members = self._blocks.enter(self._place, self._is_final)
         self._blocks.enable_interrupts()
         return members
 

@@ -20,6 +20,7 @@ from torchft.manager import WorldSizeMode
 
 from fft.errors import (
     DeviceLost,
+    Drained,
     FftError,
     GradientsDiffer,
     GradientsNotReproducible,
@@ -303,11 +304,10 @@ class TransactionLoop:
         """
         try:
             plan = self.worker.begin()
-        except FftError:  # such as too few groups: the others may have counted the rollback
+        except (FftError, Drained):  # perhaps because peers have counted the rollback and left
             self._raise_if_unrepeatable()
             raise
-        if plan is not None:
-            self._raise_if_unrepeatable()
+        self._raise_if_unrepeatable()
         return plan
 
     def _raise_if_unrepeatable(self) -> None:

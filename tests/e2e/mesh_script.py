@@ -3,7 +3,7 @@
 ``mesh_script.py FORM STEPS OUT`` leaves the final bits of each rank in ``OUT``. Under `fft run` it
 trains on the mesh of the manager; elsewhere on the mesh of ``init_device_mesh``, in one group. The
 forms of a model are the functions in ``FORMS``. With a further argument ``shares`` each rank passes
-a loader over the share of its batches.
+a loader over the share of its batches, and with ``unequal`` the last one begins a batch later.
 """
 
 from __future__ import annotations
@@ -342,7 +342,8 @@ def trained(form: Form, steps: int, groups: int, rank: int) -> dict[str, Any]:
         sharded: Any = "rank" if "shares" in sys.argv[4:] else None
         if sharded:
             number, each = share_of(form, mesh)
-            data = Share(data[number::each])
+            is_odd = "unequal" in sys.argv[4:] and rank == 3
+            data = Share(data[number + each * is_odd :: each])
         for txn in manager.transactions(data, max_steps=steps, sharded=sharded):
             with txn:
                 plan(txn.step)

@@ -93,6 +93,15 @@ def test_ranks_along_tp_read_the_same_share_of_the_data(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.multiprocess
+def test_ranks_along_tp_with_unequal_shares_end_before_a_step(tmp_path: Path) -> None:
+    command = ["run", "--no-lighthouse", "--no-progress", "--groups", "1", "--ranks", "4"]
+    command += ["--trace-dir", str(tmp_path / "traces"), str(SCRIPT), "sequence", "3"]
+    done = fft(*command, str(tmp_path), "shares", "unequal", folder=tmp_path, within=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "UnequalData: step 0 was not committed" in done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("form", ["tensor", "context", "experts"])

@@ -109,9 +109,12 @@ def test_stop_ends_the_job_on_all_groups_without_a_second_attempt(tmp_path: Path
         assert _finite(made)
 
 
-def _delay_in_epoch(late: Member, number: int) -> None:
+def _delay_in_epoch(late: Member, number: int, drains: bool) -> None:
     """Let ``late`` begin no step of its epoch ``number``, counted from 0, before a peer has
-    left."""
+    left.
+
+    With ``drains`` it then gets the request to leave.
+    """
     worker = late.manager._parts.worker
     connect, epochs = worker._work["connect"], itertools.count()
 
@@ -121,23 +124,30 @@ def _delay_in_epoch(late: Member, number: int) -> None:
             engine = late.manager._parts.job.engine
             assert engine is not None
             wait_until(lambda: engine.local.cause.code == CauseCode.LEFT, "the peer left")
+            if drains:
+                late.manager.drain()
 
     worker._work["connect"] = connect_late
 
 
-@pytest.mark.parametrize("needed", [1, 2])
+@pytest.mark.parametrize(("needed", "drains"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
     ("reaction", "attempts", "expected"),
     [("stop", 1, ResultRefused), ("replay", 2, StepRetriesExceeded)],
 )
 def test_refused_result_ends_a_rank_after_its_peer_has_left(
-    reaction: str, attempts: int, expected: type[FftError], needed: int, tmp_path: Path
+    reaction: str,
+    attempts: int,
+    expected: type[FftError],
+    needed: int,
+    drains: bool,
+    tmp_path: Path,
 ) -> None:
     """If two groups are needed, the rank that is left waits in vain for an epoch."""
-    settings = {"min_replica_size": needed, "quorum_timeout": timedelta(seconds=3)}
+    settings = {"min_replica_size": needed, "quorum_timeout": timedelta(seconds=8)}
     with job(tmp_path, 2) as made:
         members = [made.member(str(g), on_nonfinite=reaction, **settings) for g in range(2)]
-        _delay_in_epoch(members[0], attempts)
+        _delay_in_epoch(members[0], attempts, drains)
         for member in members:
             member.start(lambda member: _train(member, _nan_at(attempts)))
         for member in members:

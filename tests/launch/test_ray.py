@@ -84,7 +84,7 @@ def test_interrupt_of_the_driver_drains_the_job(tmp_path: Path) -> None:
 def test_job_with_a_lost_bus_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
     done = driven(tmp_path, 200, "bus")
     assert done.returncode == 0, done.stdout
-    assert "The job starts again from the newest checkpoint" in done.stdout
+    assert "the job starts again from the checkpoint of step" in done.stdout
     assert json.dumps({"status": 0, "step": 200}) in done.stdout
     audit = audit_job(tmp_path / "traces")
     assert audit.resumed.checks and not audit.resumed.violation, audit.render()
@@ -96,7 +96,7 @@ def test_job_with_a_lost_bus_starts_again_from_its_checkpoint(tmp_path: Path) ->
 def test_job_ends_if_the_bus_is_lost_again_before_a_checkpoint(tmp_path: Path) -> None:
     done = driven(tmp_path, 5000, "buses")
     assert done.returncode == 1 and "BusUnreachable" in done.stdout, done.stdout
-    assert done.stdout.count("The job starts again from the newest checkpoint") == 1
+    assert done.stdout.count("the job starts again from the checkpoint of step") == 1
 
 
 def test_process_without_a_cluster_is_told_to_connect() -> None:

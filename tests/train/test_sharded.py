@@ -252,7 +252,9 @@ def test_a_state_of_data_that_are_divided_otherwise_is_refused() -> None:
         source.load({"loader_state": 1, "next_digests": []}, 0)
     with pytest.raises(DataError, match="comes from sharded='rank'"):
         source.load(Job("rank").source(0).export(0), 0)
-    with pytest.raises(DataError, match="from groups of 2 ranks, and this group has 1"):
+    with pytest.raises(
+        DataError, match="from groups that take 2 items in a step, and this group takes 1"
+    ):
         source.load(Job(ranks=2).source(0).export(0), 0)
 
 

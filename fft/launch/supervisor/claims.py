@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from fft.bus import ErrorBus
 from fft.errors import BusError
-from fft.launch.supervisor.config import SupervisorError
+from fft.launch.supervisor.config import GroupHeld, SupervisorError
 from fft.messages.codec import Codec
 from fft.messages.commands import (
     Answer,
@@ -139,7 +139,7 @@ class Claims:
             is_asked: Returns whether to end the wait early, with the groups claimed so far.
 
         Raises:
-            SupervisorError: Another supervisor keeps one of the groups.
+            GroupHeld: Another supervisor keeps one of the groups.
         """
         others = self._claimed_by_others(groups)
         if not others:
@@ -286,7 +286,7 @@ class Claims:
                 with suppress(UnreadableMessage):
                     answer = decode_answer(payload)
                     if answer.verdict == "refused":
-                        raise SupervisorError(
+                        raise GroupHeld(
                             f"{answer.text}. Give this one other groups (--first-group), or end "
                             "that one, or start this one with --take-over"
                         )

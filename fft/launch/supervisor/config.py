@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.errors import ConfigError
+from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
 from fft.train.checkpoint.plan import Checkpointing
@@ -16,6 +17,15 @@ from fft.train.checkpoint.plan import Checkpointing
 
 class SupervisorError(ConfigError):
     """The job cannot be started as asked; the message names the fix."""
+
+    exit_status = ExitStatus.REFUSED
+    """The exit status of `fft run`."""
+
+
+class GroupHeld(SupervisorError):
+    """Another `fft run` supervises one of the groups, and keeps it."""
+
+    exit_status = ExitStatus.HELD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fft.bus.base import BusUnreachable
+from fft.errors import FftError
 from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
@@ -290,7 +290,7 @@ def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ)
 def why_not_started(group: Group, error: Exception) -> str:
     """Return the message for a group whose processes or store could not be started."""
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-    if isinstance(error, BusUnreachable):
+    if isinstance(error, FftError):
         return f"group {group.name} could not be started: {reason}"
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (

@@ -735,16 +735,18 @@ class Supervisor:
         child.told_dead = True
         goes_on = by_itself and not self._ending.has_begun
         group = self._groups[child.group]
-        child.is_replaced = goes_on and group.ranks > 1 and self._may_replace(group, child)
+        child.is_replaced = goes_on and self._may_replace(group, child)
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
         self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
 
     def _may_replace(self, group: Group, lost: Child) -> bool:
-        """Return whether ``lost`` may be replaced. Reads the newest traces only if they decide."""
+        """Return whether ``lost`` may be replaced. A no is checked with the newest traces."""
+        if group.ranks == 1 or not self._config.reform:
+            return False
         groups = self._groups.values()
         return self._reforming.may_replace(
             group, lost, self._tail.view, groups
-        ) or self._reforming.may_replace(group, lost, self._poll(), groups)
+        ) or self._reforming.may_replace(group, lost, self._tail.poll(), groups)
 
     def _replace(self, group: Group, lost: Child) -> bool:
         """Start a successor of ``lost``; return whether there is one."""

@@ -58,8 +58,8 @@ class ShardedSource:
     Args:
         loader: A loader of the batches of this shard, with ``state_dict`` and ``load_state_dict``.
         kind: ``"group"`` if the ranks of a group all draw the same shard and take an item each;
-            ``"rank"`` if each rank has its own shard, which it shares with the ranks that work on
-            the same batch.
+            ``"rank"`` if each item of a group's step comes from a shard of its own, which the ranks
+            that work on this item all draw.
         group: The replica group of this process.
         rank: Number of the item of this rank among those of its group.
         ranks: Number of different items that the ranks of a group take.
@@ -293,8 +293,8 @@ class ShardedSource:
             )
         if state["ranks"] != self._ranks:
             raise DataError(
-                f"the state comes from groups of {state['ranks']} ranks, and this group has "
-                f"{self._ranks}, so the shards differ. {_RESHARD}"
+                f"the state comes from groups that take {state['ranks']} items in a step, and "
+                f"this group takes {self._ranks}, so the shards differ. {_RESHARD}"
             )
 
     def close(self) -> None:

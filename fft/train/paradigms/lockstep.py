@@ -114,8 +114,8 @@ class Lockstep(Paradigm[TransactionLoop]):
     def refuse_sharded(self, kind: Sharded) -> None:
         if kind == "rank" and self._rank.settings.spec.samples == "per_group":
             raise FftError(
-                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
-                f"by spec={self._rank.settings.spec.name!r}; pass sharded='group'"
+                f"transactions(loader, sharded='rank'): with spec={self._rank.settings.spec.name!r}"
+                " all ranks of a group take the same batch; pass sharded='group'"
             )
 
     def steps(
