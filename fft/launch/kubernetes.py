@@ -133,8 +133,7 @@ while :; do
   if [ -n "$stop" ]; then kill -TERM "$child"; fi
   while alive "$child"; do wait "$child"; done
   wait "$child"
-  status=$?
-  child=
+  status=$? child=
   if [ "$status" != 4 ]; then break; fi
   SECONDS=0  # another pod, such as a spare, has the group, and may be lost
   while [ -z "$stop" ] && [ "$SECONDS" -lt @HELD_S@ ]; do tick; done
