@@ -542,7 +542,7 @@ def test_bus_without_a_claim_waits_for_late_pods_until_it_is_deleted(tmp_path: P
 
 
 @in_pods
-def test_pod_whose_group_a_spare_has_does_not_fail_the_job(tmp_path: Path) -> None:
+def test_pod_waits_for_its_group_while_a_spare_has_it(tmp_path: Path) -> None:
     with trial(tmp_path, "900 0.1 1", "--spare-pods", "1") as job:
         cluster, group = job.cluster, job.cluster.job("group")
         job.trains(0, 5)
