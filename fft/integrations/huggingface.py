@@ -160,9 +160,8 @@ class FFTTrainerMixin(_Base):
         self, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **_: Any
     ) -> None:
         """Train to the end of the job. The Trainer calls this once, with its first epoch."""
-        Progress(self).load_state_dict(
-            self._progress_at_start
-        )  # the Trainer has reset the sums in the meantime
+        # the Trainer has reset the sums in the meantime
+        Progress(self).load_state_dict(self._progress_at_start)
         while (txn := self._next_txn()) is not None:
             with txn:
                 computed = self._compute(model, txn)

@@ -9,7 +9,6 @@ the job has one.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from fft.bus.token import JobToken
 from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
+from fft.launch.supervisor.ending import Outage
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
 from fft.protocol.timeouts import bus_operation
@@ -224,17 +224,13 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
 
 def _until_ended(bus: ErrorBus, groups: int, all_have_returned: Callable[[], bool]) -> Outcome:
     """Return the outcome of the job. Raises BusError if the bus is lost, or silent for too long."""
-    began, last = 0.0, -math.inf
+    outage = Outage()
     while True:
         try:
             return until_ended(bus, groups, all_have_returned)
         except BusUnreachable:
-            now = time.monotonic()
-            if now - last > _OUTAGE_S:  # the bus may have answered in between
-                began = now
-            if now - began > _OUTAGE_S:
+            if outage.exceeds(_OUTAGE_S):
                 raise
-            last = now
             time.sleep(_AGAIN_S)
 
 

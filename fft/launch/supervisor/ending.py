@@ -5,6 +5,8 @@ The supervisor uses the members where traces have gaps. This module accesses onl
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterable
 
 from fft.bus.base import HEAD, ErrorBus
@@ -113,3 +115,25 @@ def head_of(bus: ErrorBus) -> Record | None:
     """Return the newest record without its members. Raises BusError, UnreadableMessage."""
     held = bus.read(HEAD)
     return None if held is None else decode_packed(held).record
+
+
+class Outage:
+    """The current outage of a bus. The clock is ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self._began, self._last = 0.0, -math.inf
+
+    def answered(self) -> None:
+        """End the outage: an operation has succeeded."""
+        self._last = -math.inf
+
+    def exceeds(self, limit_s: float) -> bool:
+        """Record a failure; return whether the outage has lasted ``limit_s`` seconds.
+
+        A failure that long after the one before begins another outage: the bus may have answered
+        in between.
+        """
+        now = time.monotonic()
+        self._began = now if now - self._last > limit_s else self._began
+        self._last = now
+        return now - self._began >= limit_s

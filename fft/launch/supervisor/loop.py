@@ -37,7 +37,7 @@ from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.ending import Absent, last_on
+from fft.launch.supervisor.ending import Absent, Outage, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
@@ -307,10 +307,8 @@ class Ending:
     """All groups that had the state have left or ended well, so none is restarted."""
     look_over_at: float = 0.0
     """Time of the next look whether the job is over."""
-    bus_outage_began: float = 0.0
-    """Time of the first failure of the bus in the current outage."""
-    last_bus_failure: float = -math.inf
-    """Time of the last failure of the bus, or minus infinity after a success."""
+    outage: Outage = field(default_factory=Outage)
+    """The current outage of the bus."""
 
     @property
     def has_begun(self) -> bool:
@@ -642,18 +640,14 @@ class Supervisor:
             group.restart_at = time.monotonic() + _BUS_RETRY_S
             self._on_bus_failure(error)
             return False
-        self._ending.last_bus_failure = -math.inf
+        self._ending.outage.answered()
         if not is_ours:
             self._obey()  # hands the group over
         return is_ours
 
     def _on_bus_failure(self, error: BusUnreachable) -> None:
         """End this part of the job if the bus has been out of reach for too long."""
-        ending, now = self._ending, time.monotonic()
-        if now - ending.last_bus_failure > _BUS_LOST_S:  # it may have answered in between
-            ending.bus_outage_began = now
-        ending.last_bus_failure = now
-        if ending.drain_until is None and now - ending.bus_outage_began >= _BUS_LOST_S:
+        if self._ending.outage.exceeds(_BUS_LOST_S) and self._ending.drain_until is None:
             self._judgement.bus_is_lost = True
             ended = self._judgement.what_ended
             text = f"the bus was out of reach for {_BUS_LOST_S:g} s and more, so {ended} was ended"
@@ -734,8 +728,7 @@ class Supervisor:
             return
         child.told_dead = True
         goes_on = by_itself and not self._ending.has_begun
-        group = self._groups[child.group]
-        child.is_replaced = goes_on and self._may_replace(group, child)
+        child.is_replaced = goes_on and self._may_replace(self._groups[child.group], child)
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
         self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
 
@@ -888,7 +881,7 @@ class Supervisor:
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
-            self._ending.last_bus_failure = -math.inf
+            self._ending.outage.answered()
         except (BusError, UnreadableMessage, SupervisorError) as error:
             logger.warning("cannot see whether the job is over: %s", error)
             if isinstance(error, BusUnreachable):
