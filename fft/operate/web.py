@@ -56,7 +56,7 @@ def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
             "step": fault.step,
             "ago": now - fault.at,
             "cause": fault.cause or "rolled back",
-            "cost": cost(fault, course.absences),
+            "cost": cost(fault, course),
             "is_open": fault.cost_s is None,
         }
         for fault in course.faults[-_SHOWN:]

@@ -48,8 +48,14 @@ class EpochStats:
     step: int
     """Committed steps at its beginning."""
     commits: int = 0
+    first_slices: int = 0
+    """Slices of the data that its first commit has consumed."""
     slices: int = 0
-    """Slices of the data that its commits after the first one have consumed."""
+    """Slices that its other commits have consumed."""
+    pause: float = 0.0
+    """Seconds from the last commit of an earlier epoch to its first one; 0 if there was none."""
+    is_pause_a_fault: bool = False
+    """A fault, and not only a join or a planned leave, is the reason of the pause."""
     first: float = 0.0
     """Time of its first commit."""
     last: float = 0.0
@@ -72,6 +78,8 @@ class Fault:
     code: str
     epoch: int
     txn: int
+    since: float
+    """Time of the last commit or rollback before it; its own, if it is the first record."""
     lost: tuple[str, ...] = ()
     """Groups that the next epoch lacks, except those that left on purpose."""
     committed: float | None = None
@@ -79,6 +87,8 @@ class Fault:
     after: EpochStats | None = None
     """The epoch of the next commit."""
     before: EpochStats | None = None
+    is_last: bool = True
+    """No other rollback came between this one and the next commit."""
 
     @property
     def is_recomputation(self) -> bool:
@@ -87,7 +97,7 @@ class Fault:
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds until the next commit, or None if there was none."""
+        """Seconds from the rollback to the next commit, or None if there was none."""
         return None if self.committed is None else self.committed - self.at
 
 
@@ -106,6 +116,10 @@ class Absence:
     """Steps committed without it."""
     back: float | None = None
     """Time of the epoch with which it returned."""
+
+    def seconds(self, last: float | None) -> float:
+        """Return how long it lasted; if it is not over, until the newest commit, ``last``."""
+        return max(0.0, (self.back or last or self.at) - self.at)
 
 
 @dataclass(slots=True)
@@ -182,6 +196,11 @@ class Course:
     def members(self) -> frozenset[str]:
         """Groups of the newest epoch."""
         return self.epochs[-1].members if self.epochs else frozenset()
+
+    @property
+    def began(self) -> float:
+        """Time of the first epoch."""
+        return self.epochs[0].formed if self.epochs else 0.0
 
     @property
     def last(self) -> float | None:
@@ -273,20 +292,6 @@ class Course:
         return self.cursor * goal.items // goal.epoch_items if goal.epoch_items else None
 
     @property
-    def undisturbed_rate(self) -> float | None:
-        """Slices per second in the epochs with the most members, from the first to the last commit
-        of each.
-
-        This estimates the rate of an undisturbed run.
-        """
-        timed = [stats for stats in self.epochs if stats.rate is not None]
-        if not timed:
-            return None
-        most = max(len(stats.members) for stats in timed)
-        whole = [stats for stats in timed if len(stats.members) == most]
-        return sum(p.slices for p in whole) / sum(p.last - p.first for p in whole)
-
-    @property
     def elapsed(self) -> float:
         """Seconds from the first commit to the newest one; starting up is not counted."""
         return 0.0 if self._first is None or self.last is None else self.last - self._first[0]
@@ -302,41 +307,10 @@ class Course:
     @property
     def goodput(self) -> float | None:
         """Committed samples divided by those of an undisturbed run of the same length."""
-        if not self.undisturbed_rate or self.mean_rates is None:
+        rate = TimeLost(self).undisturbed_rate
+        if not rate or self.mean_rates is None:
             return None
-        return min(1.0, self.mean_rates[1] / self.undisturbed_rate)
-
-    def lost_s(self) -> dict[str, float]:
-        """Return the seconds lost compared with an undisturbed run, by cause.
-
-        ``rollbacks``: from the last commit before a rollback to the next one, without one step.
-        ``changes``: the same around joins and departures. ``missing groups``: the work that absent
-        groups would have done. ``recomputation``: from the rollback of a step that is computed
-        again to its commit.
-        """
-        found = {"rollbacks": 0.0, "missing groups": 0.0, "changes": 0.0}
-        recomputed = (each.cost_s or 0.0 for each in self.rollbacks if each.is_recomputation)
-        found["recomputation"] = sum(recomputed)
-        aborted = {fault.epoch for fault in self.faults}
-        step = self._typical_step()
-        last, broke = 0.0, False
-        for stats in self.epochs:
-            if stats.commits and last:
-                found["rollbacks" if broke else "changes"] += max(0.0, stats.first - last - step)
-                broke = False
-            if stats.commits:
-                last = stats.last
-            broke |= stats.epoch in aborted
-            if self.undisturbed_rate and stats.rate is not None:
-                share = max(0.0, 1.0 - stats.rate / self.undisturbed_rate)
-                is_whole = len(stats.members) == max(len(p.members) for p in self.epochs)
-                found["missing groups"] += 0.0 if is_whole else share * (stats.last - stats.first)
-        return found
-
-    def _typical_step(self) -> float:
-        timed = [stats for stats in self.epochs if stats.commits > 1]
-        count = sum(stats.commits - 1 for stats in timed)
-        return sum(stats.last - stats.first for stats in timed) / count if count else 0.0
+        return min(1.0, self.mean_rates[1] / rate)
 
     def away(self) -> Iterator[Absence]:
         """Yield the absences that are not over."""
@@ -373,7 +347,12 @@ class Course:
         before = next((stats for stats in reversed(self.epochs) if stats.rate is not None), None)
         cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
         place = record["epoch"], record["txn"]
-        fault = Fault(record["n"], record["step"], at, cause, str(code), *place, before=before)
+        since = max(self.last or 0.0, self._pending[-1].at if self._pending else 0.0) or at
+        fault = Fault(
+            record["n"], record["step"], at, cause, str(code), *place, since, before=before
+        )
+        for earlier in self._pending:
+            earlier.is_last = False
         self._ended_by = record["n"]
         self.rollbacks.append(fault)
         self._pending.append(fault)
@@ -386,9 +365,13 @@ class Course:
         self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
         if consumed > 0 and not record.get("leases"):
             self.sizes[consumed] += 1
-        stats.commits += 1
-        stats.slices += consumed if stats.commits > 1 else 0
-        stats.first, stats.last = stats.first or at, at
+        if not stats.commits:
+            stats.first, stats.first_slices = at, consumed
+            stats.pause = 0.0 if self.last is None else at - self.last
+            stats.is_pause_a_fault = any(not each.is_recomputation for each in self._pending)
+        else:
+            stats.slices += consumed
+        stats.commits, stats.last = stats.commits + 1, at
         for fault in self._pending:
             fault.committed, fault.after = at, stats
         self._pending = []
@@ -406,6 +389,68 @@ class Course:
             names = ", ".join(self._left)
             text = f"group {names} left after this commit"
             self.changes.append(Change(record["step"], at, text, left=self._left, n=record["n"]))
+
+
+class TimeLost:
+    """The time that a job has lost so far, compared with an undisturbed run.
+
+    Attributes:
+        undisturbed_rate: Slices per second in the epochs with the most members, from the first to
+            the last commit of each. It estimates the rate of an undisturbed run. None if no epoch
+            has two commits.
+    """
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        timed = [each for each in course.epochs if each.rate is not None]
+        self._most = max((len(each.members) for each in timed), default=0)
+        whole = [each for each in timed if self._is_whole(each)]
+        seconds = sum(each.last - each.first for each in whole)
+        self.undisturbed_rate = sum(each.slices for each in whole) / seconds if whole else None
+
+    def by(self, fault: Fault) -> float | None:
+        """Return the seconds that a fault has cost, or None if there was no commit after it.
+
+        This is the time between the commits before and after it, without one step. It comprises
+        detection, rollback and the repeated attempt. If several rollbacks came between two
+        commits, each has the time since the one before it.
+        """
+        if fault.committed is None or fault.after is None:
+            return None
+        if not fault.is_last:
+            return fault.at - fault.since
+        return max(0.0, fault.committed - fault.since - self._first_step_s(fault.after))
+
+    def causes(self) -> dict[str, float]:
+        """Return the seconds lost by cause.
+
+        ``faults``: the sum of `by`. ``joins and leaves``: the same for pauses around joins and
+        planned leaves. ``absent groups``: the work that absent groups would have done. Together
+        they are the part of `Course.elapsed` that `Course.goodput` lacks. ``recomputation``: from
+        the rollback of a step that is computed again to its commit; not part of the goodput.
+        """
+        course, rate = self._course, self.undisturbed_rate
+        faults = sum(self.by(fault) or 0.0 for fault in course.faults)
+        again = sum(each.cost_s or 0.0 for each in course.rollbacks if each.is_recomputation)
+        joins = absent = 0.0
+        for stats in (stats for stats in course.epochs if stats.commits and rate):
+            step = self._first_step_s(stats) if stats.pause else 0.0
+            joins += 0.0 if stats.is_pause_a_fault else max(0.0, stats.pause - step)
+            if rate and not self._is_whole(stats):
+                trained = stats.slices + (stats.first_slices if stats.pause else 0)
+                absent += stats.last - stats.first + step - trained / rate
+        found = {"faults": faults, "absent groups": max(0.0, absent), "joins and leaves": joins}
+        return found | {"recomputation": again}
+
+    def _first_step_s(self, stats: EpochStats) -> float:
+        """Return the seconds that the first step of an epoch would have taken without a pause."""
+        if stats.commits > 1 and not self._is_whole(stats):
+            return (stats.last - stats.first) / (stats.commits - 1)
+        return stats.first_slices / self.undisturbed_rate if self.undisturbed_rate else 0.0
+
+    def _is_whole(self, stats: EpochStats) -> bool:
+        """Return whether the epoch has as many members as the largest one with a known rate."""
+        return len(stats.members) >= self._most
 
 
 def _joins(group: str, again: bool) -> str:

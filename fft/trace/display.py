@@ -5,7 +5,7 @@ This module writes only to the terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.protocol.roles import Role
-from fft.trace.course import Absence, Course, Fault, readable_cause
+from fft.trace.course import Course, Fault, TimeLost, readable_cause
 from fft.trace.tail import JobView, RankView
 
 _STATES: dict[Role, str] = {
@@ -202,18 +202,18 @@ def _faults(course: Course) -> list[RenderableType]:
 
 def _fault_text(fault: Fault, course: Course) -> str:
     what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
-    return f"{what}; {cost(fault, course.absences)}"
+    return f"{what}; {cost(fault, course)}"
 
 
-def cost(fault: Fault, absences: Iterable[Absence]) -> str:
+def cost(fault: Fault, course: Course) -> str:
     """Describe what a fault has cost so far."""
-    found = [
-        "no commit since" if fault.cost_s is None else f"next commit after {_ms(fault.cost_s)}"
-    ]
-    for absence in absences:
+    lost = TimeLost(course).by(fault)
+    found = ["no commit since" if lost is None else f"{duration(lost)} lost"]
+    for absence in course.absences:
         if absence.n == fault.n and absence.group in fault.lost:
-            state = "away" if absence.back is None else "back"
-            found.append(f"group {absence.group} {state}, {absence.steps} steps without it")
+            state = "is away" if absence.back is None else "was away"
+            time = duration(absence.seconds(course.last))
+            found.append(f"group {absence.group} {state}: {absence.steps} steps, {time}")
     return "; ".join(found)
 
 
@@ -221,7 +221,8 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _ms(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return the time in milliseconds or seconds."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

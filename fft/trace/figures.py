@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fft.protocol.roles import COMMITTING
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.course import Course
+from fft.trace.course import Course, TimeLost
 
 _MAX_PENDING_TXNS = 64
 """Maximum number of transactions whose votes are kept; beyond it, the oldest one is counted."""
@@ -172,7 +172,7 @@ FIGURES = (
     ),
     Figure(
         *("lost_seconds", "gauge", "Seconds lost compared with an undisturbed run."),
-        *(("reason",), lambda f: [((name,), s) for name, s in f.course.lost_s().items()]),
+        *(("reason",), lambda f: [((name,), s) for name, s in TimeLost(f.course).causes().items()]),
     ),
     Figure(
         *("goodput_ratio", "gauge", "Trained samples, divided by those of an undisturbed run.", ()),

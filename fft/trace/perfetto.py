@@ -118,7 +118,7 @@ def _write_course(tracks: _Tracks, course: Course) -> None:
         facts: Arguments = {
             "step": fault.step,
             "cause": fault.cause,
-            "cost": cost(fault, course.absences),
+            "cost": cost(fault, course),
         }
         tracks.begin(faults, fault.at, fault.cause or "rolled back", facts)
         tracks.end(faults, fault.at if fault.committed is None else fault.committed)

@@ -25,7 +25,8 @@ from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
 from fft.messages.progress import Goal
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.course import Course, Fault, readable_cause
+from fft.trace.course import Course, Fault, TimeLost, readable_cause
+from fft.trace.display import duration
 from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures, plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
@@ -58,9 +59,10 @@ class Incident:
     fault: str
     noticed: str
     rolled_back_ms: float | None
-    """Time from the fault until the last survivor has restored its start of the step."""
+    """Time from the fault until the last member of the next epoch has restored its start of the
+    step."""
     next_commit_ms: float | None
-    """Time from the fault until the next commit on the last survivor."""
+    """Time from the fault until the next commit on the last of these members."""
     attempts_lost: int
     bytes_healed: int
     n: int = 0
@@ -187,6 +189,7 @@ def _first_goal(path: Path) -> Goal | None:
 def summary(course: Course) -> dict[str, Any]:
     """Return the figures of a run as plain data; what cannot be known is None."""
     steps, slices = course.mean_rates or (None, None)
+    lost = TimeLost(course)
     return {
         "steps": course.steps,
         "last_step": course.step,
@@ -199,9 +202,9 @@ def summary(course: Course) -> dict[str, Any]:
         "steps_with_smaller_batch": course.smaller,
         "steps_per_s": steps,
         "samples_per_s": course.samples(slices),
-        "undisturbed_samples_per_s": course.samples(course.undisturbed_rate),
+        "undisturbed_samples_per_s": course.samples(lost.undisturbed_rate),
         "goodput": course.goodput,
-        "lost_s": course.lost_s(),
+        "lost_s": lost.causes(),
         "attempts_lost": len(course.faults),
         "samples_lost": course.samples(course.unused),
         "samples_repeated": course.samples(course.repeated),
@@ -232,24 +235,25 @@ def summary_lines(course: Course) -> list[str]:
     ]
     if course.sizes:
         lines.append(_step_sizes(course, unit))
-    if course.goodput is not None and course.undisturbed_rate is not None:
+    if course.goodput is not None:
         whole = total / course.goodput
         lines.append(
-            f"goodput {course.goodput:.1%}: {total:,.0f} {unit}; without faults {whole:,.0f} in "
-            "the same time"
+            f"goodput {course.goodput:.1%}: {total:,.0f} {unit} instead of {whole:,.0f} in the "
+            "same time without faults"
         )
     costs = (f"{name} {seconds:.1f} s" for name, seconds in found["lost_s"].items() if seconds)
     lines.append(f"time lost: {', '.join(costs) or 'none'}")
     lost, again = found["samples_lost"] or course.unused, found["samples_repeated"]
     again = course.repeated if again is None else again
-    lines.append(f"{unit} lost: {lost:,.0f}, repeated: {again:,.0f}")
+    lines.append(f"{unit} trained never: {lost:,.0f}, more than once: {again:,.0f}")
     for absence in course.absences:
         if absence.steps and course.steps:  # a job of live blocks alone has no steps
             until = "" if absence.back is None else f" to {absence.step + absence.steps}"
             why = " as asked" if absence.planned else ""
+            time = duration(absence.seconds(course.last))
             lines.append(
-                f"group {absence.group} was away{why} for {absence.steps} of {course.steps} steps "
-                f"(from step {absence.step}{until})"
+                f"group {absence.group} was away{why} for {time}, {absence.steps} of "
+                f"{course.steps} steps (from step {absence.step}{until})"
             )
     return lines
 
@@ -270,23 +274,28 @@ def _step_sizes(course: Course, unit: str) -> str:
 
 def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     """Return the faults as a table that fits 80 columns, or None if there was no fault."""
-    title = "faults and what they cost"
+    title = "faults: seconds since the first epoch, and the time that each has cost"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("fault", overflow="fold", ratio=1)
-    for name in ("rolled\nback", "next\ncommit", "steps\nwithout", "samples/s\nbefore, after"):
+    for name in ("at", "step"):
         table.add_column(name, justify="right", no_wrap=True)
-    by_number = {fault.n: fault for fault in course.faults}
+    table.add_column("fault", overflow="fold", ratio=1)
+    for name in ("time\nlost", "steps\nwithout", "samples/s of\nepoch before,\nepoch after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
     for incident in found:
         if incident.is_planned:
             continue
         fault = by_number.get(incident.n)
         named = incident.fault if incident.fault != "not injected" else ""
         what = ": ".join(filter(None, (named, readable_cause(incident.noticed))))
-        step = "-" if fault is None else str(fault.step)
-        costs = _seconds(incident.rolled_back_ms), _seconds(incident.next_commit_ms)
+        place, lost = ("-", "-"), None
+        if fault is not None:
+            place, lost = (f"{fault.at - course.began:.2f}", str(fault.step)), times.by(fault)
+        elif incident.next_commit_ms is not None:  # only one group has repeated local steps
+            what += f"; committed again after {duration(incident.next_commit_ms / 1e3)}"
+        time = "-" if lost is None else duration(lost)
         without = _without(incident.n, course)
-        table.add_row(step, Text(what), *costs, without, _speeds(fault, course))
+        table.add_row(*place, Text(what), time, without, _speeds(fault, course))
     return table if table.rows else None
 
 
@@ -320,7 +329,7 @@ def full_report(directory: str | Path) -> dict[str, Any]:
     """Return everything that ``fft report`` shows as plain data."""
     figures, found = figures_of(directory), incidents(directory)
     course = figures.course
-    by_number = {fault.n: fault for fault in course.faults}
+    by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
     faults = []
     for incident in found:
         fault = by_number.get(incident.n)
@@ -330,6 +339,7 @@ def full_report(directory: str | Path) -> dict[str, Any]:
             before, after = (course.samples(phase.rate if phase else None) for phase in speeds)
             told |= {"step": fault.step, "code": fault.code, "groups_lost": list(fault.lost)}
             told |= {"samples_per_s_before": before, "samples_per_s_after": after}
+            told |= {"at_s": fault.at - course.began, "lost_s": times.by(fault)}
         faults.append(told)
     asked, missing = requested_faults(directory)
     return {
@@ -376,7 +386,7 @@ def own_errors(directory: str | Path) -> list[OwnError]:
 
 def place_table(directory: str | Path) -> Table | None:
     """Return the errors as a table, or None if there were none."""
-    table = Table(title="errors and where they came from")
+    table = Table(title="exceptions in ranks, and where they were raised")
     for name in ("rank", "step", "times"):
         table.add_column(name, justify="right")
     for name in ("error", "where"):
@@ -403,7 +413,9 @@ def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
 
 
 def fired(directory: str | Path) -> str | None:
-    """Report planned or commanded faults that did not happen; None if no fault was requested.
+    """Report requested faults that did not happen; None if no fault was requested.
+
+    Faults are requested by a fault plan, or with ``fft fault``.
 
     Raises ConfigError if the plan in the trace directory cannot be read.
     """
@@ -414,7 +426,7 @@ def fired(directory: str | Path) -> str | None:
         names = "".join(f"\n  {in_words(fault)}" for fault in missing)
         count = f"{len(missing)} of {asked} faults"
         return f"{count} did not fire, so this run does not test them:{names}"
-    return f"all {asked} faults that were planned or commanded have fired"
+    return f"all {asked} requested faults have fired"
 
 
 def requested_faults(directory: str | Path) -> tuple[int, list[AnyFault]]:
@@ -440,12 +452,12 @@ def input_wait(directory: str | Path) -> str:
         if "input_ms" in line["data"]:
             waits.setdefault((line["group"], line["rank"]), []).append(line["data"]["input_ms"])
     if not waits:
-        return "input waited: no step has measured it"
+        return "wait for batches: no step has measured it"
     ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
     slowest, (group, rank) = ranked[-1]
     every = [ms for found in waits.values() for ms in found]
     return (
-        f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
+        f"wait for batches: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
         f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
     )
 
@@ -552,12 +564,6 @@ def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
 def _share(values: list[float], share: float) -> float:
     """Return the value that ``share`` of ``values`` do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def _seconds(ms: float | None) -> str:
-    if ms is None:
-        return "-"
-    return f"{ms:.1f} ms" if ms < 1e3 else f"{ms / 1e3:.1f} s"
 
 
 def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
@@ -677,6 +683,7 @@ def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> I
         x.wall
         for x in lines
         if x.event.get("type") == "restored"
+        and x.who in inside
         and x.event["token"] == [record["epoch"], record["txn"]]
     ]
     healed = [

@@ -221,9 +221,8 @@ def write_page(directory: Path, out: Path) -> None:
 
 
 def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
-    """Return the contents of the page; times are seconds since its beginning."""
-    starts = [lane.spans[0].start for lane in found.lanes.values() if lane.spans]
-    zero = min(starts, default=0.0)
+    """Return the contents of the page; times are seconds since the first epoch."""
+    zero = course.began
     lanes = [
         {"name": name, "spans": [_span(span, zero) for span in lane.spans]}
         for name, lane in sorted(found.lanes.items())
@@ -238,12 +237,18 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
             "end": (fault.committed or fault.at) - zero,
             "step": fault.step,
             "what": fault.cause,
-            "cost": cost(fault, course.absences),
+            "cost": cost(fault, course),
             "n": fault.n,
         }
         for fault in course.faults[-_EVENTS:]
     ]
     events = [{**event, "at": event["at"] - zero} for event in found.events]
+    changes = [(each.at, each.step, each.text) for each in course.changes]
+    changes += [
+        (each.at, each.step, f"group {each.group} was lost by a fault")
+        for each in course.absences
+        if not each.planned
+    ]
     waits = sorted(found.figures.caused.items(), key=lambda item: -item[1][1])[:20]
     return {
         "directory": str(directory),
@@ -252,7 +257,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         "lanes": lanes,
         "phases": phases[-_EVENTS:],
         "faults": faults,
-        "changes": [[each.at - zero, each.step, each.text] for each in course.changes[-_EVENTS:]],
+        "changes": [[at - zero, step, text] for at, step, text in sorted(changes)[-_EVENTS:]],
         "events": events,
         "left_out": found.left_out,
         "waits": [["/".join(rank), count, seconds] for rank, (count, seconds) in waits],

@@ -287,7 +287,7 @@ def test_terminal_display_fits_width_and_lists_faults_with_cost(width: int) -> N
     assert "step 10 of 40" in text and "25% ETA -" in text
     assert "loss 2.500 · 4 data epochs" in text and "1 of 4 planned faults fired" in text
     assert "step 9 group 1 rank 0 died: it was [killed] (seen by supervisor); " in text
-    assert "next commit after 250 ms; group 1 away, 1 steps without it" in text
+    assert "250 ms lost; group 1 is away: 1 steps, 150 ms" in text
     assert "[a line] of the script" in text and "restarting" in text
 
 

@@ -267,7 +267,7 @@ def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:
     assert "x (exception, step 9, phase vote, group 0 rank 0)" in said
     trace.note("inject", {"name": "x", "kind": "exception", "phase": "vote", "step": 9})
     trace.close()
-    assert fired(tmp_path) == "all 1 faults that were planned or commanded have fired"
+    assert fired(tmp_path) == "all 1 requested faults have fired"
     save_plan(tmp_path, FaultPlan(faults=[]))
     assert fired(tmp_path) is None
 
@@ -631,11 +631,11 @@ def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None
             trace.note("consumed", data)
         trace.close()
     assert input_wait(tmp_path) == (
-        "input waited: p50 49.0 ms, p99 99.0 ms; longest on group 1 rank 0: p99 250.0 ms"
+        "wait for batches: p50 49.0 ms, p99 99.0 ms; longest on group 1 rank 0: p99 250.0 ms"
     )
     (tmp_path / "none").mkdir()
     TraceWriter(tmp_path / "none", Peer("0", 0, 1)).close()
-    assert input_wait(tmp_path / "none") == "input waited: no step has measured it"
+    assert input_wait(tmp_path / "none") == "wait for batches: no step has measured it"
 
 
 def test_trace_files_are_named_by_participant(tmp_path: Path) -> None:

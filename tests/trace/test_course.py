@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.progress import Goal
-from fft.trace.course import Course, readable_cause
+from fft.trace.course import Course, TimeLost, readable_cause
 from fft.trace.report import course_of, fault_table, summary, summary_lines
 from fft.trace.starts import newest_run
 
@@ -72,11 +72,14 @@ def test_course_counts_steps_without_a_group() -> None:
 def test_course_compares_with_an_undisturbed_run() -> None:
     """From the first commit on, 50 slices were trained in 3.5 s; without faults 20 per second."""
     course = interrupted()
-    assert course.undisturbed_rate == pytest.approx(20.0) and course.elapsed == pytest.approx(3.5)
+    assert TimeLost(course).undisturbed_rate == pytest.approx(
+        20.0
+    ) and course.elapsed == pytest.approx(3.5)
     assert course.goodput == pytest.approx(50 / 70)
-    lost = course.lost_s()
-    assert lost["rollbacks"] == pytest.approx(0.4)
-    assert lost["missing groups"] == pytest.approx((0.9 + 0.1) / 2)
+    lost = TimeLost(course).causes()
+    assert lost["faults"] == pytest.approx(0.4)
+    assert lost["absent groups"] == pytest.approx((1.0 + 0.2) / 2)
+    assert sum(lost.values()) == pytest.approx(course.elapsed * (1 - 50 / 70))
 
 
 def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
@@ -144,9 +147,9 @@ def test_report_summary_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "32 steps in 3.5 s" in text and "goodput 71.4%: 416 samples" in text
-    assert "samples lost: 0, repeated: 0" in text
-    assert "group 1 was away for 10 of 32 steps (from step 10 to 20)" in text
-    assert "group 1 was away as asked for 2 of 32 steps (from step 30)" in text
+    assert "samples trained never: 0, more than once: 0" in text
+    assert "group 1 was away for 1.3 s, 10 of 32 steps (from step 10 to 20)" in text
+    assert "group 1 was away as asked for 190 ms, 2 of 32 steps (from step 30)" in text
     assert summary(course)["samples_per_s"] == pytest.approx(8 * 50 / 3.5)
 
 
@@ -204,10 +207,10 @@ def recomputed(every: int, lost: bool = False) -> Course:
 def test_course_counts_recomputed_steps_as_neither_faults_nor_changes(every: int) -> None:
     course = recomputed(every)
     assert course.faults == course.changes == course.absences == []
-    lost = course.lost_s()
+    lost = TimeLost(course).causes()
     assert lost.pop("recomputation") == pytest.approx(0.1 * 12 / every)
     assert all(seconds == 0.0 for seconds in lost.values()), lost
-    assert course.rates() is not None and course.undisturbed_rate is not None
+    assert course.rates() is not None and TimeLost(course).undisturbed_rate is not None
 
 
 def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> None:
@@ -216,7 +219,10 @@ def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> 
     assert (fault.step, fault.lost, fault.code) == (6, ("1",), "recomputed")
     (absence,) = course.absences
     assert (absence.group, absence.planned, absence.n) == ("1", False, fault.n)
-    assert course.lost_s()["rollbacks"] > 4.9 and course.lost_s()["changes"] == 0.0
+    assert (
+        TimeLost(course).causes()["faults"] > 4.9
+        and TimeLost(course).causes()["joins and leaves"] == 0.0
+    )
 
 
 def begun(*groups: str) -> Course:
@@ -248,6 +254,20 @@ def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() ->
     assert fault.lost == ("2",)
 
 
+def test_course_divides_the_time_between_two_commits_among_the_rollbacks_in_it() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    for n, epoch, at in ((4, 1, 0.5), (6, 2, 1.5)):
+        more = {"cause": "0/0#1: failed", "code": "step_failed", "epoch": epoch}
+        course.take(record(n, "abort", 2, 4, **more), at)
+        again = {"epoch": epoch + 1, "members": members("0", "1")}
+        course.take(record(n + 1, "epoch", 2, 4, **again), at)
+    assert [TimeLost(course).by(fault) for fault in course.faults] == [None, None]
+    course.take(record(8, "commit", 3, 6, epoch=3), 1.8)
+    assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.3, 1.2])
+    assert TimeLost(course).causes()["faults"] == pytest.approx(1.6 - 0.1), "without one step"
+
+
 def test_course_counts_a_step_that_the_user_skipped_as_no_fault() -> None:
     course = begun("0", "1")
     course.take(record(3, "abort", 1, 2, skip=True), 0.2)
@@ -261,5 +281,5 @@ def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> 
     for n in (5, 6):  # the first one is given up before its barrier
         course.take(record(n, "epoch", 2, 4, epoch=n - 3, members=members("0", "1")), 0.1 * n)
     course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
-    lost = course.lost_s()
-    assert lost["rollbacks"] == pytest.approx(0.6) and lost["changes"] == 0.0
+    lost = TimeLost(course).causes()
+    assert lost["faults"] == pytest.approx(0.6) and lost["joins and leaves"] == 0.0
