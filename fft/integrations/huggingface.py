@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchft
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -33,7 +32,7 @@ import fft
 from fft.integrations import huggingface_sharding as sharding
 from fft.integrations.huggingface_data import loader_of
 from fft.integrations.huggingface_progress import Progress, StepMetrics
-from fft.integrations.huggingface_sharding import ranks
+from fft.integrations.processes import groups, process_group, ranks, shard_process_group
 
 logger = logging.getLogger(__name__)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -316,16 +315,14 @@ class FFTTrainer(FFTTrainerMixin, Trainer):
 
 def _workers() -> int:
     """Return the number of ranks of all groups at the start of the job."""
-    return int(os.environ.get("NUM_REPLICA_GROUPS", "1")) * ranks()
+    return groups() * ranks()
 
 
 def _manager(args: Any) -> fft.ManagerFFT:
-    limit = timedelta(seconds=args.ddp_timeout)
-    kind, inner = torchft.ProcessGroupGloo, fft.ShardProcessGroupGloo
-    if args.device.type == "cuda":
-        kind, inner = torchft.ProcessGroupNCCL, fft.ShardProcessGroupNCCL
-    shard_pg = inner(limit) if ranks() > 1 else None
-    return fft.ManagerFFT(kind(timeout=limit), None, None, min_replica_size=1, shard_pg=shard_pg)
+    limit, is_cuda = timedelta(seconds=args.ddp_timeout), args.device.type == "cuda"
+    pg = process_group(is_cuda, limit)
+    shard_pg = shard_process_group(is_cuda, limit) if ranks() > 1 else None
+    return fft.ManagerFFT(pg, None, None, min_replica_size=1, shard_pg=shard_pg)
 
 
 def _refuse_unsupported(args: Any, ranks: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-
-def ranks() -> int:
-    """Return the number of ranks in a group."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+from fft.integrations.processes import ranks
 
 
 def make_alone(args: Any) -> None:

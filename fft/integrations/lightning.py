@@ -10,7 +10,6 @@ transactions, once for each committed step.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -19,17 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchft
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    Timer,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.state_dict import (
@@ -37,19 +29,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 import fft
 from fft.errors import Drained, FftError
-from fft.integrations.lightning_parts import Batches, Logs, TrainerState
+from fft.integrations.lightning_parts import Batches, Logs, TrainerState, refuse_unsupported
+from fft.integrations.processes import groups, process_group, ranks, shard_process_group
 
-_UNSUPPORTED = {
-    GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
-    Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
-    BatchSizeFinder: "find the batch size in a run without FFT",
-    LearningRateFinder: "find the learning rate in a run without FFT",
-}
-"""Unsupported callbacks, each with the fix for the error message."""
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class FFTStrategy(SingleDeviceStrategy):
@@ -88,7 +74,7 @@ class FFTStrategy(SingleDeviceStrategy):
             device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
         super().__init__(device=device)
         self.manager = manager or _make_manager(self.root_device, options)
-        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._ranks = ranks()
         self._data: Any = None
         """The `Batches` of the fit, once Lightning has asked for them."""
         self._txns: Iterator[fft.Transaction] | None = None
@@ -135,7 +121,7 @@ class FFTStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._refuse_unsupported(trainer)
+        refuse_unsupported(trainer, self._ranks)
         module, optimizers = self.lightning_module, self.optimizers
         self._state, self._logs = TrainerState(trainer), Logs(trainer)
         extra: dict[str, Any] = {"lightning": self._state}
@@ -148,26 +134,6 @@ class FFTStrategy(SingleDeviceStrategy):
         self.manager.sync_gradients(module)
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def _refuse_unsupported(self, trainer: Trainer) -> None:
-        for callback in trainer.callbacks:
-            for kind, fix in _UNSUPPORTED.items():
-                if isinstance(callback, kind):
-                    raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
-        if trainer.reload_dataloaders_every_n_epochs:
-            raise FftError(
-                "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "
-                "the data in the dataset or the sampler, by the number of the epoch"
-            )
-        if "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters:
-            raise FftError("FFTStrategy: expected training_step(batch), got dataloader_iter=")
-        sharded = any(isinstance(p, DTensor) for p in self.lightning_module.parameters())
-        if self._ranks > 1 and not sharded:
-            raise FftError(
-                f"FFTStrategy: expected a model that is sharded over the {self._ranks} ranks of a "
-                "group, found none: call fully_shard(self, mesh=self.device_mesh) in "
-                "configure_model(), or start each group with --ranks 1"
-            )
-
     def process_dataloader(self, dataloader: Any) -> Any:
         trainer = self._trainer
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
@@ -176,8 +142,7 @@ class FFTStrategy(SingleDeviceStrategy):
             raise FftError(
                 "FFTStrategy: expected one train dataloader, got several; join their datasets"
             )
-        groups = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
-        self._data = Batches(dataloader, trainer, groups * self._ranks, self._next_batch)
+        self._data = Batches(dataloader, trainer, groups() * self._ranks, self._next_batch)
         return self._data
 
     def on_train_start(self) -> None:
@@ -356,14 +321,12 @@ class FFTStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._ranks == 1:
             return super().lightning_module_state_dict()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.lightning_module, options=options)
+        return get_model_state_dict(self.lightning_module, options=_WHOLE)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self._ranks == 1:
             return super().optimizer_state(optimizer)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        return get_optimizer_state_dict(self.lightning_module, optimizer, options=_WHOLE)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -398,14 +361,12 @@ class FFTStrategy(SingleDeviceStrategy):
 
 def _make_manager(device: torch.device, options: Mapping[str, Any]) -> fft.ManagerFFT:
     is_cuda, limit = device.type == "cuda", timedelta(seconds=60)
-    pg = torchft.ProcessGroupNCCL(limit) if is_cuda else torchft.ProcessGroupGloo(limit)
     given: dict[str, Any] = {"min_replica_size": 1, "init_sync": False, **options}
     # the first step waits for all groups, whose imports of Lightning take different times
     given["timeouts"] = {"join_window": 30.0, **given.get("timeouts", {})}
     # a joining group must fetch the state before it computes, because the state contains
     # Lightning's counters
     config = given.pop("config", fft.ManagerConfig()).model_copy(update={"learners": "never"})
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        shard = fft.ShardProcessGroupNCCL if is_cuda else fft.ShardProcessGroupGloo
-        given.setdefault("shard_pg", shard())
-    return fft.ManagerFFT(pg=pg, load_state_dict=None, state_dict=None, config=config, **given)
+    if ranks() > 1:
+        given.setdefault("shard_pg", shard_process_group(is_cuda, limit))
+    return fft.ManagerFFT(process_group(is_cuda, limit), None, None, config=config, **given)

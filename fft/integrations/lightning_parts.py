@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -10,8 +11,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    Timer,
+)
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
+from torch.distributed.tensor import DTensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,6 +33,13 @@ import fft
 from fft.errors import FftError
 
 logger = logging.getLogger(__name__)
+_UNSUPPORTED = {
+    GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
+    Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
+    BatchSizeFinder: "find the batch size in a run without FFT",
+    LearningRateFinder: "find the learning rate in a run without FFT",
+}
+"""Unsupported callbacks, each with the fix for the error message."""
 
 
 class Batches:
@@ -281,3 +296,25 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value
+
+
+def refuse_unsupported(trainer: Trainer, ranks: int) -> None:
+    """Raise FftError for callbacks, arguments and models that cannot work with FFTStrategy."""
+    for callback in trainer.callbacks:
+        for kind, fix in _UNSUPPORTED.items():
+            if isinstance(callback, kind):
+                raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise FftError(
+            "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "
+            "the data in the dataset or the sampler, by the number of the epoch"
+        )
+    module = trainer.lightning_module
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise FftError("FFTStrategy: expected training_step(batch), got dataloader_iter=")
+    if ranks > 1 and not any(isinstance(p, DTensor) for p in module.parameters()):
+        raise FftError(
+            f"FFTStrategy: expected a model that is sharded over the {ranks} ranks of a group, "
+            "found none: call fully_shard(self, mesh=self.device_mesh) in configure_model(), or "
+            "start each group with --ranks 1"
+        )

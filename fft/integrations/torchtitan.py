@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchft
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
@@ -34,6 +33,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 import fft
+from fft.integrations.processes import groups, process_group, shard_process_group
 
 
 def _fault_tolerance() -> FaultTolerance:
@@ -73,7 +73,7 @@ class FFTTrainer(Trainer):
             return
         _refuse_unsupported(config)
         self._group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
-        self._groups = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
+        self._groups = groups()
         # this process replaces a lost rank; the manager removes the variable
         self._is_successor = "FFT_SUCCESSOR" in os.environ
         training: Any = config.training
@@ -104,11 +104,9 @@ class FFTTrainer(Trainer):
         settings, is_cuda = config.fault_tolerance, self.device.type == "cuda"
         limit = timedelta(milliseconds=settings.process_group_timeout_ms)
         is_nccl = settings.process_group == "nccl"
-        self._shard_pg = (fft.ShardProcessGroupNCCL if is_cuda else fft.ShardProcessGroupGloo)(
-            limit
-        )
+        self._shard_pg = shard_process_group(is_cuda, limit)
         self.manager = fft.ManagerFFT(
-            pg=torchft.ProcessGroupNCCL(limit) if is_nccl else torchft.ProcessGroupGloo(limit),
+            pg=process_group(is_nccl, limit),
             load_state_dict=None,
             state_dict=None,
             min_replica_size=settings.min_replica_size,
@@ -165,7 +163,7 @@ class FFTTrainer(Trainer):
         This is torchtitan's ``train_step`` up to the optimizer, with sums over all groups.
         """
         micro_batches, device = txn.batch, self.device
-        groups = self.manager.num_participants()
+        present = self.manager.num_participants()
         seen = self.ntokens_seen
         local = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
         # torchtitan adds the gradients of all ranks up, and FFT averages them over the groups. So
@@ -188,7 +186,7 @@ class FFTTrainer(Trainer):
                 foreach=True,
             )
         # each rank writes only the row of its batch, so the sum over all batches has all values
-        values = torch.zeros(groups * self._shares, 3, dtype=torch.float64, device=device)
+        values = torch.zeros(present * self._shares, 3, dtype=torch.float64, device=device)
         place = (self.manager.participating_rank() or 0) * self._shares
         place += self._rank // self.parallel_dims.tp
         summed = loss.double() * divisor
@@ -366,7 +364,6 @@ def _refuse_unsupported(config: Any) -> None:
     }
     replicas = parallel.data_parallel_replicate_degree
     group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
-    groups = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
     mode = (
         getattr(config.checkpoint, "async_mode", None) if config.checkpoint.enable else "disabled"
     )
@@ -382,7 +379,7 @@ def _refuse_unsupported(config: Any) -> None:
         "fault_tolerance.semi_sync_method": (settings.semi_sync_method, (None,)),
         # `fft run` sets both
         "fault_tolerance.replica_id": (settings.replica_id, (0, group)),
-        "fault_tolerance.group_size": (settings.group_size, (0, groups)),
+        "fault_tolerance.group_size": (settings.group_size, (0, groups())),
         # for the other modes torchtitan makes process groups that FFT cannot abort
         "checkpoint.async_mode": (mode, ("disabled",)),
         "checkpoint.create_seed_checkpoint": (config.checkpoint.create_seed_checkpoint, (False,)),

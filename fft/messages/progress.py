@@ -45,16 +45,22 @@ class Goal:
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class SpeedReport:
+class _Report:
+    """The author of a report."""
+
+    group: Name
+    rank: Count
+    inc: Count
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class SpeedReport(_Report):
     """A rank has committed ``step`` steps, with ``compute`` seconds of its own work per step.
 
     ``compute`` is the median over the commits since its last report, from the start of a txn to the
     end of its step function, without waits for other ranks.
     """
 
-    group: Name
-    rank: Count
-    inc: Count
     step: Count
     compute: Seconds
     scope: Name | None = None
@@ -68,13 +74,10 @@ class SpeedReport:
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class HeldReport:
+class HeldReport(_Report):
     """A rank waits before ``step``, because another scope has taken ``cursor`` of ``needed``
     slices."""
 
-    group: Name
-    rank: Count
-    inc: Count
     step: Count
     scope: Name
     """The scope that it waits for."""
@@ -85,12 +88,9 @@ class HeldReport:
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class CheckpointReport:
+class CheckpointReport(_Report):
     """Outcome of the checkpoint of ``step``, reported by a rank that takes part in it."""
 
-    group: Name
-    rank: Count
-    inc: Count
     step: Count
     outcome: Outcome
     why: Text = ""
@@ -100,25 +100,19 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class TraceReport:
+class TraceReport(_Report):
     """A rank cannot write its trace, which has a gap from here on."""
 
-    group: Name
-    rank: Count
-    inc: Count
     why: Text
     v: Literal[1] = 1
     type: Literal["trace"] = "trace"
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class FetchReport:
+class FetchReport(_Report):
     """A rank fetches the state of a peer: ``got`` of ``total`` bytes have arrived, and the rest
     takes about ``left`` seconds."""
 
-    group: Name
-    rank: Count
-    inc: Count
     got: Count
     total: Count
     left: Seconds

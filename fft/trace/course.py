@@ -251,15 +251,9 @@ class Course:
     def rates(self, now: float | None = None) -> tuple[float, float] | None:
         """Return the recent steps and slices per second; None if there are too few commits, or, at
         ``now``, none in the last 10 s."""
-        if len(self._recent) < 2 or (now is not None and now - self._recent[-1][0] > _STALE_S):
+        if not self._recent or (now is not None and now - self._recent[-1][0] > _STALE_S):
             return None
-        (first, from_step, from_slice), (last, to_step, to_slice) = (
-            self._recent[0],
-            self._recent[-1],
-        )
-        if last <= first:
-            return None
-        return (to_step - from_step) / (last - first), (to_slice - from_slice) / (last - first)
+        return _speed(self._recent[0], self._recent[-1])
 
     @property
     def share_done(self) -> float | None:
@@ -299,10 +293,7 @@ class Course:
     @property
     def mean_rates(self) -> tuple[float, float] | None:
         """Steps and slices per second from the first to the newest commit."""
-        if self._first is None or not self.elapsed:
-            return None
-        _, step, slices = self._first
-        return (self.step - step) / self.elapsed, (self.consumed_slices - slices) / self.elapsed
+        return None if self._first is None else _speed(self._first, self._recent[-1])
 
     @property
     def goodput(self) -> float | None:
@@ -451,6 +442,15 @@ class TimeLost:
     def _is_whole(self, stats: EpochStats) -> bool:
         """Return whether the epoch has as many members as the largest one with a known rate."""
         return len(stats.members) >= self._most
+
+
+def _speed(
+    first: tuple[float, int, int], last: tuple[float, int, int]
+) -> tuple[float, float] | None:
+    """Return the steps and slices per second between two commits; None if they are too close."""
+    seconds = last[0] - first[0]
+    steps, slices = last[1] - first[1], last[2] - first[2]
+    return (steps / seconds, slices / seconds) if seconds > 0 else None
 
 
 def _joins(group: str, again: bool) -> str:

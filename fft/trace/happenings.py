@@ -1,7 +1,7 @@
 """Find attempts, rollbacks, transfers and changes of the epoch in the traces of each rank.
 
-The exports to OpenTelemetry and Perfetto use this module. It is pure, except for `happenings`,
-which reads the traces of one scope.
+The timeline and the exports to OpenTelemetry and Perfetto use this module. It is pure, except for
+`happenings`, which reads the traces of one scope.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from fft.trace.read import merged_lines
 
 _ROLLBACK_ROLES = {"aborting", "rolling_back"}
 COMMITTED, ROLLED_BACK = "committed", "rolled back"
-_KINDS: dict[Role, str] = {"healing": "form", "joining": "join", "apart": "local"}
-"""Role of a state outside attempts and rollbacks → kind of the activity in it."""
+_KINDS: dict[Role, str] = {
+    "training": "step",
+    "aborting": "rollback",
+    "rolling_back": "rollback",
+    "healing": "form",
+    "joining": "join",
+    "apart": "local",
+}
+"""Role of a state → kind of the activity that begins with it."""
 
 
 @dataclass
@@ -33,10 +40,12 @@ class Happening:
     token: tuple[int, int]
     """Epoch and txn at its start."""
     start: float
+    line: int
+    """Number of the line of the rank's trace that begins it; for a transfer, that ends it."""
     end: float = 0.0
-    voted: float | None = None
-    decided: float | None = None
-    """Time at which the rank received COMMIT."""
+    parts: list[tuple[str, float, int]] = field(default_factory=list)
+    """Parts of a step, each with its start and line: the step function, the wait for the votes of
+    others, the update. Each ends with the start of the next one."""
     outcome: str = ""
     """``committed`` or ``rolled back`` for a step. ``lost`` for any kind if the process, or its
     trace, ended before the activity."""
@@ -63,29 +72,31 @@ class Happenings:
         self._seen[rank] = path, at
         if event.get("type") == "healed" and event["bytes"]:
             facts = {"bytes": event["bytes"], "source": event["source"]}
-            yield Happening("transfer", rank, token, before, at, facts=facts)
+            yield Happening("transfer", rank, token, before, line["seq"], at, facts=facts)
         current = self._open.get(rank)
         if current is not None and event.get("type") == "prepared" and event["yes"]:
-            current.voted = at
+            current.parts.append(("wait", at, line["seq"]))
             current.facts["step"] = line["step"]  # it changes if the rank has fetched the state
         if roles[0] == roles[1] or {*roles} <= _ROLLBACK_ROLES:
             return
         if current is not None and roles[1] in COMMITTING:
-            current.outcome, current.decided = COMMITTED, current.decided or at
+            if current.outcome != COMMITTED:
+                current.parts.append(("update", at, line["seq"]))
+            current.outcome = COMMITTED
         elif current is not None and roles[1] != "voting":
             current.end = at
             if current.kind == "step":
                 current.outcome = current.outcome or ROLLED_BACK
             yield self._open.pop(rank)
-        if roles[1] == "training":
-            facts = {"step": line["step"]}
-            self._open[rank] = Happening("step", rank, token, at, facts=facts)
-        elif roles[1] in _ROLLBACK_ROLES:
+        if (kind := _KINDS.get(roles[1])) is None:
+            return
+        begun = self._open[rank] = Happening(kind, rank, token, at, line["seq"])
+        begun.facts["step"] = line["step"]
+        if kind == "step":
+            begun.parts.append(("compute", at, line["seq"]))
+        elif kind == "rollback":
             cause = readable_cause(line.get("cause") or "")
-            facts = {"cause": cause, "cause_code": line.get("code") or "none"}
-            self._open[rank] = Happening("rollback", rank, token, at, facts=facts)
-        elif kind := _KINDS.get(roles[1]):
-            self._open[rank] = Happening(kind, rank, token, at)
+            begun.facts |= {"cause": cause, "cause_code": line.get("code") or "none"}
 
     def end(self) -> Iterator[Happening]:
         """Yield the activities that are open at the end of the traces."""

@@ -85,8 +85,8 @@ class _Spans:
             names["fft.outcome"] = part.outcome
         start = _ns(part.start)
         span = self._tracer.start_span(part.kind, context, start_time=start, attributes=names)
-        if part.voted is not None:
-            span.add_event("vote", timestamp=_ns(part.voted))
+        if part.parts[1:]:
+            span.add_event("vote", timestamp=_ns(part.parts[1][1]))
         if part.outcome not in ("", COMMITTED):
             span.set_status(Status(StatusCode.ERROR, part.outcome))
         span.end(_ns(part.end))

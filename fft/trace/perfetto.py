@@ -32,6 +32,9 @@ except ImportError as error:
 _SEQUENCE = 1
 """The only packet sequence: on each track, a slice ends before the next one begins."""
 _NAMES = {
+    "compute": "step function",
+    "wait": "waits for the others",
+    "update": "update",
     "rollback": "rolls back",
     "transfer": "fetches the state",
     "form": "forms an epoch",
@@ -159,12 +162,8 @@ def _write_part(tracks: _Tracks, lane: tuple[str, ...], part: Happening) -> None
         tracks.end(track, part.end)
         return
     tracks.begin(track, part.start, f"step {part.facts['step']}", facts)
-    ends = [("step function", part.voted), ("waits for the others", part.decided)]
-    at = part.start
-    for name, end in [*ends, ("update", None)]:
-        tracks.begin(track, at, name)
-        tracks.end(track, part.end if end is None else end)
-        if end is None:
-            break
-        at = end
+    ends = [*(start for _, start, _ in part.parts[1:]), part.end]
+    for (kind, start, _), end in zip(part.parts, ends, strict=True):
+        tracks.begin(track, start, _NAMES[kind])
+        tracks.end(track, end)
     tracks.end(track, part.end)

@@ -31,8 +31,6 @@ from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures, plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.read import (
-    Clocks,
-    Trace,
     merged_lines,
     read_lines,
     read_trace,
@@ -114,9 +112,8 @@ def incidents(directory: str | Path) -> list[Incident]:
 
 def _incidents(directory: Path) -> list[tuple[float, Incident]]:
     """Return the incidents of one scope with their times."""
-    paths = trace_files(directory)
-    traces = [read_trace(path) for path in paths]
-    lines = sorted(_lines(traces), key=lambda x: x.wall)
+    read = read_lines(directory, lambda line: line["kind"] in ("transition", "note"))
+    lines = [_Line(line["wall"], who_of(line), line) for line in read]
     ends = _ends(lines)
     found: list[tuple[float, Incident]] = []
     explained = set()
@@ -564,16 +561,6 @@ def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
 def _share(values: list[float], share: float) -> float:
     """Return the value that ``share`` of ``values`` do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
-    records = [record for trace in traces for _, record in trace.lines]
-    records = [record for record in records if record["kind"] in ("transition", "note")]
-    clocks = Clocks()
-    for record in records:
-        clocks.take(record)
-    for record in records:
-        yield _Line(clocks.at(record), who_of(record), record)
 
 
 def _ends(lines: list[_Line]) -> list[_End]:

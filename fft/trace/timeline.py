@@ -8,6 +8,7 @@ newest faults, epochs and changes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fft.trace.course import Course, readable_cause
 from fft.trace.display import cost
 from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
+from fft.trace.happenings import Happening, Happenings
 from fft.trace.read import merged_lines
 from fft.trace.report import course_of, summary, summary_lines
 
@@ -29,21 +31,9 @@ _LONGEST = 4000
 _PAGE = Path(__file__).with_name("timeline.html")
 _DATA = "/*DATA*/null"
 
-_KINDS = {
-    "training": "compute",
-    "voting": "wait",
-    "committing": "update",
-    "last_commit": "update",
-    "aborting": "rollback",
-    "rolling_back": "rollback",
-    "healing": "form",
-    "joining": "join",
-    "apart": "compute",
-    "leaving": "wait",
-}
-"""Role of a state → kind of its span."""
 _STEPS = frozenset({"compute", "wait", "update", "steps"})
 """Kinds of spans that may be merged to ``steps``."""
+_KINDS = _STEPS | {"rollback", "form", "join"}
 _NOTES = frozenset(
     {"inject", "fault", "checkpoint", "checkpoint_failed", "entry_made_anew", "drained", "notice"}
 )
@@ -114,7 +104,7 @@ class Lane:
         covered = self.spans[-1].end - self.spans[0].start
         while len(self.spans) > _SPANS // 2:
             if self.shortest >= covered:
-                self.mergeable = frozenset(_KINDS.values()) | _STEPS
+                self.mergeable = _KINDS
                 self.shortest = 0.0
             self.shortest = max(self.shortest * 2, covered / _SPANS)
             merged: list[Span] = []
@@ -132,8 +122,6 @@ class Timeline:
         self.left_out = 0
         """Number of events beyond the maximum, which the page does not show."""
         self.figures = Figures()
-        self._open: dict[str, tuple[float, str, int, int]] = {}
-        """Lane → start, kind, step and line of the open span."""
 
     def take(self, path: str, line: dict[str, Any], at: float, text: str) -> None:
         """Take one line of a trace."""
@@ -147,33 +135,22 @@ class Timeline:
         if event.get("type") == "healed" and event.get("bytes"):
             name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
             self._event(lane, name, path, line, at, text)
-        if roles is None:
+        if roles is None or roles[1] not in _ROLLBACK_ROLES or roles[0] in _ROLLBACK_ROLES:
             return
-        if roles[0] != roles[1] or lane not in self._open:
-            self._move(lane, roles[1], line, at)
-            if (
-                roles[1] in _ROLLBACK_ROLES
-                and roles[0] not in _ROLLBACK_ROLES
-                and line.get("cause")
-            ):
-                self._event(
-                    lane, f"rollback: {readable_cause(line['cause'])}", path, line, at, text
-                )
+        if cause := line.get("cause"):
+            self._event(lane, f"rollback: {readable_cause(cause)}", path, line, at, text)
 
-    def _move(self, lane: str, role: str, line: dict[str, Any], at: float) -> None:
-        """Close the open span of a lane, and open the next one."""
-        found = self.lanes.setdefault(lane, Lane(lane))
-        if (was := self._open.pop(lane, None)) is not None:
-            start, kind, step, number = was
-            found.add(Span(start, max(start, at), kind, step, number))
-        if (kind := _KINDS.get(role, "")) != "":
-            self._open[lane] = at, kind, line["step"], line["seq"]
-
-    def end(self, lane: str, at: float) -> None:
-        """Close the lane, because the process has ended at that time."""
-        if (was := self._open.pop(lane, None)) is not None:
-            start, kind, step, number = was
-            self.lanes[lane].add(Span(start, max(start, at), kind, step, number))
+    def draw(self, activities: Iterable[Happening]) -> None:
+        """Add activities of ranks to their lanes."""
+        for each in activities:
+            if each.kind == "transfer":  # an event, since it is a part of forming an epoch
+                continue
+            lane = self.lanes.setdefault(each.rank, Lane(each.rank))
+            kind = "compute" if each.kind == "local" else each.kind
+            parts = each.parts or [(kind, each.start, each.line)]
+            ends = [*(start for _, start, _ in parts[1:]), each.end]
+            for (part, start, number), end in zip(parts, ends, strict=True):
+                lane.add(Span(start, end, part, int(each.facts["step"]), number))
 
     def _event(
         self, lane: str, name: str, path: str, line: dict[str, Any], at: float, text: str
@@ -189,15 +166,11 @@ def timeline_of(directory: Path) -> tuple[Timeline, Course]:
     """Read a run. Raises FftError if there is no trace."""
     found = Timeline()
     for folder in scope_folders(directory):
-        ends: dict[str, tuple[str, float]] = {}
+        activities = Happenings()
         for at, path, line, text in merged_lines(folder):
-            lane = f"{line['group']}/{line['rank']}"
-            if lane in ends and ends[lane][0] != path.name:
-                found.end(lane, ends[lane][1])  # another process has taken the place
-            ends[lane] = path.name, at
             found.take(str(path.relative_to(directory)), line, at, text)
-        for lane, (_, at) in ends.items():
-            found.end(lane, at)
+            found.draw(activities.take(path, line, at))
+        found.draw(activities.end())
     found.figures.end()
     return found, course_of(directory)
 
