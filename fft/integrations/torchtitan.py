@@ -364,9 +364,8 @@ def _refuse_unsupported(config: Any) -> None:
     }
     replicas = parallel.data_parallel_replicate_degree
     group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
-    mode = (
-        getattr(config.checkpoint, "async_mode", None) if config.checkpoint.enable else "disabled"
-    )
+    saves = config.checkpoint
+    mode = getattr(saves, "async_mode", None) if saves.enable else "disabled"
     found |= {
         # `fft run --groups` replicates the model
         "parallelism.data_parallel_replicate_degree": (replicas, (1,)),

@@ -42,6 +42,7 @@ from fft.trace.starts import start_after
 from fft.trace.tail import TraceTail, goal_in
 
 _PLAN = "faults.json"
+_NOT_INJECTED = "not injected"
 _MOST_REFUSALS = 20
 """Maximum number of lines about refused results."""
 _MOST_SIZES = 3
@@ -91,6 +92,11 @@ class _End:
     """Record of the next epoch."""
 
     @property
+    def is_join(self) -> bool:
+        """Whether groups joined and none left, so that no fault is the reason."""
+        return self.record["kind"] == "commit" and not self.record["leavers"]
+
+    @property
     def what(self) -> str:
         """Short reason for the end of the epoch."""
         if self.record["kind"] == "abort":
@@ -118,7 +124,7 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
     found: list[tuple[float, Incident]] = []
     explained = set()
     for wall, name, who in _injected(lines):
-        end = next((e for e in ends if e.wall >= wall), None)
+        end = next((e for e in ends if e.wall >= wall and not e.is_join), None)
         if (alone := _alone(lines, name, wall, who)) is not None:
             found.append((wall, alone))
             continue
@@ -131,7 +137,7 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
     for end in ends:
         if end.record["n"] not in explained and not _is_end_of_loop(lines, end):
             is_planned = end.record["kind"] == "commit"
-            name = end.what if is_planned else "not injected"
+            name = end.what if is_planned else _NOT_INJECTED
             incident = _incident(lines, name, end.wall, end)
             found.append((end.wall, replace(incident, is_planned=is_planned)))
     return found
@@ -279,11 +285,12 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     for name in ("time\nlost", "steps\nwithout", "samples/s of\nepoch before,\nepoch after"):
         table.add_column(name, justify="right", no_wrap=True)
     by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
-    for incident in found:
-        if incident.is_planned:
-            continue
+    rows: dict[int, list[Incident]] = {}
+    for incident in (each for each in found if not each.is_planned):
+        rows.setdefault(incident.n or id(incident), []).append(incident)
+    for incident, *others in rows.values():  # several injected faults may cause one rollback
         fault = by_number.get(incident.n)
-        named = incident.fault if incident.fault != "not injected" else ""
+        named = ", ".join(each.fault for each in (incident, *others) if each.fault != _NOT_INJECTED)
         what = ": ".join(filter(None, (named, readable_cause(incident.noticed))))
         place, lost = ("-", "-"), None
         if fault is not None:
@@ -291,15 +298,9 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
         elif incident.next_commit_ms is not None:  # only one group has repeated local steps
             what += f"; committed again after {duration(incident.next_commit_ms / 1e3)}"
         time = "-" if lost is None else duration(lost)
-        without = _without(incident.n, course)
-        table.add_row(*place, Text(what), time, without, _speeds(fault, course))
+        steps = "\n".join(str(each.steps) for each in course.absences if each.n == incident.n)
+        table.add_row(*place, Text(what), time, steps or "0", _speeds(fault, course))
     return table if table.rows else None
-
-
-def _without(number: int, course: Course) -> str:
-    """Return the numbers of steps committed without the groups that left with that record."""
-    gone = [str(each.steps) for each in course.absences if each.n == number]
-    return "\n".join(gone) or "0"
 
 
 def _speeds(fault: Fault | None, course: Course) -> str:
@@ -650,7 +651,7 @@ def _while_apart(
 
 def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:
     if end is None:
-        return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
+        return Incident(name, "no epoch ended because of it", None, None, 0, 0)
     record = end.record
     epoch = end.following["epoch"] if end.following else None
     # Participants of the ended epoch that are in the next one and committed a later step.

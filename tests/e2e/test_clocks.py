@@ -12,7 +12,7 @@ from stage import Member, job
 
 import fft
 from fft.trace.audit import audit_dir
-from fft.trace.read import read_lines
+from fft.trace.read import Clocks, read_lines
 from fft.trace.report import incidents
 
 STEPS = 8
@@ -54,3 +54,24 @@ def test_report_does_not_depend_on_the_clock_of_a_host(tmp_path: Path) -> None:
         assert audit_dir(traces).ok
         times = [line["wall"] for line in read_lines(traces)]
         assert max(times) - min(times) < 300
+
+
+@pytest.mark.parametrize("difference_s", [0.0, 900.0])
+def test_clock_of_a_process_that_received_most_records_late_stays_right(
+    difference_s: float,
+) -> None:
+    """A process that was stopped gets the records of that time at once, after it goes on."""
+    clocks = Clocks()
+    for n in range(1, 151):
+        at = n * 0.04
+        received = max(at + 0.001, 5.0) if 40 < n <= 125 else at + 0.001
+        for group, mono in (("0", at), ("1", received)):
+            wall = 1e6 + mono + (difference_s if group == "1" else 0.0)
+            clocks.take(_line(group, mono, wall, n))
+    first = clocks.at(_line("0", 1.0, 1e6 + 1.0))
+    assert clocks.at(_line("1", 1.0, 1e6 + 1.0 + difference_s)) == pytest.approx(first, abs=0.01)
+
+
+def _line(group: str, mono: float, wall: float, n: int | None = None) -> dict[str, Any]:
+    event = {} if n is None else {"record": {"n": n}}
+    return {"group": group, "rank": 0, "inc": 1, "mono": mono, "wall": wall, "event": event}

@@ -23,7 +23,15 @@ from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, audit_dir, read_lines
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
-from fft.trace.report import fired, incidents, input_wait, save_plan, taint
+from fft.trace.report import (
+    course_of,
+    fault_table,
+    fired,
+    incidents,
+    input_wait,
+    save_plan,
+    taint,
+)
 from fft.trace.writer import TraceWriter, trace_path
 
 
@@ -597,6 +605,35 @@ def test_the_report_has_a_row_for_each_incident(traces: Path) -> None:
     assert sum(i.bytes_healed for i in found) == 100
     assert any("boom" in i.noticed for i in found)
     assert any("group 1" in i.noticed for i in found)
+
+
+def test_report_shows_injected_faults_that_end_one_epoch_in_one_row(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path)
+
+    def inject(name: str, node: Node) -> None:
+        data = {"name": name, "kind": "exception", "step": node.local.step}
+        job.writers[node.peer].note("inject", data, node.local)
+
+    job.step()
+    first, second = job.live()
+    inject("early", second)
+    job.add("2")
+    for _ in range(3):  # the new group joins
+        job.step()
+    inject("cut", first)
+    inject("stop", second)
+    job.refuse(second, "boom")
+    job.settle()
+    job.step()
+    inject("late", first)
+    job.close()
+    found = [each for each in incidents(tmp_path) if not each.is_planned]
+    assert [each.fault.partition(" ")[0] for each in found] == ["early", "cut", "stop", "late"]
+    early, cut, stop, late = found
+    assert "boom" in early.noticed and early.n == cut.n == stop.n > 0, "no join is its consequence"
+    assert late.n == 0 and late.noticed == "no epoch ended because of it"
+    table = fault_table(found, course_of(tmp_path))
+    assert table is not None and len(table.rows) == 2
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
