@@ -412,6 +412,14 @@ class TimeLost:
             return fault.at - fault.since
         return max(0.0, fault.committed - fault.since - self._first_step_s(fault.after))
 
+    def around(self, change: Change) -> float:
+        """Return the seconds that a join has cost: the pause before the next commit, less a step.
+
+        It is 0 for a leave, and where a fault has caused the pause.
+        """
+        found = (each for each in self._course.epochs if each.formed == change.at)
+        return sum(self._pause_s(each) for each in found if not each.is_pause_a_fault)
+
     def causes(self) -> dict[str, float]:
         """Return the seconds lost by cause.
 
@@ -426,12 +434,15 @@ class TimeLost:
         joins = absent = 0.0
         for stats in (stats for stats in course.epochs if stats.commits and rate):
             step = self._first_step_s(stats) if stats.pause else 0.0
-            joins += 0.0 if stats.is_pause_a_fault else max(0.0, stats.pause - step)
+            joins += 0.0 if stats.is_pause_a_fault else self._pause_s(stats)
             if rate and not self._is_whole(stats):
                 trained = stats.slices + (stats.first_slices if stats.pause else 0)
                 absent += stats.last - stats.first + step - trained / rate
         found = {"faults": faults, "absent groups": max(0.0, absent), "joins and leaves": joins}
         return found | {"recomputation": again}
+
+    def _pause_s(self, stats: EpochStats) -> float:
+        return max(0.0, stats.pause - self._first_step_s(stats)) if stats.commits else 0.0
 
     def _first_step_s(self, stats: EpochStats) -> float:
         """Return the seconds that the first step of an epoch would have taken without a pause."""

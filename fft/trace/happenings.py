@@ -15,7 +15,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.course import readable_cause
 from fft.trace.read import merged_lines
 
-_ROLLBACK_ROLES = {"aborting", "rolling_back"}
+ROLLBACK_ROLES = {"aborting", "rolling_back"}
 COMMITTED, ROLLED_BACK = "committed", "rolled back"
 _KINDS: dict[Role, str] = {
     "training": "step",
@@ -77,7 +77,7 @@ class Happenings:
         if current is not None and event.get("type") == "prepared" and event["yes"]:
             current.parts.append(("wait", at, line["seq"]))
             current.facts["step"] = line["step"]  # it changes if the rank has fetched the state
-        if roles[0] == roles[1] or {*roles} <= _ROLLBACK_ROLES:
+        if roles[0] == roles[1] or {*roles} <= ROLLBACK_ROLES:
             return
         if current is not None and roles[1] in COMMITTING:
             if current.outcome != COMMITTED:

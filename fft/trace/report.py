@@ -233,17 +233,14 @@ def summary_lines(course: Course) -> list[str]:
     if total is None:  # the size of a batch is not in the trace
         unit, total, speed = "slices", course.slices, course.mean_rates[1]
     lines = [
-        f"{course.steps} steps in {course.elapsed:.1f} s: {found['steps_per_s']:.2f} steps/s, "
-        f"{speed:,.1f} {unit}/s"
+        f"{course.steps} steps, {total:,.0f} {unit} in {course.elapsed:.1f} s: "
+        f"{found['steps_per_s']:.2f} steps/s, {speed:,.1f} {unit}/s"
     ]
     if course.sizes:
         lines.append(_step_sizes(course, unit))
     if course.goodput is not None:
-        whole = total / course.goodput
-        lines.append(
-            f"goodput {course.goodput:.1%}: {total:,.0f} {unit} instead of {whole:,.0f} in the "
-            "same time without faults"
-        )
+        whole = f"{speed / course.goodput:,.1f} {unit}/s"
+        lines.append(f"goodput {course.goodput:.1%}: {whole} with all groups and without faults")
     costs = (f"{name} {seconds:.1f} s" for name, seconds in found["lost_s"].items() if seconds)
     lines.append(f"time lost: {', '.join(costs) or 'none'}")
     lost, again = found["samples_lost"] or course.unused, found["samples_repeated"]
@@ -282,7 +279,11 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     for name in ("at", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fault", overflow="fold", ratio=1)
-    for name in ("time\nlost", "steps\nwithout", "samples/s of\nepoch before,\nepoch after"):
+    for name in (
+        "time\nlost",
+        "steps\nwithout\na group",
+        "samples/s of\nepoch before,\nepoch after",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
     rows: dict[int, list[Incident]] = {}
@@ -315,11 +316,12 @@ def _speeds(fault: Fault | None, course: Course) -> str:
 def change_lines(found: Iterable[Incident], course: Course) -> list[str]:
     """Return a line for each change of the membership that is no fault: joins, planned leaves."""
     healed = {incident.n: incident.bytes_healed for incident in found}
-    lines = []
+    times, lines = TimeLost(course), []
     for change in course.changes:
-        amount = healed.get(change.n - 1, 0)
-        fetched = f", which fetched {decimal(amount)}" if change.joined and amount else ""
-        lines.append(f"step {change.step}: {change.text}{fetched}")
+        amount, lost = healed.get(change.n - 1, 0), times.around(change)
+        text = f"{change.at - course.began:.2f} s, step {change.step}: {change.text}"
+        text += f", fetched {decimal(amount)}" if change.joined and amount else ""
+        lines.append(text + (f"; {duration(lost)} lost" if lost else ""))
     return lines
 
 
@@ -598,13 +600,15 @@ def _is_end_of_loop(lines: list[_Line], end: _End) -> bool:
 
 
 def _injected(lines: list[_Line]) -> list[tuple[float, str, tuple[str, int, int]]]:
-    first: dict[str, tuple[float, tuple[str, int, int]]] = {}
-    for line in lines:
-        if line.record.get("note") == "inject":
-            data = line.record["data"]
-            name = f"{data['name']} ({data['kind']}, step {data['step']})"
-            first.setdefault(name, (line.wall, line.who))
-    return [(wall, name, who) for name, (wall, who) in first.items()]
+    fired: dict[str, tuple[float, tuple[str, int, int], set[str]]] = {}
+    for line in (line for line in lines if line.record.get("note") == "inject"):
+        data, who = line.record["data"], line.who
+        name = f"{data['name']} ({data['kind']}, step {data['step']}"
+        fired.setdefault(name, (line.wall, who, set()))[2].add(f"{who[0]}/{who[1]}")
+    return [
+        (wall, f"{name}, rank {', '.join(sorted(ranks))})", who)
+        for name, (wall, who, ranks) in fired.items()
+    ]
 
 
 def _alone(

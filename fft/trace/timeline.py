@@ -18,7 +18,7 @@ from fft.trace.course import Course, readable_cause
 from fft.trace.display import cost
 from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
-from fft.trace.happenings import Happening, Happenings
+from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
 from fft.trace.read import merged_lines
 from fft.trace.report import course_of, summary, summary_lines
 
@@ -38,7 +38,6 @@ _NOTES = frozenset(
     {"inject", "fault", "checkpoint", "checkpoint_failed", "entry_made_anew", "drained", "notice"}
 )
 """Notes that are events on the page."""
-_ROLLBACK_ROLES = ("aborting", "rolling_back")
 
 
 def name_of(note: str, data: dict[str, Any]) -> str:
@@ -125,20 +124,21 @@ class Timeline:
 
     def take(self, path: str, line: dict[str, Any], at: float, text: str) -> None:
         """Take one line of a trace."""
-        lane = f"{line['group']}/{line['rank']}"
+        lane, name = f"{line['group']}/{line['rank']}", ""
         if line["kind"] == "note":
-            if name := name_of(line["note"], line.get("data") or {}):
-                self._event(lane, name, path, line, at, text)
-            return
-        event, roles = line.get("event") or {}, line.get("roles")
-        self.figures.take(line, at, path.rpartition("/")[0])
-        if event.get("type") == "healed" and event.get("bytes"):
-            name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
-            self._event(lane, name, path, line, at, text)
-        if roles is None or roles[1] not in _ROLLBACK_ROLES or roles[0] in _ROLLBACK_ROLES:
-            return
-        if cause := line.get("cause"):
-            self._event(lane, f"rollback: {readable_cause(cause)}", path, line, at, text)
+            name = name_of(line["note"], line.get("data") or {})
+        else:
+            event, (before, after) = line.get("event") or {}, line.get("roles") or ("", "")
+            self.figures.take(line, at, path.rpartition("/")[0])
+            if event.get("type") == "healed" and event.get("bytes"):
+                name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
+            elif after in ROLLBACK_ROLES and before not in ROLLBACK_ROLES and line.get("cause"):
+                name = f"rollback: {readable_cause(line['cause'])}"
+        if name and len(self.events) >= _EVENTS:
+            self.left_out += 1
+        elif name:
+            place = {"lane": lane, "file": path, "line": line["seq"], "text": text[:_LONGEST]}
+            self.events.append({"at": at, "what": name, "step": line.get("step"), **place})
 
     def draw(self, activities: Iterable[Happening]) -> None:
         """Add activities of ranks to their lanes."""
@@ -151,15 +151,6 @@ class Timeline:
             ends = [*(start for _, start, _ in parts[1:]), each.end]
             for (part, start, number), end in zip(parts, ends, strict=True):
                 lane.add(Span(start, end, part, int(each.facts["step"]), number))
-
-    def _event(
-        self, lane: str, name: str, path: str, line: dict[str, Any], at: float, text: str
-    ) -> None:
-        if len(self.events) >= _EVENTS:
-            self.left_out += 1
-            return
-        place = {"lane": lane, "file": path, "line": line["seq"], "text": text[:_LONGEST]}
-        self.events.append({"at": at, "what": name, "step": line.get("step"), **place})
 
 
 def timeline_of(directory: Path) -> tuple[Timeline, Course]:
