@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -436,11 +436,8 @@ def requested_faults(directory: str | Path) -> tuple[int, list[AnyFault]]:
     """
     path = Path(directory, _PLAN)
     plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
-    tail = TraceTail(Path(directory))
-    try:
+    with closing(TraceTail(Path(directory))) as tail:
         view = tail.poll()
-    finally:
-        tail.close()
     asked = {fault.name for fault in plan.faults} | view.commanded.keys()
     return len(asked), view.unfired(plan)
 
@@ -474,11 +471,8 @@ def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
     after = start_after(Path(directory).resolve())
     if after is None:
         return None
-    tail = TraceTail(Path(directory))
-    try:
+    with closing(TraceTail(Path(directory))) as tail:
         reached = tail.poll().step
-    finally:
-        tail.close()
     begun: list[int] = []
     for path in after.glob("*.jsonl"):
         with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):

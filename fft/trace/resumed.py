@@ -135,6 +135,9 @@ def audit_job(directory: str | Path) -> JobAudit:
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
     starts = [audit_dir(folder) for folder in (root, *later)]
+    for finding in (finding for start in starts[:-1] for finding in start.findings):
+        if finding.name == "decided":  # all ranks began again from a checkpoint, without a doubt
+            finding.violation = None
     return JobAudit(starts, _judge(root, later), judge_ends(root))
 
 

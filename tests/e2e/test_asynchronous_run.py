@@ -60,7 +60,8 @@ def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     # No group was in a txn with the group that was killed in its local phase, so only the other
     # kill rolls one back.
     (rolled_back,) = aborts(traces)
-    assert "0/0#1 died" in rolled_back["cause"]
+    # the other may notice the closed connection first
+    assert "0/0#1 died" in rolled_back["cause"] or "CollectiveFailed" in rolled_back["cause"]
     # A group reaches a fault at its first own step from the planned one on.
     told = {incident.fault.partition(" (")[0]: incident for incident in incidents(traces)}
     assert "apart" in told

@@ -184,7 +184,9 @@ def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
                     )
                 assert len(notes(made.traces, "drain_untold")) == 2
                 for line in notes(made.traces, "drain_late"):
-                    assert "on the bus has had no answer for" in line["data"]["why"]
+                    # the bus may stop before or after it has answered this participant's vote
+                    why = line["data"]["why"]
+                    assert "on the bus has had no answer for" in why or "in doubt" in why
                 made.audit()
         finally:
             server.kill()

@@ -128,7 +128,8 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     assert f"the job starts again from the checkpoint of step {last * EVERY}" in done.stderr
     assert "" not in done.stderr.splitlines(), "of a process that has said nothing"
     report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
-    assert "no fault was noticed" in report
+    # the processes are killed one after the other, which another one may notice in time
+    assert "no fault was noticed" in report or "died: it was killed" in report
     went_on = f"the job was started again from the checkpoint of step {last * EVERY}: fft report"
     assert f"when it ended; {went_on} {tmp_path}/traces/start2\n" in report
     judge(tmp_path, undisturbed, starts=2)

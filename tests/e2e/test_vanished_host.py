@@ -226,8 +226,8 @@ def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
     cursor = max(record["cursor"] for record in records(traces))
     for consumed in slices(traces).values():
         assert len(consumed) == len(set(consumed)), "consumed twice"
-        # a process that was killed after its vote has traced no commit
-        assert len(set(range(cursor)) - set(consumed)) <= (how == "killed")
+        # a process that was killed or stopped after its vote has traced no commit
+        assert len(set(range(cursor)) - set(consumed)) <= 1
     print(f"\n{how}: group 0 had committed {MORE} steps {took:.1f} s after its host was lost")
 
 

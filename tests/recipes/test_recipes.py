@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -330,7 +331,14 @@ def test_a_kill_leaves_no_bit_of_the_state_changed(stage: Stage, name: str) -> N
         _assert_groups_agree(run)
         return
     _assert_same(run, clean, _parts(clean, "buffers", "rng"), words)
-    assert _slices(run) == _slices(clean), words
+    found, expected = (
+        Counter((step, each) for step, slices in _slices(one).items() for each in slices)
+        for one in (run, clean)
+    )
+    missing = {each for _, each in expected - found}
+    assert not found - expected, words
+    # a process that was killed after its vote has traced no commit
+    assert len(missing) <= ("after_vote" in words), words
 
 
 # --- what only one recipe shows -------------------------------------------------------------------

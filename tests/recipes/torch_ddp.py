@@ -49,6 +49,7 @@ def clipping_accumulation_ema(job: Job) -> None:
         schedule.step()
         ema.update_parameters(model)
     job.ended(model, optimizer, schedule, ema=ema)
+    del ddp, loss  # else it ends the process group last, and torch 2.13 may then wait for itself
     dist.destroy_process_group()
 
 
@@ -85,6 +86,7 @@ def tied_shared_unused(job: Job) -> None:
         _step(job, model, optimizer, index, loss.item())
     job.facts["odd"] = odd
     job.ended(model, optimizer)
+    del ddp, loss  # else it ends the process group last, and torch 2.13 may then wait for itself
     dist.destroy_process_group()
 
 

@@ -146,7 +146,7 @@ def test_report_summary_fits_80_columns() -> None:
     lines = summary_lines(course)
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    assert "32 steps in 3.5 s" in text and "goodput 71.4%: 416 samples" in text
+    assert "32 steps, 416 samples in 3.5 s" in text and "goodput 71.4%: 160.0 samples/s with all groups" in text
     assert "samples trained never: 0, more than once: 0" in text
     assert "group 1 was away for 1.3 s, 10 of 32 steps (from step 10 to 20)" in text
     assert "group 1 was away as asked for 190 ms, 2 of 32 steps (from step 30)" in text

@@ -16,7 +16,7 @@ from traced import TracedJob, peak_of
 
 from fft.messages.protocol import Applied, Event, Healed, Peer, Record
 from fft.trace import resumed
-from fft.trace.audit import NO_END
+from fft.trace.audit import NO_END, audit_dir
 from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import went_on
 from fft.trace.resumed import audit_job
@@ -268,3 +268,21 @@ def test_a_new_start_forgets_the_notes_about_earlier_traces_of_its_folder(root: 
     shutil.rmtree(root / "start4")
     forget_ends(root / "start4")
     assert audit_job(root).ok
+
+
+def test_next_start_resolves_the_doubt_in_which_the_bus_left_a_rank(tmp_path: Path) -> None:
+    job = Start(tmp_path)
+    for _ in range(3):
+        job.step()
+    job.bus_up = False
+    job.compute()
+    job.settle()
+    for timer in ("vote_window", "bus_limit"):
+        job.fire(timer)
+        job.settle()
+    job.close()
+    alone = audit_dir(tmp_path)
+    assert [each.name for each in alone.findings if each.violation] == ["decided"]
+    assert not audit_job(tmp_path).ok
+    start(tmp_path / "start2", 4, [record for record in job.history if record.kind == "commit"][-1])
+    assert audit_job(tmp_path).ok
