@@ -128,6 +128,9 @@ class SlurmCluster:
             if self._runs_on(process, node):
                 doomed.append(process)
                 doomed += [p for p in process.parents() if p.name().startswith("slurmstepd")]
+        for process in set(doomed):  # all at once: none may react to the end of another
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
         for process in set(doomed):
             _kill(process)
 
