@@ -327,7 +327,7 @@ class Course:
                 absence.back = at
         if came:
             again = {absence.group for absence in self.absences}
-            text = "; ".join(_joins(name, name in again) for name in came)
+            text = "; ".join(f"group {g} {'came back' if g in again else 'joined'}" for g in came)
             self.changes.append(Change(record["step"], at, text, joined=came, n=record["n"]))
         self._left = ()
         self.epochs.append(EpochStats(record["epoch"], members, at, record["step"]))
@@ -423,13 +423,15 @@ class TimeLost:
     def causes(self) -> dict[str, float]:
         """Return the seconds lost by cause.
 
-        ``faults``: the sum of `by`. ``joins and leaves``: the same for pauses around joins and
-        planned leaves. ``absent groups``: the work that absent groups would have done. Together
-        they are the part of `Course.elapsed` that `Course.goodput` lacks. ``recomputation``: from
-        the rollback of a step that is computed again to its commit; not part of the goodput.
+        ``faults``: the sum of `by` for faults after the first commit. ``joins and leaves``: the
+        same for pauses around joins and planned leaves. ``absent groups``: the work that absent
+        groups would have done. Together they are the part of `Course.elapsed` that `Course.goodput`
+        lacks. ``recomputation``: from the rollback of a step that is computed again to its commit;
+        not part of the goodput.
         """
         course, rate = self._course, self.undisturbed_rate
-        faults = sum(self.by(fault) or 0.0 for fault in course.faults)
+        began = course._first[0] if course._first else 0.0
+        faults = sum(self.by(fault) or 0.0 for fault in course.faults if fault.at >= began)
         again = sum(each.cost_s or 0.0 for each in course.rollbacks if each.is_recomputation)
         joins = absent = 0.0
         for stats in (stats for stats in course.epochs if stats.commits and rate):
@@ -462,10 +464,6 @@ def _speed(
     seconds = last[0] - first[0]
     steps, slices = last[1] - first[1], last[2] - first[2]
     return (steps / seconds, slices / seconds) if seconds > 0 else None
-
-
-def _joins(group: str, again: bool) -> str:
-    return f"group {group} {'came back' if again else 'joined'}"
 
 
 def _groups(record: Mapping[str, Any]) -> frozenset[str]:

@@ -146,7 +146,10 @@ def test_report_summary_fits_80_columns() -> None:
     lines = summary_lines(course)
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    assert "32 steps, 416 samples in 3.5 s" in text and "goodput 71.4%: 160.0 samples/s with all groups" in text
+    assert (
+        "32 steps, 416 samples in 3.5 s" in text
+        and "goodput 71.4%: 160.0 samples/s with all groups" in text
+    )
     assert "samples trained never: 0, more than once: 0" in text
     assert "group 1 was away for 1.3 s, 10 of 32 steps (from step 10 to 20)" in text
     assert "group 1 was away as asked for 190 ms, 2 of 32 steps (from step 30)" in text
@@ -283,3 +286,18 @@ def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> 
     course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
     lost = TimeLost(course).causes()
     assert lost["faults"] == pytest.approx(0.6) and lost["joins and leaves"] == 0.0
+
+
+def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> None:
+    """The goodput counts from the first commit on."""
+    course = Course()
+    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), 0.0)
+    for n, at in ((2, 1.0), (4, 2.0)):
+        more = {"cause": "0/0#1: failed", "code": "step_failed", "epoch": n // 2}
+        course.take(record(n, "abort", 0, 0, **more), at)
+        again = {"epoch": n // 2 + 1, "members": members("0", "1")}
+        course.take(record(n + 1, "epoch", 0, 0, **again), at)
+    for n in (6, 7):
+        course.take(record(n, "commit", n - 5, 2 * (n - 5), epoch=3), 4.0 + 0.1 * (n - 6))
+    assert course.goodput == 1.0 and not any(TimeLost(course).causes().values())
+    assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
