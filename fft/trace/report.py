@@ -299,7 +299,8 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
         elif incident.next_commit_ms is not None:  # only one group has repeated local steps
             what += f"; committed again after {duration(incident.next_commit_ms / 1e3)}"
         time = "-" if lost is None else duration(lost)
-        steps = "\n".join(str(each.steps) for each in course.absences if each.n == incident.n)
+        gone = (each for each in course.absences if each.n == incident.n)
+        steps = "\n".join(str(each.steps) for each in gone if fault is None or not each.planned)
         table.add_row(*place, Text(what), time, steps or "0", _speeds(fault, course))
     return table if table.rows else None
 

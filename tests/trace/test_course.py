@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.messages.progress import Goal
 from fft.trace.course import Course, TimeLost, readable_cause
-from fft.trace.report import course_of, fault_table, summary, summary_lines
+from fft.trace.display import cost
+from fft.trace.report import Incident, course_of, fault_table, summary, summary_lines
 from fft.trace.starts import newest_run
 
 
@@ -253,8 +254,11 @@ def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() ->
     course.take(record(3, "commit", 2, 6, change=True, leavers=["1"]), 0.2)
     course.take(record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code="died"), 0.3)
     course.take(record(5, "epoch", 2, 6, epoch=2, members=members("0")), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 0.5)
     (fault,) = course.faults
-    assert fault.lost == ("2",)
+    assert fault.lost == ("2",) and "group 1" not in cost(fault, course)
+    table = fault_table([Incident("", fault.cause, None, None, 1, 0, n=fault.n)], course)
+    assert table is not None and list(table.columns[4].cells) == ["1"], "of group 2 alone"
 
 
 def test_course_divides_the_time_between_two_commits_among_the_rollbacks_in_it() -> None:
