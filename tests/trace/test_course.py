@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from fft.cli import app
 from fft.messages.progress import Goal
 from fft.trace.course import Course, TimeLost, readable_cause
 from fft.trace.display import cost
-from fft.trace.report import Incident, course_of, fault_table, summary, summary_lines
+from fft.trace.read import read_lines, register_records
+from fft.trace.report import (
+    Incident,
+    change_lines,
+    course_of,
+    fault_table,
+    full_report,
+    incidents,
+    summary,
+    summary_lines,
+)
 from fft.trace.starts import newest_run
 
 
@@ -133,6 +144,18 @@ def test_course_of_traces_has_each_record_once(tmp_path: Path) -> None:
     assert course.faults[0].cause.startswith("group ") and "#" not in course.faults[0].cause
 
 
+def test_records_have_the_time_at_which_the_first_process_received_them(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=3)
+    for _ in range(3):
+        job.step()
+    job.close()
+    first: dict[int, float] = {}
+    for line in read_lines(tmp_path):
+        if found := (line.get("event") or {}).get("record"):
+            first.setdefault(found["n"], line["wall"])
+    assert {found["n"]: at for found, at in register_records(tmp_path)} == pytest.approx(first)
+
+
 def test_causes_name_ranks_in_words() -> None:
     assert readable_cause("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
     assert readable_cause("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
@@ -182,6 +205,37 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     out = io.StringIO()
     Console(file=out, width=80).print(CliRunner().invoke(app, ["report", "b"]).stdout)
     assert "no fault was noticed" in out.getvalue()
+
+
+def test_report_states_when_and_at_what_cost_a_group_joined(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=2)
+    job.clock += 100.0
+    for _ in range(4):
+        job.step()
+    job.start_group("2")
+    for _ in range(3):
+        job.step()
+    job.close()
+    (line,) = change_lines(incidents(tmp_path), course_of(tmp_path))
+    form = r"0\.\d\d s, step 5: group 2 joined, fetched 100 bytes; \d+ ms lost"
+    assert re.fullmatch(form, line), line
+
+
+def test_report_counts_the_time_before_a_rollback_to_its_cost(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=2)
+    for _ in range(3):
+        job.step()
+    job.clock += 1.0
+    job.refuse(job.live()[1], "boom")
+    for _ in range(3):
+        job.step()
+    job.close()
+    (incident,) = full_report(tmp_path)["incidents"]
+    assert incident["at_s"] > 1.0 and incident["lost_s"] > 1.0
+    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    assert table is not None
+    at, _, _, lost, *_ = (next(iter(column.cells)) for column in table.columns)
+    assert (at, lost) == (f"{incident['at_s']:.2f}", f"{incident['lost_s']:.1f} s")
 
 
 def recomputed(every: int, lost: bool = False) -> Course:
@@ -290,6 +344,40 @@ def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> 
     course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
     lost = TimeLost(course).causes()
     assert lost["faults"] == pytest.approx(0.6) and lost["joins and leaves"] == 0.0
+
+
+def test_course_counts_a_pause_with_a_fault_and_a_join_to_the_fault() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
+    more = {"epoch": 2, "members": members("0", "1", "2")}
+    course.take(record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    (change,), (fault,), times = course.changes, course.faults, TimeLost(course)
+    assert change.joined == ("2",) and times.around(change) == 0.0
+    assert times.by(fault) == pytest.approx(times.causes()["faults"]) == pytest.approx(0.65)
+
+
+def test_course_counts_a_join_after_a_recomputed_step_as_a_join() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "abort", 2, 4, cause="0/0#1: Recompute", code="recomputed"), 0.3)
+    more = {"epoch": 2, "members": members("0", "1", "2")}
+    course.take(record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    lost = TimeLost(course).causes()
+    assert course.faults == [] and lost["faults"] == 0.0
+    assert lost["joins and leaves"] == pytest.approx(0.65), "from 0.2 to 1.0, without a step"
+
+
+def test_course_takes_the_undisturbed_rate_from_epochs_with_two_commits() -> None:
+    """A group that joins for the last step leaves the rate of the others as the reference."""
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1", "2")), 0.2)
+    course.take(record(5, "commit", 3, 7, epoch=2), 0.4)
+    assert TimeLost(course).undisturbed_rate == pytest.approx(20.0)
+    assert course.goodput == pytest.approx(5 / 0.3 / 20.0)
 
 
 def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> None:
