@@ -39,7 +39,8 @@ def readable_cause(cause: str) -> str:
 
 @dataclass(slots=True)
 class EpochStats:
-    """The commits of one epoch."""
+    """The commits of one epoch. The epochs of an asynchronous job, which begin with each
+    synchronization, are one while no group joins or leaves and no fault occurs."""
 
     epoch: int
     members: frozenset[str]
@@ -314,13 +315,13 @@ class Course:
         gone = was - members
         for fault in self._pending:
             fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
-        if members == was and self._pending and all(f.is_recomputation for f in self._pending):
+        is_undisturbed = all(fault.is_recomputation for fault in self._pending)
+        if members == was and is_undisturbed and (self._pending or record.get("standing")):
             self._left, self.epochs[-1].epoch = (), record["epoch"]  # the job goes on as before
             return
         came = tuple(sorted(members - was)) if self.epochs else ()
         for group in sorted(gone):
-            planned = group in self._left
-            absence = Absence(group, record["step"], at, planned, self._ended_by)
+            absence = Absence(group, record["step"], at, group in self._left, self._ended_by)
             self.absences.append(absence)
         for absence in self.away():
             if absence.group in came:

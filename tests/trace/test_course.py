@@ -393,3 +393,23 @@ def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> 
         course.take(record(n, "commit", n - 5, 2 * (n - 5), epoch=3), 4.0 + 0.1 * (n - 6))
     assert course.goodput == 1.0 and not any(TimeLost(course).causes().values())
     assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
+
+
+def test_course_takes_the_epochs_of_synchronizations_as_one_until_the_members_change() -> None:
+    """In an asynchronous job each synchronization is an epoch of its own."""
+    course, n, slices, at = Course(), 0, 0, 0.0
+    groups = ["0", "1"]
+    for epoch in range(1, 21):
+        at += 1.0 if epoch == 11 else 0.1
+        if epoch == 11:
+            groups.append("2")
+        standing = [[{"group": name}, epoch] for name in groups]
+        more = {"epoch": epoch, "members": [], "standing": standing}
+        course.take(record(n + 1, "epoch", epoch - 1, slices, **more), at - 0.05)
+        slices += len(groups)
+        course.take(record(n + 2, "commit", epoch, slices, epoch=epoch, change=True), at)
+        n += 2
+    assert [(each.epoch, each.commits) for each in course.epochs] == [(10, 10), (20, 10)]
+    (change,), times = course.changes, TimeLost(course)
+    assert times.undisturbed_rate == pytest.approx(30.0) and course.rates() is not None
+    assert times.around(change) == pytest.approx(0.9) == times.causes()["joins and leaves"]
