@@ -39,7 +39,7 @@ def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     assert report.ok, report.render()
     (judged,) = (finding for finding in report.findings if finding.name == "bounded")
     assert judged.checks
-    assert "all 2 faults" in str(fired(traces))
+    assert "all 2 requested faults" in str(fired(traces))
     assert slices(read_lines(traces)).exact
     before, late, partial, steps = None, set(), 0, 0
     for record in records(traces):
