@@ -430,9 +430,8 @@ class TimeLost:
         lacks. ``recomputation``: from the rollback of a step that is computed again to its commit;
         not part of the goodput.
         """
-        course, rate = self._course, self.undisturbed_rate
-        began = course._first[0] if course._first else 0.0
-        faults = sum(self.by(fault) or 0.0 for fault in course.faults if fault.at >= began)
+        course, rate, first = self._course, self.undisturbed_rate, self._course._first
+        faults = sum(self.by(f) or 0.0 for f in course.faults if first and f.at >= first[0])
         again = sum(each.cost_s or 0.0 for each in course.rollbacks if each.is_recomputation)
         joins = absent = 0.0
         for stats in (stats for stats in course.epochs if stats.commits and rate):

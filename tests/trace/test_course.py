@@ -238,6 +238,21 @@ def test_report_counts_the_time_before_a_rollback_to_its_cost(tmp_path: Path) ->
     assert (at, lost) == (f"{incident['at_s']:.2f}", f"{incident['lost_s']:.1f} s")
 
 
+def test_report_gives_a_fault_of_a_later_stage_no_figures_of_the_first(tmp_path: Path) -> None:
+    """Each scope numbers its own records."""
+    for folder, cause in ((tmp_path, "boom"), (tmp_path / "scopes" / "stage1", "bang")):
+        job = TracedJob(folder, groups=2)
+        for _ in range(3):
+            job.step()
+        job.refuse(job.live()[1], cause)
+        job.step()
+        job.close()
+    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    assert table is not None
+    steps, causes = (list(map(str, column.cells)) for column in table.columns[1:3])
+    assert steps == ["3", "-"] and "boom" in causes[0] and "bang" in causes[1]
+
+
 def recomputed(every: int, lost: bool = False) -> Course:
     """Two groups at 10 steps/s; every n-th step is computed twice, which takes 0.1 s more.
 
