@@ -428,3 +428,15 @@ def test_course_takes_the_epochs_of_synchronizations_as_one_until_the_members_ch
     (change,), times = course.changes, TimeLost(course)
     assert times.undisturbed_rate == pytest.approx(30.0) and course.rates() is not None
     assert times.around(change) == pytest.approx(0.9) == times.causes()["joins and leaves"]
+
+
+def test_goodput_is_at_most_one_if_fewer_groups_are_faster() -> None:
+    """Groups that share the cores of a machine are faster while others are absent."""
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "commit", 2, 4, change=True, leavers=["1"]), 0.2)
+    course.take(record(5, "epoch", 2, 4, epoch=2, members=members("0")), 0.2)
+    for n in range(6, 16):
+        course.take(record(n, "commit", n - 3, n - 1, epoch=2), 0.2 + 0.02 * (n - 5))
+    assert course.mean_rates is not None and course.mean_rates[1] > 25.0
+    assert course.goodput == 1.0 and TimeLost(course).causes()["absent groups"] == 0.0
