@@ -440,3 +440,12 @@ def test_goodput_is_at_most_one_if_fewer_groups_are_faster() -> None:
         course.take(record(n, "commit", n - 3, n - 1, epoch=2), 0.2 + 0.02 * (n - 5))
     assert course.mean_rates is not None and course.mean_rates[1] > 25.0
     assert course.goodput == 1.0 and TimeLost(course).causes()["absent groups"] == 0.0
+
+
+def test_course_counts_the_pause_for_a_group_that_failed_to_join() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4, change=True), 0.2)
+    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1")), 0.3)
+    course.take(record(5, "commit", 3, 6, epoch=2), 1.0)
+    assert course.changes == []
+    assert TimeLost(course).causes()["joins and leaves"] == pytest.approx(0.7)
