@@ -39,7 +39,8 @@ def readable_cause(cause: str) -> str:
 
 @dataclass(slots=True)
 class EpochStats:
-    """The commits of one epoch."""
+    """The commits of one epoch. The epochs of an asynchronous job, which begin with each
+    synchronization, are one while no group joins or leaves and no fault occurs."""
 
     epoch: int
     members: frozenset[str]
@@ -314,20 +315,20 @@ class Course:
         gone = was - members
         for fault in self._pending:
             fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
-        if members == was and self._pending and all(f.is_recomputation for f in self._pending):
+        is_undisturbed = all(fault.is_recomputation for fault in self._pending)
+        if members == was and is_undisturbed and (self._pending or record.get("standing")):
             self._left, self.epochs[-1].epoch = (), record["epoch"]  # the job goes on as before
             return
         came = tuple(sorted(members - was)) if self.epochs else ()
         for group in sorted(gone):
-            planned = group in self._left
-            absence = Absence(group, record["step"], at, planned, self._ended_by)
+            absence = Absence(group, record["step"], at, group in self._left, self._ended_by)
             self.absences.append(absence)
         for absence in self.away():
             if absence.group in came:
                 absence.back = at
         if came:
             again = {absence.group for absence in self.absences}
-            text = "; ".join(_joins(name, name in again) for name in came)
+            text = "; ".join(f"group {g} {'came back' if g in again else 'joined'}" for g in came)
             self.changes.append(Change(record["step"], at, text, joined=came, n=record["n"]))
         self._left = ()
         self.epochs.append(EpochStats(record["epoch"], members, at, record["step"]))
@@ -423,13 +424,14 @@ class TimeLost:
     def causes(self) -> dict[str, float]:
         """Return the seconds lost by cause.
 
-        ``faults``: the sum of `by`. ``joins and leaves``: the same for pauses around joins and
-        planned leaves. ``absent groups``: the work that absent groups would have done. Together
-        they are the part of `Course.elapsed` that `Course.goodput` lacks. ``recomputation``: from
-        the rollback of a step that is computed again to its commit; not part of the goodput.
+        ``faults``: the sum of `by` for faults after the first commit. ``joins and leaves``: the
+        same for pauses around joins and planned leaves. ``absent groups``: the work that absent
+        groups would have done. Together they are the part of `Course.elapsed` that `Course.goodput`
+        lacks. ``recomputation``: from the rollback of a step that is computed again to its commit;
+        not part of the goodput.
         """
-        course, rate = self._course, self.undisturbed_rate
-        faults = sum(self.by(fault) or 0.0 for fault in course.faults)
+        course, rate, first = self._course, self.undisturbed_rate, self._course._first
+        faults = sum(self.by(f) or 0.0 for f in course.faults if first and f.at >= first[0])
         again = sum(each.cost_s or 0.0 for each in course.rollbacks if each.is_recomputation)
         joins = absent = 0.0
         for stats in (stats for stats in course.epochs if stats.commits and rate):
@@ -462,10 +464,6 @@ def _speed(
     seconds = last[0] - first[0]
     steps, slices = last[1] - first[1], last[2] - first[2]
     return (steps / seconds, slices / seconds) if seconds > 0 else None
-
-
-def _joins(group: str, again: bool) -> str:
-    return f"group {group} {'came back' if again else 'joined'}"
 
 
 def _groups(record: Mapping[str, Any]) -> frozenset[str]:

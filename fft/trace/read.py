@@ -54,7 +54,8 @@ class _Clock:
         n = record.get("n") if isinstance(record, dict) else None
         if not self._walls:
             self._walls.append(line["wall"] - line["mono"])
-        if not isinstance(n, int) or n % self._stride or n in self.seen:
+        was_read_late = line.get("roles") == ["joining", "joining"]  # the head, at its start
+        if was_read_late or not isinstance(n, int) or n % self._stride or n in self.seen:
             return
         self.seen[n] = line["mono"]
         self._walls.append(line["wall"] - line["mono"])
@@ -104,8 +105,7 @@ class Clocks:
             if shared and abs(_mode(shared) - offset) > _LATENCY_S:
                 offset = _mode(shared)
             found[who] = offset
-            for n, at in clock.seen.items():
-                common.setdefault(n, at + offset)
+            common = {n: at + offset for n, at in clock.seen.items()} | common
         return found
 
 

@@ -109,10 +109,12 @@ class _End:
 def incidents(directory: str | Path) -> list[Incident]:
     """Return every fault of a run: injected faults, and ends of epochs without an injected fault.
 
-    If stages have their own scopes, the incidents of each scope are determined separately.
+    If stages have their own scopes, the incidents of each scope are determined separately. Those of
+    later stages have the number 0, because each scope numbers its own records.
     """
-    folders = scope_folders(Path(directory))
-    found = [timed for folder in folders for timed in _incidents(folder)]
+    first, *others = scope_folders(Path(directory))
+    found = _incidents(first)
+    found += [(at, replace(each, n=0)) for other in others for at, each in _incidents(other)]
     return [incident for _, incident in sorted(found, key=lambda timed: timed[0])]
 
 
@@ -299,7 +301,8 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
         elif incident.next_commit_ms is not None:  # only one group has repeated local steps
             what += f"; committed again after {duration(incident.next_commit_ms / 1e3)}"
         time = "-" if lost is None else duration(lost)
-        steps = "\n".join(str(each.steps) for each in course.absences if each.n == incident.n)
+        gone = (each for each in course.absences if each.n == incident.n)
+        steps = "\n".join(str(each.steps) for each in gone if fault is None or not each.planned)
         table.add_row(*place, Text(what), time, steps or "0", _speeds(fault, course))
     return table if table.rows else None
 

@@ -72,6 +72,14 @@ def test_clock_of_a_process_that_received_most_records_late_stays_right(
     assert clocks.at(_line("1", 1.0, 1e6 + 1.0 + difference_s)) == pytest.approx(first, abs=0.01)
 
 
+def test_clock_of_a_process_that_only_read_an_old_record_as_it_joined_stays_right() -> None:
+    clocks = Clocks()
+    for n in (1, 2, 3):
+        clocks.take(_line("0", n * 0.1, 1e6 + n * 0.1, n))
+    clocks.take({**_line("1", 60.0, 1e6 + 60.0, 3), "roles": ["joining", "joining"]})
+    assert clocks.at(_line("1", 60.0, 1e6 + 60.0)) == pytest.approx(1e6 + 60.0)
+
+
 def _line(group: str, mono: float, wall: float, n: int | None = None) -> dict[str, Any]:
     event = {} if n is None else {"record": {"n": n}}
     return {"group": group, "rank": 0, "inc": 1, "mono": mono, "wall": wall, "event": event}

@@ -20,7 +20,8 @@ from waiting import wait_until
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.launch.exit_status import ExitStatus
-from fft.launch.supervisor.ending import last_epoch
+from fft.launch.supervisor import ending
+from fft.launch.supervisor.ending import Outage, last_epoch
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_register, left_name, list_name
@@ -544,3 +545,25 @@ def test_lost_shard_without_a_holder_is_resumed_at_once(run_job: StartJob, stage
         verdict = job.verdict()
     assert verdict.lost is not None
     assert verdict.deaths == {("step 5", "SIGKILL")}
+
+
+@pytest.mark.parametrize(
+    "failures, is_over",
+    [
+        ([0.0, 30.0, 59.0], False),
+        ([0.0, 30.0, 60.0], True),
+        ([0.0, 61.0, 100.0], False),  # the bus may have answered in the first minute
+        ([0.0, 61.0, 100.0, 121.0], True),
+    ],
+)
+def test_outage_exceeds_its_limit_after_failures_without_a_long_gap(
+    failures: list[float], is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = Outage()
+    for at in failures:
+        monkeypatch.setattr(ending.time, "monotonic", lambda at=at: 1000.0 + at)
+        found = outage.exceeds(60.0)
+    assert found is is_over
+    outage.answered()
+    monkeypatch.setattr(ending.time, "monotonic", lambda: 1000.0 + failures[-1] + 1.0)
+    assert not outage.exceeds(60.0), "another outage"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.messages.progress import Goal
 from fft.trace.course import Course, TimeLost, readable_cause
-from fft.trace.report import course_of, fault_table, summary, summary_lines
+from fft.trace.display import cost
+from fft.trace.read import read_lines, register_records
+from fft.trace.report import (
+    Incident,
+    change_lines,
+    course_of,
+    fault_table,
+    full_report,
+    incidents,
+    summary,
+    summary_lines,
+)
 from fft.trace.starts import newest_run
 
 
@@ -132,6 +144,18 @@ def test_course_of_traces_has_each_record_once(tmp_path: Path) -> None:
     assert course.faults[0].cause.startswith("group ") and "#" not in course.faults[0].cause
 
 
+def test_records_have_the_time_at_which_the_first_process_received_them(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=3)
+    for _ in range(3):
+        job.step()
+    job.close()
+    first: dict[int, float] = {}
+    for line in read_lines(tmp_path):
+        if found := (line.get("event") or {}).get("record"):
+            first.setdefault(found["n"], line["wall"])
+    assert {found["n"]: at for found, at in register_records(tmp_path)} == pytest.approx(first)
+
+
 def test_causes_name_ranks_in_words() -> None:
     assert readable_cause("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
     assert readable_cause("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
@@ -146,7 +170,10 @@ def test_report_summary_fits_80_columns() -> None:
     lines = summary_lines(course)
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    assert "32 steps, 416 samples in 3.5 s" in text and "goodput 71.4%: 160.0 samples/s with all groups" in text
+    assert (
+        "32 steps, 416 samples in 3.5 s" in text
+        and "goodput 71.4%: 160.0 samples/s with all groups" in text
+    )
     assert "samples trained never: 0, more than once: 0" in text
     assert "group 1 was away for 1.3 s, 10 of 32 steps (from step 10 to 20)" in text
     assert "group 1 was away as asked for 190 ms, 2 of 32 steps (from step 30)" in text
@@ -178,6 +205,52 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     out = io.StringIO()
     Console(file=out, width=80).print(CliRunner().invoke(app, ["report", "b"]).stdout)
     assert "no fault was noticed" in out.getvalue()
+
+
+def test_report_states_when_and_at_what_cost_a_group_joined(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=2)
+    job.clock += 100.0
+    for _ in range(4):
+        job.step()
+    job.start_group("2")
+    for _ in range(3):
+        job.step()
+    job.close()
+    (line,) = change_lines(incidents(tmp_path), course_of(tmp_path))
+    form = r"0\.\d\d s, step 5: group 2 joined, fetched 100 bytes; \d+ ms lost"
+    assert re.fullmatch(form, line), line
+
+
+def test_report_counts_the_time_before_a_rollback_to_its_cost(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=2)
+    for _ in range(3):
+        job.step()
+    job.clock += 1.0
+    job.refuse(job.live()[1], "boom")
+    for _ in range(3):
+        job.step()
+    job.close()
+    (incident,) = full_report(tmp_path)["incidents"]
+    assert incident["at_s"] > 1.0 and incident["lost_s"] > 1.0
+    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    assert table is not None
+    at, _, _, lost, *_ = (next(iter(column.cells)) for column in table.columns)
+    assert (at, lost) == (f"{incident['at_s']:.2f}", f"{incident['lost_s']:.1f} s")
+
+
+def test_report_gives_a_fault_of_a_later_stage_no_figures_of_the_first(tmp_path: Path) -> None:
+    """Each scope numbers its own records."""
+    for folder, cause in ((tmp_path, "boom"), (tmp_path / "scopes" / "stage1", "bang")):
+        job = TracedJob(folder, groups=2)
+        for _ in range(3):
+            job.step()
+        job.refuse(job.live()[1], cause)
+        job.step()
+        job.close()
+    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    assert table is not None
+    steps, causes = (list(map(str, column.cells)) for column in table.columns[1:3])
+    assert steps == ["3", "-"] and "boom" in causes[0] and "bang" in causes[1]
 
 
 def recomputed(every: int, lost: bool = False) -> Course:
@@ -250,8 +323,11 @@ def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() ->
     course.take(record(3, "commit", 2, 6, change=True, leavers=["1"]), 0.2)
     course.take(record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code="died"), 0.3)
     course.take(record(5, "epoch", 2, 6, epoch=2, members=members("0")), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 0.5)
     (fault,) = course.faults
-    assert fault.lost == ("2",)
+    assert fault.lost == ("2",) and "group 1" not in cost(fault, course)
+    table = fault_table([Incident("", fault.cause, None, None, 1, 0, n=fault.n)], course)
+    assert table is not None and list(table.columns[4].cells) == ["1"], "of group 2 alone"
 
 
 def test_course_divides_the_time_between_two_commits_among_the_rollbacks_in_it() -> None:
@@ -283,3 +359,93 @@ def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> 
     course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
     lost = TimeLost(course).causes()
     assert lost["faults"] == pytest.approx(0.6) and lost["joins and leaves"] == 0.0
+
+
+def test_course_counts_a_pause_with_a_fault_and_a_join_to_the_fault() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
+    more = {"epoch": 2, "members": members("0", "1", "2")}
+    course.take(record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    (change,), (fault,), times = course.changes, course.faults, TimeLost(course)
+    assert change.joined == ("2",) and times.around(change) == 0.0
+    assert times.by(fault) == pytest.approx(times.causes()["faults"]) == pytest.approx(0.65)
+
+
+def test_course_counts_a_join_after_a_recomputed_step_as_a_join() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "abort", 2, 4, cause="0/0#1: Recompute", code="recomputed"), 0.3)
+    more = {"epoch": 2, "members": members("0", "1", "2")}
+    course.take(record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    lost = TimeLost(course).causes()
+    assert course.faults == [] and lost["faults"] == 0.0
+    assert lost["joins and leaves"] == pytest.approx(0.65), "from 0.2 to 1.0, without a step"
+
+
+def test_course_takes_the_undisturbed_rate_from_epochs_with_two_commits() -> None:
+    """A group that joins for the last step leaves the rate of the others as the reference."""
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1", "2")), 0.2)
+    course.take(record(5, "commit", 3, 7, epoch=2), 0.4)
+    assert TimeLost(course).undisturbed_rate == pytest.approx(20.0)
+    assert course.goodput == pytest.approx(5 / 0.3 / 20.0)
+
+
+def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> None:
+    """The goodput counts from the first commit on."""
+    course = Course()
+    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), 0.0)
+    for n, at in ((2, 1.0), (4, 2.0)):
+        more = {"cause": "0/0#1: failed", "code": "step_failed", "epoch": n // 2}
+        course.take(record(n, "abort", 0, 0, **more), at)
+        again = {"epoch": n // 2 + 1, "members": members("0", "1")}
+        course.take(record(n + 1, "epoch", 0, 0, **again), at)
+    for n in (6, 7):
+        course.take(record(n, "commit", n - 5, 2 * (n - 5), epoch=3), 4.0 + 0.1 * (n - 6))
+    assert course.goodput == 1.0 and not any(TimeLost(course).causes().values())
+    assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
+
+
+def test_course_takes_the_epochs_of_synchronizations_as_one_until_the_members_change() -> None:
+    """In an asynchronous job each synchronization is an epoch of its own."""
+    course, n, slices, at = Course(), 0, 0, 0.0
+    groups = ["0", "1"]
+    for epoch in range(1, 21):
+        at += 1.0 if epoch == 11 else 0.1
+        if epoch == 11:
+            groups.append("2")
+        standing = [[{"group": name}, epoch] for name in groups]
+        more = {"epoch": epoch, "members": [], "standing": standing}
+        course.take(record(n + 1, "epoch", epoch - 1, slices, **more), at - 0.05)
+        slices += len(groups)
+        course.take(record(n + 2, "commit", epoch, slices, epoch=epoch, change=True), at)
+        n += 2
+    assert [(each.epoch, each.commits) for each in course.epochs] == [(10, 10), (20, 10)]
+    (change,), times = course.changes, TimeLost(course)
+    assert times.undisturbed_rate == pytest.approx(30.0) and course.rates() is not None
+    assert times.around(change) == pytest.approx(0.9) == times.causes()["joins and leaves"]
+
+
+def test_goodput_is_at_most_one_if_fewer_groups_are_faster() -> None:
+    """Groups that share the cores of a machine are faster while others are absent."""
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(record(4, "commit", 2, 4, change=True, leavers=["1"]), 0.2)
+    course.take(record(5, "epoch", 2, 4, epoch=2, members=members("0")), 0.2)
+    for n in range(6, 16):
+        course.take(record(n, "commit", n - 3, n - 1, epoch=2), 0.2 + 0.02 * (n - 5))
+    assert course.mean_rates is not None and course.mean_rates[1] > 25.0
+    assert course.goodput == 1.0 and TimeLost(course).causes()["absent groups"] == 0.0
+
+
+def test_course_counts_the_pause_for_a_group_that_failed_to_join() -> None:
+    course = begun("0", "1")
+    course.take(record(3, "commit", 2, 4, change=True), 0.2)
+    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1")), 0.3)
+    course.take(record(5, "commit", 3, 6, epoch=2), 1.0)
+    assert course.changes == []
+    assert TimeLost(course).causes()["joins and leaves"] == pytest.approx(0.7)

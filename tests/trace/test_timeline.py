@@ -57,6 +57,27 @@ def test_page_has_lanes_faults_and_the_lines_of_events(traces: Path) -> None:
     assert lines[event["line"] - 1] == event["text"]
 
 
+def test_page_separates_planned_departures_from_losses(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, groups=3)
+    job.clock += 100.0
+    for _ in range(3):
+        job.step()
+    job.drain("1")
+    for _ in range(2):
+        job.step()
+    job.kill_group("2")
+    for _ in range(2):
+        job.step()
+    job.close()
+    data = data_of(page(tmp_path))
+    told = [text for _, _, text in data["changes"]]
+    assert told == ["group 1 left after this commit", "group 2 was lost by a fault"]
+    (fault,) = data["faults"]
+    times = [at for at, *_ in data["changes"]] + [event["at"] for event in data["events"]]
+    assert min(times) > 0 and max(times) < 10, "seconds since the first epoch"
+    assert 0 < fault["at"] < fault["end"] < 10
+
+
 def test_lane_of_a_long_run_stays_small() -> None:
     lane = Lane("0/0")
     for step in range(100_000):
