@@ -27,7 +27,7 @@ faults:
 def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     tmp_path: Path,
 ) -> None:
-    """The kills come in the local phase and in a synchronization; the third group is four times
+    """The kills come in the local phase and in a synchronization; the third group is much
     slower."""
     (tmp_path / "faults.yaml").write_text(FAULTS)
     traces = tmp_path / "run"
