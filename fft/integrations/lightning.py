@@ -143,6 +143,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 "FFTStrategy: expected one train dataloader, got several; join their datasets"
             )
         self._data = Batches(dataloader, trainer, groups() * self._ranks, self._next_batch)
+        trainer.limit_train_batches = len(self._data)  # otherwise Lightning applies it once more
         return self._data
 
     def on_train_start(self) -> None:

@@ -1,0 +1,60 @@
+"""Tests of Lightning's Trainer on FFT's transactions, with one group in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from fft.integrations.lightning import FFTStrategy
+
+DATA = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+TrainerOf = Callable[..., Trainer]
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TrainerOf]:
+    """Return a function that makes a Trainer on an FFTStrategy of one group."""
+    for name in ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    strategies = []
+
+    def make(**options: Any) -> Trainer:
+        strategies.append(FFTStrategy())
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        if "callbacks" not in options:
+            quiet["enable_checkpointing"] = False
+        paths = {"default_root_dir": tmp_path}
+        where = {"accelerator": "cpu", "devices": 1, "strategy": strategies[-1]}
+        return Trainer(**{**paths, **where, **quiet, **options})
+
+    yield make
+    for each in strategies:
+        each.manager.shutdown()
+
+
+def test_fractional_limit_of_batches_is_applied_once(trainer_of: TrainerOf) -> None:
+    trainer = trainer_of(max_epochs=2, limit_train_batches=0.5)
+    trainer.fit(Model(), DataLoader(DATA, batch_size=2))
+    assert trainer.num_training_batches == 8
+    assert trainer.global_step == 16
