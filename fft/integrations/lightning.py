@@ -14,7 +14,6 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 each._version = f"{job}-g{group}-{start}"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+                callback.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # or a URL
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

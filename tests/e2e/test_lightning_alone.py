@@ -58,3 +58,10 @@ def test_fractional_limit_of_batches_is_applied_once(trainer_of: TrainerOf) -> N
     trainer.fit(Model(), DataLoader(DATA, batch_size=2))
     assert trainer.num_training_batches == 8
     assert trainer.global_step == 16
+
+
+def test_checkpoints_are_written_to_a_url(trainer_of: TrainerOf) -> None:
+    trainer = trainer_of(max_epochs=1, default_root_dir="memory://fft", callbacks=[])
+    trainer.fit(Model(), DataLoader(DATA, batch_size=2))
+    (callback,) = trainer.checkpoint_callbacks
+    assert callback.best_model_path.startswith("memory://fft/checkpoints/")
