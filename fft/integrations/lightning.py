@@ -361,7 +361,7 @@ class FFTStrategy(SingleDeviceStrategy):
 
 def _make_manager(device: torch.device, options: Mapping[str, Any]) -> fft.ManagerFFT:
     is_cuda, limit = device.type == "cuda", timedelta(seconds=60)
-    given: dict[str, Any] = {"min_replica_size": 1, "init_sync": False, **options}
+    given: dict[str, Any] = {"min_replica_size": 1, **options}
     # the first step waits for all groups, whose imports of Lightning take different times
     given["timeouts"] = {"join_window": 30.0, **given.get("timeouts", {})}
     # a joining group must fetch the state before it computes, because the state contains
