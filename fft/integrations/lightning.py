@@ -31,7 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fft
 from fft.errors import Drained, FftError
-from fft.integrations.lightning_parts import Batches, Logs, TrainerState, refuse_unsupported
+from fft.integrations.lightning_parts import (
+    Batches,
+    Logs,
+    TrainerState,
+    averaged_models,
+    refuse_unsupported,
+)
 from fft.integrations.processes import groups, process_group, ranks, shard_process_group
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -123,7 +129,7 @@ class FFTStrategy(SingleDeviceStrategy):
         refuse_unsupported(trainer, self._ranks)
         module, optimizers = self.lightning_module, self.optimizers
         self._state, self._logs = TrainerState(trainer), Logs(trainer)
-        extra: dict[str, Any] = {"lightning": self._state}
+        extra: dict[str, Any] = {"lightning": self._state, **averaged_models(trainer)}
         if not module.automatic_optimization:
             # `training_step` steps them itself, several times in one transaction if it wants to
             extra |= {f"optimizer_{i}": each for i, each in enumerate(optimizers)}

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     Timer,
+    WeightAveraging,
 )
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
@@ -243,6 +244,12 @@ def _keep_running(loop: _Loop) -> None:
     for each in vars(loop).values():
         if isinstance(each, _Loop):
             _keep_running(each)
+
+
+def averaged_models(trainer: Trainer) -> dict[str, Any]:
+    """Return the models of `WeightAveraging` callbacks, which are not in the callbacks' states."""
+    callbacks = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
+    return {f"average_{i}": each._average_model for i, each in enumerate(callbacks)}
 
 
 class Logs:
