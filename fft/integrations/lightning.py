@@ -352,6 +352,9 @@ class FFTStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         if self._txns is None or self._txn is None:
             return
+        if self._attempt is not None:
+            with contextlib.suppress(StopIteration):
+                self._attempt.throw(FftError("trainer.fit() was stopped within a step: drop it"))
         if not self._data.is_last(self.manager.current_step()):
             self.manager.stop()  # early stopping, which all groups decide after the same step
         for _ in self._txns:

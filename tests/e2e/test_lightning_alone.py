@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from fft.integrations.lightning import FFTStrategy
@@ -30,6 +30,14 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class StopsAfterBatch(Callback):
+    def __init__(self, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = args[-1] == self.batch_idx
 
 
 @pytest.fixture
@@ -58,6 +66,20 @@ def test_fractional_limit_of_batches_is_applied_once(trainer_of: TrainerOf) -> N
     trainer.fit(Model(), DataLoader(DATA, batch_size=2))
     assert trainer.num_training_batches == 8
     assert trainer.global_step == 16
+
+
+def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) -> None:
+    found = []
+    for batch_idx in (3, 4):  # the last one of the second step, and the first one of the third
+        torch.manual_seed(1)
+        model = Model()
+        trainer = trainer_of(
+            max_epochs=1, accumulate_grad_batches=2, callbacks=[StopsAfterBatch(batch_idx)]
+        )
+        trainer.fit(model, DataLoader(DATA, batch_size=2))
+        assert trainer.global_step == 2
+        found.append(model.layer.weight.tolist())
+    assert found[0] == found[1]
 
 
 def test_checkpoints_are_written_to_a_url(trainer_of: TrainerOf) -> None:
