@@ -201,6 +201,7 @@ class FFTStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._txn is None or not self._is_manual:
             return super().training_step(*self._with_txn_batch(args), **kwargs)
+        self._data.is_skipped = False
         is_replay = False
         while True:
             with self._txn:
@@ -219,6 +220,7 @@ class FFTStrategy(SingleDeviceStrategy):
     ) -> Any:
         if self._is_manual:
             return super().optimizer_step(optimizer, closure, **kwargs)
+        self._data.is_skipped = False
         results: list[Any] = []
 
         def run() -> None:
@@ -352,6 +354,7 @@ class FFTStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         if self._txns is None or self._txn is None:
             return
+        self._data.refuse_skipped()
         if self._attempt is not None:
             with contextlib.suppress(StopIteration):
                 self._attempt.throw(FftError("trainer.fit() was stopped within a step: drop it"))

@@ -66,6 +66,8 @@ class Batches:
             FftError: The data cannot be divided, or there is no batch for each rank.
         """
         self._trainer, self._draw = trainer, draw
+        self.is_skipped = False
+        """Whether the script has skipped the last batch: no step function has begun with it."""
         _refuse_unfit_loader(dataloader)
         self.dataset, self.micro_batches = dataloader.dataset, trainer.accumulate_grad_batches
         self._is_manual = not trainer.lightning_module.automatic_optimization
@@ -115,7 +117,20 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        return self._draw()
+        self.refuse_skipped()
+        batch = self._draw()
+        self.is_skipped = True  # until a step function begins with it
+        return batch
+
+    def refuse_skipped(self) -> None:
+        """Raise FftError if the script has skipped the last batch."""
+        if self.is_skipped:
+            raise FftError(
+                "FFTStrategy: expected a step for each batch, but the last one was skipped: the "
+                "batch was None, on_train_batch_start() returned -1, or optimizer_step() of the "
+                "module did not call optimizer.step(closure=closure). Multiply the loss by 0 where "
+                "a batch must not count, or set trainer.should_stop to end the training"
+            )
 
     @property
     def total_steps(self) -> int | None:

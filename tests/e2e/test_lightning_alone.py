@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fft.errors import FftError
+
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,6 +32,19 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SkipsRestOfEpoch(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class StepsEverySecondBatch(Model):
+    def optimizer_step(self, epoch: Any, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=closure)
+        else:
+            closure()
 
 
 class StopsAfterBatch(Callback):
@@ -80,6 +95,19 @@ def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) ->
         assert trainer.global_step == 2
         found.append(model.layer.weight.tolist())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "model, collate",
+    [
+        (SkipsRestOfEpoch, torch.stack),
+        (StepsEverySecondBatch, torch.stack),
+        (Model, lambda samples: None),
+    ],
+)
+def test_skipped_batch_is_refused(trainer_of: TrainerOf, model: Any, collate: Any) -> None:
+    with pytest.raises(FftError, match="expected a step for each batch"):
+        trainer_of(max_epochs=1).fit(model(), DataLoader(DATA, batch_size=2, collate_fn=collate))
 
 
 def test_checkpoints_are_written_to_a_url(trainer_of: TrainerOf) -> None:
