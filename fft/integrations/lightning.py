@@ -127,6 +127,11 @@ class FFTStrategy(SingleDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         refuse_unsupported(trainer, self._ranks)
+        if self._data is not None:
+            raise FftError(
+                "FFTStrategy: expected one call of trainer.fit(), got a second one; train all "
+                "epochs in one call"
+            )
         module, optimizers = self.lightning_module, self.optimizers
         self._state, self._logs = TrainerState(trainer), Logs(trainer)
         extra: dict[str, Any] = {"lightning": self._state, **averaged_models(trainer)}

@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
     WeightAveraging,
 )
@@ -38,6 +40,7 @@ _UNSUPPORTED = {
     GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
     Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
     BatchSizeFinder: "find the batch size in a run without FFT",
+    StochasticWeightAveraging: "use WeightAveraging",
     LearningRateFinder: "find the learning rate in a run without FFT",
 }
 """Unsupported callbacks, each with the fix for the error message."""
@@ -153,7 +156,7 @@ def _refuse_unfit_loader(dataloader: Any) -> None:
     if isinstance(dataloader, DataLoader):
         if isinstance(dataloader.dataset, IterableDataset):
             found, fix = "an IterableDataset", "use a dataset with len() and samples by index"
-        elif type(dataloader.batch_sampler) is not BatchSampler:
+        elif dataloader.batch_size is None or type(dataloader.batch_sampler) is not BatchSampler:
             found, fix = "a batch_sampler", "pass batch_size= and sampler="
         else:
             return
@@ -326,6 +329,16 @@ def refuse_unsupported(trainer: Trainer, ranks: int) -> None:
         for kind, fix in _UNSUPPORTED.items():
             if isinstance(callback, kind):
                 raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise FftError(
+                "FFTStrategy: ModelCheckpoint(train_time_interval=…) is not supported; pass "
+                "every_n_train_steps=, because clocks of groups differ"
+            )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise FftError(
+            "FFTStrategy: Trainer(val_check_interval=…) as a time is not supported; pass a number "
+            "of batches, because clocks of groups differ"
+        )
     if trainer.reload_dataloaders_every_n_epochs:
         raise FftError(
             "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from fft.errors import FftError
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from fft.integrations.lightning import FFTStrategy
 
@@ -108,6 +110,37 @@ def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) ->
 def test_skipped_batch_is_refused(trainer_of: TrainerOf, model: Any, collate: Any) -> None:
     with pytest.raises(FftError, match="expected a step for each batch"):
         trainer_of(max_epochs=1).fit(model(), DataLoader(DATA, batch_size=2, collate_fn=collate))
+
+
+@pytest.mark.parametrize(
+    "options, fix",
+    [
+        ({"val_check_interval": timedelta(seconds=5)}, "pass a number of batches"),
+        (
+            {"callbacks": [ModelCheckpoint(train_time_interval=timedelta(seconds=5))]},
+            "pass every_n_train_steps=",
+        ),
+        ({"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "use WeightAveraging"),
+    ],
+)
+def test_trainer_refuses_what_it_does_not_support(
+    trainer_of: TrainerOf, options: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(FftError, match=fix):
+        trainer_of(max_epochs=1, **options).fit(Model(), DataLoader(DATA, batch_size=2))
+
+
+def test_batch_sampler_is_refused(trainer_of: TrainerOf) -> None:
+    sampler = BatchSampler(SequentialSampler(DATA), batch_size=2, drop_last=False)
+    with pytest.raises(FftError, match="cannot divide a batch_sampler"):
+        trainer_of(max_epochs=1).fit(Model(), DataLoader(DATA, batch_sampler=sampler))
+
+
+def test_second_fit_is_refused(trainer_of: TrainerOf) -> None:
+    trainer, data = trainer_of(max_epochs=1), DataLoader(DATA, batch_size=2)
+    trainer.fit(Model(), data)
+    with pytest.raises(FftError, match="expected one call"):
+        trainer.fit(Model(), data)
 
 
 def test_checkpoints_are_written_to_a_url(trainer_of: TrainerOf) -> None:
