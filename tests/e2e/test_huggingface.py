@@ -303,6 +303,13 @@ def test_trainer_refuses_what_it_does_not_support(
         huggingface._refuse_unsupported(SimpleNamespace(**(FINE | wrong)), ranks)
 
 
+def test_dataloader_without_a_dataset_is_refused() -> None:
+    from fft.integrations import huggingface
+
+    with pytest.raises(fft.FftError, match="expected a torch DataLoader"):
+        huggingface.FFTTrainerMixin.set_initial_training_values(object(), None, [])
+
+
 def test_group_with_another_number_of_steps_is_told_which_one_to_pass() -> None:
     from fft.integrations.huggingface_progress import Progress
 
