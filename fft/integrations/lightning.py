@@ -293,10 +293,15 @@ class FFTStrategy(SingleDeviceStrategy):
             if metric.is_tensor and metric.meta.on_epoch and metric.meta.sync.should:
                 metric.compute()  # the result is kept until the end of the epoch
 
+    @property
+    def _is_in_step(self) -> bool:
+        # an evaluation may run between two micro-batches of a step; a fault must not interrupt it
+        return self._trainer.training and self.manager.is_in_txn
+
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **_: Any
     ) -> Any:
-        if not isinstance(tensor, torch.Tensor) or not self.manager.is_in_txn:
+        if not isinstance(tensor, torch.Tensor) or not self._is_in_step:
             return tensor  # an evaluation, which has the same result on all groups
         op = str(reduce_op).lower().removeprefix("reduceop.").removeprefix("redoptype.")
         if op not in ("none", "mean", "avg", "sum"):
@@ -308,7 +313,7 @@ class FFTStrategy(SingleDeviceStrategy):
         return mean * self.manager.num_participants() * self._ranks if op == "sum" else mean
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        if self.manager.is_in_txn:
+        if self._is_in_step:
             raise FftError(
                 "FFTStrategy: self.all_gather() in training_step is not supported; reduce by "
                 'strategy.manager.allreduce() (see "Embeddings of all groups" in FFT\'s '

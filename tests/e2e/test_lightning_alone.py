@@ -49,6 +49,11 @@ class StepsEverySecondBatch(Model):
             closure()
 
 
+class GathersInValidation(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.all_gather(self.layer(batch)).mean(), sync_dist=True)
+
+
 class StopsAfterBatch(Callback):
     def __init__(self, batch_idx: int) -> None:
         self.batch_idx = batch_idx
@@ -97,6 +102,16 @@ def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) ->
         assert trainer.global_step == 2
         found.append(model.layer.weight.tolist())
     assert found[0] == found[1]
+
+
+def test_validation_between_two_micro_batches_needs_no_group(
+    trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fft.Transaction.mean", None)
+    data = DataLoader(DATA, batch_size=2)
+    trainer = trainer_of(max_epochs=1, accumulate_grad_batches=2, val_check_interval=3)
+    trainer.fit(GathersInValidation(), data, data)
+    assert "mean" in trainer.callback_metrics
 
 
 @pytest.mark.parametrize(
