@@ -110,6 +110,11 @@ class FFTTrainerMixin(_Base):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Return the Trainer's values, with the number of steps that all ranks together need for
         an epoch."""
+        if not hasattr(dataloader, "dataset"):
+            raise fft.FftError(
+                "FFTTrainer: expected a torch DataLoader from get_train_dataloader(), got a "
+                f"{type(dataloader).__name__}"
+            )
         values = super().set_initial_training_values(args, dataloader)
         if isinstance(dataloader.dataset, IterableDataset):
             return values

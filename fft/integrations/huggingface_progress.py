@@ -58,9 +58,9 @@ class Progress:
             )
         for name, value in state["counters"].items():
             setattr(trainer.state, name, value)
-        if _without_process_metrics(trainer.state.log_history) != (
-            history := json.loads(state["history"])
-        ):
+        history = json.loads(state["history"])
+        is_at_start = trainer.state.global_step == 0  # its own history has that of `eval_on_start`
+        if not is_at_start and _without_process_metrics(trainer.state.log_history) != history:
             trainer.state.log_history = history
         for name, one in self._exportable().items():
             saved = state["callbacks"].get(name, {})

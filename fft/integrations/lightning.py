@@ -14,7 +14,6 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fft
 from fft.errors import Drained, FftError
-from fft.integrations.lightning_parts import Batches, Logs, TrainerState, refuse_unsupported
+from fft.integrations.lightning_parts import (
+    Batches,
+    Logs,
+    TrainerState,
+    averaged_models,
+    refuse_unsupported,
+)
 from fft.integrations.processes import groups, process_group, ranks, shard_process_group
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -115,16 +120,21 @@ class FFTStrategy(SingleDeviceStrategy):
                 each._version = f"{job}-g{group}-{start}"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+                callback.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # or a URL
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         refuse_unsupported(trainer, self._ranks)
+        if self._data is not None:
+            raise FftError(
+                "FFTStrategy: expected one call of trainer.fit(), got a second one; train all "
+                "epochs in one call"
+            )
         module, optimizers = self.lightning_module, self.optimizers
         self._state, self._logs = TrainerState(trainer), Logs(trainer)
-        extra: dict[str, Any] = {"lightning": self._state}
+        extra: dict[str, Any] = {"lightning": self._state, **averaged_models(trainer)}
         if not module.automatic_optimization:
             # `training_step` steps them itself, several times in one transaction if it wants to
             extra |= {f"optimizer_{i}": each for i, each in enumerate(optimizers)}
@@ -143,6 +153,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 "FFTStrategy: expected one train dataloader, got several; join their datasets"
             )
         self._data = Batches(dataloader, trainer, groups() * self._ranks, self._next_batch)
+        trainer.limit_train_batches = len(self._data)  # otherwise Lightning applies it once more
         return self._data
 
     def on_train_start(self) -> None:
@@ -195,6 +206,7 @@ class FFTStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._txn is None or not self._is_manual:
             return super().training_step(*self._with_txn_batch(args), **kwargs)
+        self._data.is_skipped = False
         is_replay = False
         while True:
             with self._txn:
@@ -213,6 +225,7 @@ class FFTStrategy(SingleDeviceStrategy):
     ) -> Any:
         if self._is_manual:
             return super().optimizer_step(optimizer, closure, **kwargs)
+        self._data.is_skipped = False
         results: list[Any] = []
 
         def run() -> None:
@@ -280,10 +293,15 @@ class FFTStrategy(SingleDeviceStrategy):
             if metric.is_tensor and metric.meta.on_epoch and metric.meta.sync.should:
                 metric.compute()  # the result is kept until the end of the epoch
 
+    @property
+    def _is_in_step(self) -> bool:
+        # an evaluation may run between two micro-batches of a step; a fault must not interrupt it
+        return self._trainer.training and self.manager.is_in_txn
+
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **_: Any
     ) -> Any:
-        if not isinstance(tensor, torch.Tensor) or not self.manager.is_in_txn:
+        if not isinstance(tensor, torch.Tensor) or not self._is_in_step:
             return tensor  # an evaluation, which has the same result on all groups
         op = str(reduce_op).lower().removeprefix("reduceop.").removeprefix("redoptype.")
         if op not in ("none", "mean", "avg", "sum"):
@@ -295,7 +313,7 @@ class FFTStrategy(SingleDeviceStrategy):
         return mean * self.manager.num_participants() * self._ranks if op == "sum" else mean
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        if self.manager.is_in_txn:
+        if self._is_in_step:
             raise FftError(
                 "FFTStrategy: self.all_gather() in training_step is not supported; reduce by "
                 'strategy.manager.allreduce() (see "Embeddings of all groups" in FFT\'s '
@@ -346,6 +364,10 @@ class FFTStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         if self._txns is None or self._txn is None:
             return
+        self._data.refuse_skipped()
+        if self._attempt is not None:
+            with contextlib.suppress(StopIteration):
+                self._attempt.throw(FftError("trainer.fit() was stopped within a step: drop it"))
         if not self._data.is_last(self.manager.current_step()):
             self.manager.stop()  # early stopping, which all groups decide after the same step
         for _ in self._txns:
@@ -361,7 +383,7 @@ class FFTStrategy(SingleDeviceStrategy):
 
 def _make_manager(device: torch.device, options: Mapping[str, Any]) -> fft.ManagerFFT:
     is_cuda, limit = device.type == "cuda", timedelta(seconds=60)
-    given: dict[str, Any] = {"min_replica_size": 1, "init_sync": False, **options}
+    given: dict[str, Any] = {"min_replica_size": 1, **options}
     # the first step waits for all groups, whose imports of Lightning take different times
     given["timeouts"] = {"join_window": 30.0, **given.get("timeouts", {})}
     # a joining group must fetch the state before it computes, because the state contains

@@ -15,7 +15,10 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
+    WeightAveraging,
 )
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
@@ -37,6 +40,7 @@ _UNSUPPORTED = {
     GradientAccumulationScheduler: "use one value of Trainer(accumulate_grad_batches=…)",
     Timer: "use Trainer(max_steps=…), or `fft run --timeout`; clocks of groups differ",
     BatchSizeFinder: "find the batch size in a run without FFT",
+    StochasticWeightAveraging: "use WeightAveraging",
     LearningRateFinder: "find the learning rate in a run without FFT",
 }
 """Unsupported callbacks, each with the fix for the error message."""
@@ -65,6 +69,8 @@ class Batches:
             FftError: The data cannot be divided, or there is no batch for each rank.
         """
         self._trainer, self._draw = trainer, draw
+        self.is_skipped = False
+        """Whether the script has skipped the last batch: no step function has begun with it."""
         _refuse_unfit_loader(dataloader)
         self.dataset, self.micro_batches = dataloader.dataset, trainer.accumulate_grad_batches
         self._is_manual = not trainer.lightning_module.automatic_optimization
@@ -114,7 +120,20 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        return self._draw()
+        self.refuse_skipped()
+        batch = self._draw()
+        self.is_skipped = True  # until a step function begins with it
+        return batch
+
+    def refuse_skipped(self) -> None:
+        """Raise FftError if the script has skipped the last batch."""
+        if self.is_skipped:
+            raise FftError(
+                "FFTStrategy: expected a step for each batch, but the last one was skipped: the "
+                "batch was None, on_train_batch_start() returned -1, or optimizer_step() of the "
+                "module did not call optimizer.step(closure=closure). Multiply the loss by 0 where "
+                "a batch must not count, or set trainer.should_stop to end the training"
+            )
 
     @property
     def total_steps(self) -> int | None:
@@ -137,7 +156,7 @@ def _refuse_unfit_loader(dataloader: Any) -> None:
     if isinstance(dataloader, DataLoader):
         if isinstance(dataloader.dataset, IterableDataset):
             found, fix = "an IterableDataset", "use a dataset with len() and samples by index"
-        elif type(dataloader.batch_sampler) is not BatchSampler:
+        elif dataloader.batch_size is None or type(dataloader.batch_sampler) is not BatchSampler:
             found, fix = "a batch_sampler", "pass batch_size= and sampler="
         else:
             return
@@ -245,6 +264,12 @@ def _keep_running(loop: _Loop) -> None:
             _keep_running(each)
 
 
+def averaged_models(trainer: Trainer) -> dict[str, Any]:
+    """Return the models of `WeightAveraging` callbacks, which are not in the callbacks' states."""
+    callbacks = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
+    return {f"average_{i}": each._average_model for i, each in enumerate(callbacks)}
+
+
 class Logs:
     """Logged values, torchmetrics and counts of calls that a step function changes.
 
@@ -304,6 +329,16 @@ def refuse_unsupported(trainer: Trainer, ranks: int) -> None:
         for kind, fix in _UNSUPPORTED.items():
             if isinstance(callback, kind):
                 raise FftError(f"FFTStrategy: {kind.__name__} is not supported; {fix}")
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise FftError(
+                "FFTStrategy: ModelCheckpoint(train_time_interval=…) is not supported; pass "
+                "every_n_train_steps=, because clocks of groups differ"
+            )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise FftError(
+            "FFTStrategy: Trainer(val_check_interval=…) as a time is not supported; pass a number "
+            "of batches, because clocks of groups differ"
+        )
     if trainer.reload_dataloaders_every_n_epochs:
         raise FftError(
             "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forked_run import fft as run_fft
 
 import fft
@@ -301,6 +302,43 @@ def test_trainer_refuses_what_it_does_not_support(
     huggingface._refuse_unsupported(SimpleNamespace(**(FINE | {"fsdp": True})), 2)
     with pytest.raises(fft.FftError, match=words):
         huggingface._refuse_unsupported(SimpleNamespace(**(FINE | wrong)), ranks)
+
+
+class Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+def test_log_history_has_the_evaluation_on_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainingArguments
+
+    from fft.integrations.huggingface import FFTTrainer
+
+    for name in ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    data = [{"x": torch.ones(1), "labels": torch.zeros(1)} for _ in range(8)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, eval_on_start=True, eval_strategy="no", use_cpu=True
+    )
+    trainer = FFTTrainer(model=Squares(), args=args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert [(e["step"], "eval_loss" in e) for e in trainer.state.log_history] == [
+        (0, True),
+        (2, False),
+    ]
+
+
+def test_dataloader_without_a_dataset_is_refused() -> None:
+    from fft.integrations import huggingface
+
+    with pytest.raises(fft.FftError, match="expected a torch DataLoader"):
+        huggingface.FFTTrainerMixin.set_initial_training_values(object(), None, [])
 
 
 def test_group_with_another_number_of_steps_is_told_which_one_to_pass() -> None:

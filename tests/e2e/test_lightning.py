@@ -29,6 +29,7 @@ pytestmark = pytest.mark.multiprocess
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 GAN = Path(__file__).with_name("lightning_gan_script.py")
 FSDP = Path(__file__).with_name("lightning_fsdp_script.py")
+AVERAGE = Path(__file__).with_name("lightning_average_script.py")
 STOP = Path(__file__).with_name("lightning_stop_script.py")
 LIMIT_S = 200
 TRANSIENT = """
@@ -129,6 +130,18 @@ def test_trainer_survives_a_kill_and_a_drain(tmp_path: Path) -> None:
     steps = [int(row["step"]) for row in written(tmp_path / "own") if row["train_loss_step"]]
     assert steps == list(range(len(steps))), "the first group logs each committed step once"
     assert len(steps) > 20
+
+
+@pytest.mark.long
+def test_groups_average_equal_weights_without_a_seed_and_after_a_kill(tmp_path: Path) -> None:
+    traces = job(tmp_path, "--stop-after-plan", "5", str(AVERAGE), plan=KILL_AND_DRAIN)
+    first, second = (
+        dict(re.findall(r"step (\d+): average (\S+)", "".join(log.read_text() for log in logs)))
+        for logs in ((traces / "logs").glob(f"g{group}*") for group in (0, 1))
+    )
+    both = first.keys() & second.keys()
+    assert {step: first[step] for step in both} == {step: second[step] for step in both}
+    assert len(both) > 10
 
 
 @pytest.mark.long

@@ -1,0 +1,165 @@
+"""Tests of Lightning's Trainer on FFT's transactions, with one group in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fft.errors import FftError
+
+pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from fft.integrations.lightning import FFTStrategy
+
+DATA = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+TrainerOf = Callable[..., Trainer]
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SkipsRestOfEpoch(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class StepsEverySecondBatch(Model):
+    def optimizer_step(self, epoch: Any, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class GathersInValidation(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.all_gather(self.layer(batch)).mean(), sync_dist=True)
+
+
+class StopsAfterBatch(Callback):
+    def __init__(self, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = args[-1] == self.batch_idx
+
+
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TrainerOf]:
+    """Return a function that makes a Trainer on an FFTStrategy of one group."""
+    for name in ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    strategies = []
+
+    def make(**options: Any) -> Trainer:
+        strategies.append(FFTStrategy())
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        if "callbacks" not in options:
+            quiet["enable_checkpointing"] = False
+        paths = {"default_root_dir": tmp_path}
+        where = {"accelerator": "cpu", "devices": 1, "strategy": strategies[-1]}
+        return Trainer(**{**paths, **where, **quiet, **options})
+
+    yield make
+    for each in strategies:
+        each.manager.shutdown()
+
+
+def test_fractional_limit_of_batches_is_applied_once(trainer_of: TrainerOf) -> None:
+    trainer = trainer_of(max_epochs=2, limit_train_batches=0.5)
+    trainer.fit(Model(), DataLoader(DATA, batch_size=2))
+    assert trainer.num_training_batches == 8
+    assert trainer.global_step == 16
+
+
+def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) -> None:
+    found = []
+    for batch_idx in (3, 4):  # the last one of the second step, and the first one of the third
+        torch.manual_seed(1)
+        model = Model()
+        trainer = trainer_of(
+            max_epochs=1, accumulate_grad_batches=2, callbacks=[StopsAfterBatch(batch_idx)]
+        )
+        trainer.fit(model, DataLoader(DATA, batch_size=2))
+        assert trainer.global_step == 2
+        found.append(model.layer.weight.tolist())
+    assert found[0] == found[1]
+
+
+def test_validation_between_two_micro_batches_needs_no_group(
+    trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fft.Transaction.mean", None)
+    data = DataLoader(DATA, batch_size=2)
+    trainer = trainer_of(max_epochs=1, accumulate_grad_batches=2, val_check_interval=3)
+    trainer.fit(GathersInValidation(), data, data)
+    assert "mean" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    "model, collate",
+    [
+        (SkipsRestOfEpoch, torch.stack),
+        (StepsEverySecondBatch, torch.stack),
+        (Model, lambda samples: None),
+    ],
+)
+def test_skipped_batch_is_refused(trainer_of: TrainerOf, model: Any, collate: Any) -> None:
+    with pytest.raises(FftError, match="expected a step for each batch"):
+        trainer_of(max_epochs=1).fit(model(), DataLoader(DATA, batch_size=2, collate_fn=collate))
+
+
+@pytest.mark.parametrize(
+    "options, fix",
+    [
+        ({"val_check_interval": timedelta(seconds=5)}, "pass a number of batches"),
+        (
+            {"callbacks": [ModelCheckpoint(train_time_interval=timedelta(seconds=5))]},
+            "pass every_n_train_steps=",
+        ),
+        ({"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "use WeightAveraging"),
+    ],
+)
+def test_trainer_refuses_what_it_does_not_support(
+    trainer_of: TrainerOf, options: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(FftError, match=fix):
+        trainer_of(max_epochs=1, **options).fit(Model(), DataLoader(DATA, batch_size=2))
+
+
+def test_batch_sampler_is_refused(trainer_of: TrainerOf) -> None:
+    sampler = BatchSampler(SequentialSampler(DATA), batch_size=2, drop_last=False)
+    with pytest.raises(FftError, match="cannot divide a batch_sampler"):
+        trainer_of(max_epochs=1).fit(Model(), DataLoader(DATA, batch_sampler=sampler))
+
+
+def test_second_fit_is_refused(trainer_of: TrainerOf) -> None:
+    trainer, data = trainer_of(max_epochs=1), DataLoader(DATA, batch_size=2)
+    trainer.fit(Model(), data)
+    with pytest.raises(FftError, match="expected one call"):
+        trainer.fit(Model(), data)
+
+
+def test_checkpoints_are_written_to_a_url(trainer_of: TrainerOf) -> None:
+    trainer = trainer_of(max_epochs=1, default_root_dir="memory://fft", callbacks=[])
+    trainer.fit(Model(), DataLoader(DATA, batch_size=2))
+    (callback,) = trainer.checkpoint_callbacks
+    assert callback.best_model_path.startswith("memory://fft/checkpoints/")
