@@ -347,7 +347,7 @@ GATES = (
     Gate("functions", long_functions, limit=0, target=0),
     Gate("torchft-private", private_uses, limit=0, target=0),
     Gate("paradigm-branches", paradigm_branches, limit=0, target=0),
-    Gate("code-lines", code_lines, limit=50900, target=30000),
+    Gate("code-lines", code_lines, limit=51000, target=30000),
     _prose_gate("docs", 0.3),
     _prose_gate("docstrings", 0.3),
     _prose_gate("comments", 0.1),
