@@ -128,11 +128,13 @@ class SlurmCluster:
             if self._runs_on(process, node):
                 doomed.append(process)
                 doomed += [p for p in process.parents() if p.name().startswith("slurmstepd")]
-        for process in set(doomed):  # all at once: none may react to the end of another
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-        for process in set(doomed):
-            _kill(process)
+        # All at once: none may react to the end of another. Children are killed first, because the
+        # kernel continues the stopped children of a parent that ends.
+        doomed = sorted(set(doomed), key=lambda process: process.create_time(), reverse=True)
+        for end in (psutil.Process.suspend, psutil.Process.kill):
+            for process in doomed:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
 
     def _runs_on(self, process: psutil.Process, node: str) -> bool:
         try:
