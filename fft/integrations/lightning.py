@@ -93,6 +93,8 @@ class FFTStrategy(SingleDeviceStrategy):
         """The running step function. It is suspended between two micro-batches."""
         self._replay_index: int | None = None
         """Index of the micro-batch that a replay recomputes, or None outside a replay."""
+        self._is_stopped = False
+        """Lightning has ended the training."""
         self._on_sigterm: Any = None
 
     # --- set up ---
@@ -266,6 +268,9 @@ class FFTStrategy(SingleDeviceStrategy):
                     break
                 with self.manager.atomic():
                     yield
+                if self._is_stopped:
+                    self.manager.stop()
+                    return
             plugin, scaler = self.precision_plugin, getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -365,10 +370,13 @@ class FFTStrategy(SingleDeviceStrategy):
         if self._txns is None or self._txn is None:
             return
         self._data.refuse_skipped()
-        if self._attempt is not None:
-            with contextlib.suppress(StopIteration):
-                self._attempt.throw(FftError("trainer.fit() was stopped within a step: drop it"))
-        if not self._data.is_last(self.manager.current_step()):
+        self._is_stopped = True
+        is_between = self._attempt is None
+        if self._attempt is not None:  # between two micro-batches, so the open step is dropped
+            next(self._attempt, None)
+        if not self._data.is_last(self.manager.current_step()) and (
+            is_between or not self._txn.committed
+        ):
             self.manager.stop()  # early stopping, which all groups decide after the same step
         for _ in self._txns:
             raise FftError("FFTStrategy: a transaction has begun after the end of trainer.fit()")

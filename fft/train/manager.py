@@ -577,7 +577,8 @@ class ManagerFFT(TorchftInterface):
     def stop(self) -> None:
         """End the job after the newest commit, for early stopping.
 
-        Call it between two txns, on all ranks of all groups after the same step. The iterator of
+        Call it on all ranks of all groups after the same step: between two txns, or in a step
+        function before its first reduction, whose step is then dropped. The iterator of
         `transactions` then ends: all groups compare their replicas, take the final checkpoint and
         leave together, without another step. `drain` leaves with one more commit instead.
 

@@ -87,6 +87,8 @@ class TransactionLoop:
         self.is_over = False
         """The last txn of the job has committed."""
         self._is_stopping = False
+        self._txn: Transaction | None = None
+        """The newest txn that was yielded."""
         """The script has stopped the job: the next txn ends it without a step."""
         self._manager, self._watchers = rank.manager, rank.watchers
         self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
@@ -241,6 +243,7 @@ class TransactionLoop:
             if self._is_stopping:
                 self._end_without_step(txn)
                 continue
+            self._txn = txn
             try:
                 yield txn
             except GeneratorExit:
@@ -265,6 +268,15 @@ class TransactionLoop:
             )
         self._is_stopping = True
         self._manager.drain(reason="the training was stopped")
+        if self._txn is not None and self._manager.is_in_txn:
+            self._drop_step(self._txn)
+
+    def _drop_step(self, txn: Transaction) -> None:
+        """Let the open txn end the job without a step."""
+        txn.is_stop = txn.is_last = True
+        self._voter.compare_now()
+        # the vote's manifest must contain a reduction; no tensor is sent
+        self._reductions.manifest.add(torch.empty(0), "stop")
 
     def _end_without_step(self, txn: Transaction) -> None:
         """Run the last txn of a stopped job, which compares the replicas and changes no state.
@@ -272,10 +284,8 @@ class TransactionLoop:
         Raises:
             StepRetriesExceeded: It was rolled back twice: other groups have not stopped.
         """
-        txn.is_stop = True
         with txn:
-            # the vote's manifest must contain a reduction; no tensor is sent
-            self._reductions.manifest.add(torch.empty(0), "stop")
+            self._drop_step(txn)
         if txn.committed:
             return
         error = FftError(
@@ -599,7 +609,8 @@ class Transaction:
         skipped: after the step function: whether it was committed without an optimizer step.
         logged: the values that `log` has got in this attempt.
         inner_step: number of local steps since the last synchronization; 0 in jobs without them.
-        is_stop: whether this txn ends a stopped job without a step; the loop does not yield it.
+        is_stop: whether this txn ends a stopped job without a step.
+        is_last: whether the job ends with its commit.
     """
 
     def __init__(
@@ -621,7 +632,7 @@ class Transaction:
         self.is_stop = False
         self._loop = loop
         self._plan = plan
-        self._is_last = last
+        self.is_last = last
         self._drawn = drawn
         self._consumes = consumes
 
@@ -747,11 +758,11 @@ class Transaction:
             loop.worker.step_aborted()
             loop.raise_incomplete(self._plan, self._drawn, mistake)
         command = loop.worker.vote_and_wait(
-            skip=self.is_stop, last=self._is_last, consumes=self._consumption()
+            skip=self.is_stop, last=self.is_last, consumes=self._consumption()
         )
         if command is not None:
             loop.step_failures.committed()
-            loop.is_over = self.is_stop or (self._is_last and not command.skip)
+            loop.is_over = self.is_stop or (self.is_last and not command.skip)
             skip = nothing if self.is_stop else loop.paradigm.skip_step
             self.committed = loop.commits.apply(command, skip)
             self.skipped = command.skip

@@ -87,6 +87,34 @@ def test_stop_ends_the_job_after_the_last_commit_with_a_checkpoint(tmp_path: Pat
     assert saved is not None and saved.step == 3
 
 
+def test_stop_within_a_step_drops_it_on_all_groups_without_a_rollback(tmp_path: Path) -> None:
+    last: dict[str, list[list[float]]] = {}
+    ended: list[int] = []
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(fft.CursorLoader(Numbers(), batch_size=4), 9):
+            with txn:
+                if txn.step == 2:
+                    with member.manager.no_sync():
+                        _train(member, txn)
+                    member.manager.stop()
+                else:
+                    _train(member, txn)
+            if txn.committed and not txn.skipped:
+                last[member.group] = parameters(member.model)
+        assert parameters(member.model) == last[member.group]
+        ended.append(member.manager.current_step())
+
+    with job(tmp_path / "traces", 3) as made:
+        made.run(work, checkpoint=str(tmp_path / "saved"))
+        made.audit()
+    kinds = [(r["kind"], r["step"], r["skip"]) for r in records(tmp_path / "traces")]
+    assert ("commit", 2, True) in kinds and not [k for k, _, _ in kinds if k == "abort"]
+    assert ended == [2, 2, 2]
+    saved, _ = Checkpoints(open_store(str(tmp_path / "saved"))).newest()
+    assert saved is not None and saved.step == 2
+
+
 @pytest.mark.long
 def test_stop_on_one_group_alone_ends_that_group_with_an_error(tmp_path: Path) -> None:
     def work(member: Member) -> None:
