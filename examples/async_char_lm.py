@@ -23,7 +23,7 @@ import fft
 
 BATCH = 8  # windows in an inner step, on each process
 SYNC_EVERY = 4  # inner steps
-SLOW = {"2": 16}  # so many times the work for one batch, by group
+SLOW = {"2": 16}  # group → factor of its work for each batch
 
 
 def main() -> None:

@@ -335,7 +335,7 @@ def _refuse_unsupported(args: Any, ranks: int) -> None:
     is_offloaded = fsdp.get("cpu_offload") or fsdp.get("cpu_ram_efficient_loading")
     is_partial = "SHARDED" in fsdp.get("state_dict_type", "")
     for is_wrong, text in (
-        (ranks > 1 and not args.fsdp, "several ranks need fsdp=True: pass it, or more --groups"),
+        (ranks > 1 and not args.fsdp, "several ranks need fsdp=True: pass it, or use more groups"),
         (args.fsdp and ranks == 1, "fsdp= needs several ranks: pass --ranks 2, or leave it out"),
         (fsdp.get("fsdp_version", 2) != 2, "FSDP1 is not supported: pass version=2 in fsdp_config"),
         (is_offloaded, "cpu_offload and cpu_ram_efficient_loading must be false: leave them out"),

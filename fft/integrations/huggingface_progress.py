@@ -59,7 +59,7 @@ class Progress:
         for name, value in state["counters"].items():
             setattr(trainer.state, name, value)
         history = json.loads(state["history"])
-        is_at_start = trainer.state.global_step == 0  # its own history has that of `eval_on_start`
+        is_at_start = trainer.state.global_step == 0  # saved before `eval_on_start` has logged
         if not is_at_start and _without_process_metrics(trainer.state.log_history) != history:
             trainer.state.log_history = history
         for name, one in self._exportable().items():

@@ -93,8 +93,7 @@ class FFTStrategy(SingleDeviceStrategy):
         """The running step function. It is suspended between two micro-batches."""
         self._replay_index: int | None = None
         """Index of the micro-batch that a replay recomputes, or None outside a replay."""
-        self._is_stopped = False
-        """Lightning has ended the training."""
+        self._is_stopped = False  # whether Lightning has ended the training
         self._on_sigterm: Any = None
 
     # --- set up ---
@@ -122,7 +121,9 @@ class FFTStrategy(SingleDeviceStrategy):
                 each._version = f"{job}-g{group}-{start}"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # or a URL
+                callback.dirpath = os.path.join(
+                    trainer.default_root_dir, "checkpoints"
+                )  # it may be a URL
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -155,7 +156,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 "FFTStrategy: expected one train dataloader, got several; join their datasets"
             )
         self._data = Batches(dataloader, trainer, groups() * self._ranks, self._next_batch)
-        trainer.limit_train_batches = len(self._data)  # otherwise Lightning applies it once more
+        trainer.limit_train_batches = len(self._data)  # Lightning would apply a fraction again
         return self._data
 
     def on_train_start(self) -> None:
@@ -370,13 +371,10 @@ class FFTStrategy(SingleDeviceStrategy):
         if self._txns is None or self._txn is None:
             return
         self._data.refuse_skipped()
-        self._is_stopped = True
-        is_between = self._attempt is None
-        if self._attempt is not None:  # between two micro-batches, so the open step is dropped
-            next(self._attempt, None)
-        if not self._data.is_last(self.manager.current_step()) and (
-            is_between or not self._txn.committed
-        ):
+        self._is_stopped, is_within_step = True, self._attempt is not None
+        next(self._attempt or iter(()), None)  # drops the open step
+        is_over = is_within_step and self._txn.committed
+        if not is_over and not self._data.is_last(self.manager.current_step()):
             self.manager.stop()  # early stopping, which all groups decide after the same step
         for _ in self._txns:
             raise FftError("FFTStrategy: a transaction has begun after the end of trainer.fit()")

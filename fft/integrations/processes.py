@@ -1,4 +1,4 @@
-"""The processes of a job and their process groups, as the integrations need them."""
+"""Numbers of processes of a job, and their process groups, for the integrations."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Goal:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class _Report:
-    """The author of a report."""
+    """The fields of each report: the rank that sends it."""
 
     group: Name
     rank: Count

@@ -23,6 +23,7 @@ from fft.bus.token import JobToken
 from fft.errors import ConfigError
 from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel
 from fft.operate.watch import snapshot
+from fft.trace.course import TimeLost
 from fft.trace.display import cost, figures
 from fft.util.listening import listening_at, url_of
 
@@ -49,14 +50,14 @@ def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
     """Return all data of the page. ``ago`` is in seconds before ``now``."""
     course, shot = job.course, snapshot(job, now)
     rows = {row.group: row for row in shot.rows}
-    rates = course.rates(now)
+    rates, lost = course.rates(now), TimeLost(course)
     faults = [
         {
             "n": fault.n,
             "step": fault.step,
             "ago": now - fault.at,
             "cause": fault.cause or "rolled back",
-            "cost": cost(fault, course),
+            "cost": cost(fault, course, lost),
             "is_open": fault.cost_s is None,
         }
         for fault in course.faults[-_SHOWN:]

@@ -217,6 +217,7 @@ _MEANINGS = {
     "reform": "replaced ranks joined a waiting group",
     "bounded": "no group fell behind the bound, and each contribution counted once",
     "decided": "no participant left before it knew the decision on its vote",
+    "resolved": "the next start replaced the states of participants that had left in doubt",
     "barriers": "all members of each epoch were in its barrier at one time",
     "inner_steps": "each synchronization contains the local steps of its slice",
     "inputs": "each rank trained the items that its transactions assign to it",

@@ -39,8 +39,11 @@ def readable_cause(cause: str) -> str:
 
 @dataclass(slots=True)
 class EpochStats:
-    """The commits of one epoch. The epochs of an asynchronous job, which begin with each
-    synchronization, are one while no group joins or leaves and no fault occurs."""
+    """The commits of one epoch.
+
+    In an asynchronous job each synchronization begins an epoch. These count as one until a group
+    joins or leaves, or a fault occurs.
+    """
 
     epoch: int
     members: frozenset[str]
@@ -54,9 +57,10 @@ class EpochStats:
     slices: int = 0
     """Slices that its other commits have consumed."""
     pause: float = 0.0
-    """Seconds from the last commit of an earlier epoch to its first one; 0 if there was none."""
-    is_pause_a_fault: bool = False
-    """A fault, and not only a join or a planned leave, is the reason of the pause."""
+    """Seconds from the last commit of an earlier epoch to its first one; 0 without an earlier
+    commit."""
+    has_fault_before: bool = False
+    """Whether a fault occurred in this pause."""
     first: float = 0.0
     """Time of its first commit."""
     last: float = 0.0
@@ -77,10 +81,8 @@ class Fault:
     at: float
     cause: str
     code: str
-    epoch: int
-    txn: int
     since: float
-    """Time of the last commit or rollback before it; its own, if it is the first record."""
+    """Time of the last commit or rollback before it; its own time if there was neither."""
     lost: tuple[str, ...] = ()
     """Groups that the next epoch lacks, except those that left on purpose."""
     committed: float | None = None
@@ -338,11 +340,8 @@ class Course:
             return
         before = next((stats for stats in reversed(self.epochs) if stats.rate is not None), None)
         cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
-        place = record["epoch"], record["txn"]
         since = max(self.last or 0.0, self._pending[-1].at if self._pending else 0.0) or at
-        fault = Fault(
-            record["n"], record["step"], at, cause, str(code), *place, since, before=before
-        )
+        fault = Fault(record["n"], record["step"], at, cause, str(code), since, before=before)
         for earlier in self._pending:
             earlier.is_last = False
         self._ended_by = record["n"]
@@ -360,7 +359,7 @@ class Course:
         if not stats.commits:
             stats.first, stats.first_slices = at, consumed
             stats.pause = 0.0 if self.last is None else at - self.last
-            stats.is_pause_a_fault = any(not each.is_recomputation for each in self._pending)
+            stats.has_fault_before = any(not each.is_recomputation for each in self._pending)
         else:
             stats.slices += consumed
         stats.commits, stats.last = stats.commits + 1, at
@@ -403,7 +402,7 @@ class TimeLost:
     def by(self, fault: Fault) -> float | None:
         """Return the seconds that a fault has cost, or None if there was no commit after it.
 
-        This is the time between the commits before and after it, without one step. It comprises
+        This is the time from the commit before it to the one after it, less one step. It includes
         detection, rollback and the repeated attempt. If several rollbacks came between two
         commits, each has the time since the one before it.
         """
@@ -418,8 +417,9 @@ class TimeLost:
 
         It is 0 for a leave, and where a fault has caused the pause.
         """
-        found = (each for each in self._course.epochs if each.formed == change.at)
-        return sum(self._pause_s(each) for each in found if not each.is_pause_a_fault)
+        epochs = (e for e in self._course.epochs if e.formed >= change.at and e.commits)
+        first = next(epochs, None) if change.joined else None
+        return 0.0 if first is None or first.has_fault_before else self._pause_s(first)
 
     def causes(self) -> dict[str, float]:
         """Return the seconds lost by cause.
@@ -436,7 +436,7 @@ class TimeLost:
         joins = absent = 0.0
         for stats in (stats for stats in course.epochs if stats.commits and rate):
             step = self._first_step_s(stats) if stats.pause else 0.0
-            joins += 0.0 if stats.is_pause_a_fault else self._pause_s(stats)
+            joins += 0.0 if stats.has_fault_before else self._pause_s(stats)
             if rate and not self._is_whole(stats):
                 trained = stats.slices + (stats.first_slices if stats.pause else 0)
                 absent += stats.last - stats.first + step - trained / rate

@@ -202,18 +202,18 @@ def _faults(course: Course) -> list[RenderableType]:
 
 def _fault_text(fault: Fault, course: Course) -> str:
     what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
-    return f"{what}; {cost(fault, course)}"
+    return f"{what}; {cost(fault, course, TimeLost(course))}"
 
 
-def cost(fault: Fault, course: Course) -> str:
+def cost(fault: Fault, course: Course, lost: TimeLost) -> str:
     """Describe what a fault has cost so far."""
-    lost = TimeLost(course).by(fault)
-    found = ["no commit since" if lost is None else f"{duration(lost)} lost"]
+    time = lost.by(fault)
+    found = ["no commit since" if time is None else f"{duration(time)} lost"]
     for absence in course.absences:
         if absence.n == fault.n and absence.group in fault.lost:
             state = "is away" if absence.back is None else "was away"
-            time = duration(absence.seconds(course.last))
-            found.append(f"group {absence.group} {state}: {absence.steps} steps, {time}")
+            length = duration(absence.seconds(course.last))
+            found.append(f"group {absence.group} {state}: {absence.steps} steps, {length}")
     return "; ".join(found)
 
 

@@ -41,11 +41,11 @@ class Happening:
     """Epoch and txn at its start."""
     start: float
     line: int
-    """Number of the line of the rank's trace that begins it; for a transfer, that ends it."""
+    """Line number in the trace of the rank: of its first line; for a transfer, of its last."""
     end: float = 0.0
     parts: list[tuple[str, float, int]] = field(default_factory=list)
-    """Parts of a step, each with its start and line: the step function, the wait for the votes of
-    others, the update. Each ends with the start of the next one."""
+    """Parts of a step (``compute``, ``wait`` for the votes of others, ``update``), each with its
+    start and line. A part ends where the next one starts."""
     outcome: str = ""
     """``committed`` or ``rolled back`` for a step. ``lost`` for any kind if the process, or its
     trace, ended before the activity."""
@@ -77,7 +77,8 @@ class Happenings:
         if current is not None and event.get("type") == "prepared" and event["yes"]:
             current.parts.append(("wait", at, line["seq"]))
             current.facts["step"] = line["step"]  # it changes if the rank has fetched the state
-        if roles[0] == roles[1] or {*roles} <= ROLLBACK_ROLES:
+        is_first = current is None and roles[1] == "joining"
+        if not is_first and (roles[0] == roles[1] or {*roles} <= ROLLBACK_ROLES):
             return
         if current is not None and roles[1] in COMMITTING:
             if current.outcome != COMMITTED:

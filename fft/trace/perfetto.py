@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fft.errors import FftError
-from fft.trace.course import Course
+from fft.trace.course import Course, TimeLost
 from fft.trace.display import cost
 from fft.trace.format import scope_folders
 from fft.trace.happenings import Happening, Happenings
@@ -117,11 +117,12 @@ def write_trace(directory: Path, out: Path) -> None:
 def _write_course(tracks: _Tracks, course: Course) -> None:
     """Write the tracks of the job: faults, epochs and changes."""
     faults, epochs = tracks.of("job", "faults"), tracks.of("job", "epochs")
+    lost = TimeLost(course)
     for fault in course.faults:
         facts: Arguments = {
             "step": fault.step,
             "cause": fault.cause,
-            "cost": cost(fault, course),
+            "cost": cost(fault, course, lost),
         }
         tracks.begin(faults, fault.at, fault.cause or "rolled back", facts)
         tracks.end(faults, fault.at if fault.committed is None else fault.committed)

@@ -58,10 +58,10 @@ class Incident:
     fault: str
     noticed: str
     rolled_back_ms: float | None
-    """Time from the fault until the last member of the next epoch has restored its start of the
-    step."""
+    """Time from the fault until all members of the next epoch have restored the state at the start
+    of the step."""
     next_commit_ms: float | None
-    """Time from the fault until the next commit on the last of these members."""
+    """Time from the fault until all these members have committed the next step."""
     attempts_lost: int
     bytes_healed: int
     n: int = 0
@@ -93,7 +93,7 @@ class _End:
 
     @property
     def is_join(self) -> bool:
-        """Whether groups joined and none left, so that no fault is the reason."""
+        """Whether the epoch ended because groups joined, and none left."""
         return self.record["kind"] == "commit" and not self.record["leavers"]
 
     @property
@@ -220,6 +220,7 @@ def summary(course: Course) -> dict[str, Any]:
                 "steps": absence.steps,
                 "planned": absence.planned,
                 "returned": absence.back is not None,
+                "seconds": absence.seconds(course.last),
             }
             for absence in course.absences
         ],
@@ -241,13 +242,14 @@ def summary_lines(course: Course) -> list[str]:
     if course.sizes:
         lines.append(_step_sizes(course, unit))
     if course.goodput is not None:
-        whole = f"{speed / course.goodput:,.1f} {unit}/s"
+        rate = TimeLost(course).undisturbed_rate or 0.0
+        whole = f"{course.samples(rate) or rate:,.1f} {unit}/s"
         lines.append(f"goodput {course.goodput:.1%}: {whole} with all groups and without faults")
     costs = (f"{name} {seconds:.1f} s" for name, seconds in found["lost_s"].items() if seconds)
     lines.append(f"time lost: {', '.join(costs) or 'none'}")
     lost, again = found["samples_lost"] or course.unused, found["samples_repeated"]
     again = course.repeated if again is None else again
-    lines.append(f"{unit} trained never: {lost:,.0f}, more than once: {again:,.0f}")
+    lines.append(f"{unit} never trained: {lost:,.0f}, trained more than once: {again:,.0f}")
     for absence in course.absences:
         if absence.steps and course.steps:  # a job of live blocks alone has no steps
             until = "" if absence.back is None else f" to {absence.step + absence.steps}"
@@ -276,7 +278,7 @@ def _step_sizes(course: Course, unit: str) -> str:
 
 def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     """Return the faults as a table that fits 80 columns, or None if there was no fault."""
-    title = "faults: seconds since the first epoch, and the time that each has cost"
+    title = "faults (at: seconds since the first epoch)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("at", "step"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -284,12 +286,13 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     for name in (
         "time\nlost",
         "steps\nwithout\na group",
-        "samples/s of\nepoch before,\nepoch after",
+        "samples/s\nbefore,\nafter",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
     rows: dict[int, list[Incident]] = {}
-    for incident in (each for each in found if not each.is_planned):
+    hidden = {each.n for each in course.rollbacks if each.is_recomputation}
+    for incident in (each for each in found if not each.is_planned and each.n not in hidden):
         rows.setdefault(incident.n or id(incident), []).append(incident)
     for incident, *others in rows.values():  # several injected faults may cause one rollback
         fault = by_number.get(incident.n)
@@ -298,8 +301,8 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
         place, lost = ("-", "-"), None
         if fault is not None:
             place, lost = (f"{fault.at - course.began:.2f}", str(fault.step)), times.by(fault)
-        elif incident.next_commit_ms is not None:  # only one group has repeated local steps
-            what += f"; committed again after {duration(incident.next_commit_ms / 1e3)}"
+        elif incident.next_commit_ms is not None:  # it has no rollback of the job in `course`
+            what += f"; next commit after {duration(incident.next_commit_ms / 1e3)}"
         time = "-" if lost is None else duration(lost)
         gone = (each for each in course.absences if each.n == incident.n)
         steps = "\n".join(str(each.steps) for each in gone if fault is None or not each.planned)
@@ -351,7 +354,15 @@ def full_report(directory: str | Path) -> dict[str, Any]:
         "figures": plain(figures),
         "goal": asdict(course.goal),
         "incidents": faults,
-        "changes": [{"step": change.step, "text": change.text} for change in course.changes],
+        "changes": [
+            {
+                "step": change.step,
+                "at_s": change.at - course.began,
+                "text": change.text,
+                "lost_s": times.around(change),
+            }
+            for change in course.changes
+        ],
         "errors": [asdict(error) for error in own_errors(directory)],
         "faults_requested": asked,
         "faults_not_fired": [fault.name for fault in missing],

@@ -135,10 +135,17 @@ def audit_job(directory: str | Path) -> JobAudit:
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
     starts = [audit_dir(folder) for folder in (root, *later)]
-    for finding in (finding for start in starts[:-1] for finding in start.findings):
-        if finding.name == "decided":  # all ranks began again from a checkpoint, without a doubt
-            finding.violation = None
+    for start in starts[:-1]:
+        _resolve_doubts(start)
     return JobAudit(starts, _judge(root, later), judge_ends(root))
+
+
+def _resolve_doubts(start: AuditReport) -> None:
+    """Forgive that participants left in doubt: the next start has replaced the state of all."""
+    for finding in (each for each in start.findings if each.name == "decided" and each.violation):
+        finding.name, finding.violation = "resolved", None
+    for scope in (*start.inner, *start.stages):
+        _resolve_doubts(scope)
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

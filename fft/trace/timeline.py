@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.trace.course import Course, readable_cause
+from fft.trace.course import Course, TimeLost, readable_cause
 from fft.trace.display import cost
 from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
@@ -185,8 +185,9 @@ def write_page(directory: Path, out: Path) -> None:
 
 
 def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
-    """Return the contents of the page; times are seconds since the first epoch."""
-    zero = course.began
+    """Return the contents of the page; times are seconds since the first epoch, if there is one."""
+    times = [lane.spans[0].start for lane in found.lanes.values() if lane.spans]
+    zero = course.began or min([*times, *(event["at"] for event in found.events)], default=0.0)
     lanes = [
         {"name": name, "spans": [_span(span, zero) for span in lane.spans]}
         for name, lane in sorted(found.lanes.items())
@@ -195,13 +196,14 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         [phase.formed - zero, phase.epoch, sorted(phase.members), phase.step]
         for phase in course.epochs
     ]
+    lost = TimeLost(course)
     faults = [
         {
             "at": fault.at - zero,
             "end": (fault.committed or fault.at) - zero,
             "step": fault.step,
             "what": fault.cause,
-            "cost": cost(fault, course),
+            "cost": cost(fault, course, lost),
             "n": fault.n,
         }
         for fault in course.faults[-_EVENTS:]

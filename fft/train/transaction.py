@@ -87,14 +87,12 @@ class TransactionLoop:
         self.is_over = False
         """The last txn of the job has committed."""
         self._is_stopping = False
+        """The script has stopped the job: the next txn ends it without a step."""
         self._txn: Transaction | None = None
         """The newest txn that was yielded."""
-        """The script has stopped the job: the next txn ends it without a step."""
         self._manager, self._watchers = rank.manager, rank.watchers
         self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
         self._voter, self._settings = voter, rank.settings
-        self._min_reductions = rank.settings.spec.policies.min_reductions
-        """Minimum number of reductions of a step function; 0 if it may end without one."""
         self._left_at: int | None = None
         """The step after which the loop was left early, or None."""
         self._guard: UnregisteredStepGuard | None = None
@@ -554,7 +552,7 @@ class TransactionLoop:
         """Return the mistake of a step function that returned incompletely, or None."""
         if self._manager._torchft.errored is not None:
             return None
-        if self._reductions.manifest.empty and self._min_reductions:
+        if self._reductions.manifest.empty and self._settings.spec.policies.min_reductions:
             return FftError(
                 "the step function reduced no gradient across the groups (`break`, "
                 "`continue` or `return` inside `with txn:`? no backward()? no "
@@ -569,7 +567,7 @@ class TransactionLoop:
                 return FftError(f"{why}: these gradients differ from those of the other groups")
         updates = self._state.updates
         is_idle = updates.has_optimizers and not updates.have_gradients
-        if is_idle and self._reductions.reducers and self._min_reductions:
+        if is_idle and self._reductions.reducers and self._settings.spec.policies.min_reductions:
             return FftError(
                 "gradients were reduced, but no parameter of a registered optimizer has one "
                 "at the end of the step function (zero_grad() after backward()?), so the "

@@ -282,7 +282,7 @@ FINE = {
 @pytest.mark.parametrize(
     ("ranks", "wrong", "words"),
     [
-        (2, {}, "fsdp=True: pass it, or more --groups"),
+        (2, {}, "fsdp=True: pass it, or use more groups"),
         (1, {"fsdp": True}, "--ranks 2"),
         (2, {"fsdp": True, "fsdp_plugin_args": {"fsdp_version": 1}}, "version=2"),
         (2, {"fsdp": True, "fsdp_plugin_args": {"cpu_offload": True}}, "leave them out"),

@@ -128,11 +128,11 @@ class SlurmCluster:
             if self._runs_on(process, node):
                 doomed.append(process)
                 doomed += [p for p in process.parents() if p.name().startswith("slurmstepd")]
-        # All at once: none may react to the end of another. Children are killed first, because the
-        # kernel continues the stopped children of a parent that ends.
-        doomed = sorted(set(doomed), key=lambda process: process.create_time(), reverse=True)
-        for end in (psutil.Process.suspend, psutil.Process.kill):
-            for process in doomed:
+        # All at once: none may react to the end of another. Parents are stopped first, because they
+        # start children, and killed last, because the kernel then continues their stopped children.
+        doomed = sorted(set(doomed), key=lambda process: process.create_time())
+        for end, order in ((psutil.Process.suspend, doomed), (psutil.Process.kill, doomed[::-1])):
+            for process in order:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     end(process)
 

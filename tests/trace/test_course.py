@@ -174,7 +174,7 @@ def test_report_summary_fits_80_columns() -> None:
         "32 steps, 416 samples in 3.5 s" in text
         and "goodput 71.4%: 160.0 samples/s with all groups" in text
     )
-    assert "samples trained never: 0, more than once: 0" in text
+    assert "samples never trained: 0, trained more than once: 0" in text
     assert "group 1 was away for 1.3 s, 10 of 32 steps (from step 10 to 20)" in text
     assert "group 1 was away as asked for 190 ms, 2 of 32 steps (from step 30)" in text
     assert summary(course)["samples_per_s"] == pytest.approx(8 * 50 / 3.5)
@@ -325,7 +325,7 @@ def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() ->
     course.take(record(5, "epoch", 2, 6, epoch=2, members=members("0")), 0.4)
     course.take(record(6, "commit", 3, 7, epoch=2), 0.5)
     (fault,) = course.faults
-    assert fault.lost == ("2",) and "group 1" not in cost(fault, course)
+    assert fault.lost == ("2",) and "group 1" not in cost(fault, course, TimeLost(course))
     table = fault_table([Incident("", fault.cause, None, None, 1, 0, n=fault.n)], course)
     assert table is not None and list(table.columns[4].cells) == ["1"], "of group 2 alone"
 

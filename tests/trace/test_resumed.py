@@ -285,4 +285,5 @@ def test_next_start_resolves_the_doubt_in_which_the_bus_left_a_rank(tmp_path: Pa
     assert [each.name for each in alone.findings if each.violation] == ["decided"]
     assert not audit_job(tmp_path).ok
     start(tmp_path / "start2", 4, [record for record in job.history if record.kind == "commit"][-1])
-    assert audit_job(tmp_path).ok
+    found = audit_job(tmp_path)
+    assert found.ok and "the next start replaced the states" in found.render()
