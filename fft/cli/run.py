@@ -445,7 +445,7 @@ def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:
     folder = root_of(traces)
     found = JobFile.read(folder)
     if serves or found is None or found.settings.get("FFT_BUS") != reach["FFT_BUS"]:
-        JobFile.of(traces, reach).write()
+        JobFile.of(traces, reach, serves).write()
     sys.stderr.write(
         f"fft: to watch this job: fft watch {folder}; from another machine: {in_words(reach)}\n"
     )

@@ -57,14 +57,14 @@ def _is_short(error: Exception) -> bool:
 
 
 def trace_folder(given: Path | None) -> Path:
-    """Return ``given``, or the trace directory of the newest run in the current directory.
+    """Return ``given``, or the trace directory of the newest run in it or in the current directory.
 
     Raises:
         FftError: There is no run here.
     """
+    found = newest_run(given or Path())
     if given is not None:
-        return given
-    found = newest_run(Path())
+        return found if found is not None and not any(given.glob("*.jsonl")) else given
     if found is None:
         raise FftError(
             "no run in the current directory or in ./runs: name the trace directory of one "

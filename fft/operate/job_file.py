@@ -31,19 +31,19 @@ class JobFile:
     settings: dict[str, str] = field(default_factory=dict)
     """Environment variables by which a process finds the job."""
     pid: int = 0
-    """The process of ``fft run``."""
+    """The ``fft run`` whose end is that of the job, or 0 if another process serves the bus."""
     host: str = ""
     ended: str = ""
     """How the job ended; empty while it runs."""
 
     @classmethod
-    def of(cls, folder: Path, settings: Mapping[str, str]) -> Self:
+    def of(cls, folder: Path, settings: Mapping[str, str], serves: bool = True) -> Self:
         """Return the file for a job that this process starts, with an absolute path of the token
-        file."""
+        file. ``serves``: this process serves the bus."""
         found = dict(settings)
         if path := found.get("FFT_TOKEN_FILE"):
             found["FFT_TOKEN_FILE"] = os.path.abspath(path)
-        return cls(root_of(folder), found, os.getpid(), socket.gethostname())
+        return cls(root_of(folder), found, os.getpid() * serves, socket.gethostname())
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -74,7 +74,7 @@ class JobFile:
         """Return a sentence that says how the job ended and which commands show more, or None while
         it runs."""
         ended = self.ended
-        if not ended and self.host == socket.gethostname() and not is_there(self.pid):
+        if not ended and self.pid and self.host == socket.gethostname() and not is_there(self.pid):
             ended = f"its `fft run` (pid {self.pid}) was killed"
         if not ended:
             return None
@@ -110,7 +110,7 @@ def find_job(
             return bus_url(None, env), None  # raises the error
     if folder is None:
         return bus_url(bus, env), None
-    found = JobFile.read(root_of(folder))
+    found = JobFile.read(root_of(folder)) or JobFile.read(folder / "traces")
     if found is None:
         raise OperatorError(
             f"{folder} has no {NAME}: expected the --trace-dir of an `fft run`. Otherwise pass "

@@ -60,9 +60,11 @@ def start_folders(root: Path) -> list[Path]:
 def newest_run(place: Path) -> Path | None:
     """Return the directory with the newest traces of a job: ``place``, one in it, or in ``runs``.
 
-    It is the directory of all starts of the job; None if there is no trace.
+    It is the directory of all starts of the job; None if there is no trace. Traces may also be one
+    level deeper in ``traces``, where ``fft launch`` puts them.
     """
-    found = [place, *place.glob("*/"), *place.glob("runs/*/")]
+    patterns = ("*/", "runs/*/", "*/traces/", "runs/*/traces/")
+    found = [place, *(folder for pattern in patterns for folder in place.glob(pattern))]
     timed = [(max(times), folder) for folder in found if (times := _times(folder))]
     return max(timed)[1] if timed else None
 

@@ -83,7 +83,9 @@ def job(folder: Path, *command: str, plan: str = "", name: str = "run") -> Path:
 
 def results(*logs: Path) -> list[str]:
     """Return the lines in which the processes describe their final state."""
-    return [line for log in logs for line in re.findall(r"done at step .*", log.read_text())]
+    # two processes that print at once may share a line
+    line = re.compile(r"done at step .*?(?=done at step|$)", re.MULTILINE)
+    return [found for log in logs for found in line.findall(log.read_text())]
 
 
 def written(folder: Path) -> list[dict[str, str]]:

@@ -69,6 +69,8 @@ def test_host_that_joins_renews_the_file_only_for_a_new_bus(tmp_path: Path) -> N
     found = JobFile.read(tmp_path)
     assert found is not None
     assert (found.settings["FFT_BUS"], found.ended) == ("tcp://127.0.0.1:2/job", "")
+    assert found.pid == 0, "the job may go on without this `fft run`"
+    assert found.how_it_ended() is None
 
 
 def test_killed_supervisor_is_reported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,13 @@ def test_report_takes_the_newest_run_of_the_current_directory(
         for path in (tmp_path / folder).glob("*.jsonl"):
             os.utime(path, (1000 - number, 1000 - number))
     assert newest_run(Path()) == Path("runs/a")
+    job = TracedJob(tmp_path / "runs" / "d" / "traces", groups=2)  # as `fft launch` places them
+    job.step()
+    job.close()
+    assert newest_run(Path()) == newest_run(Path("runs/d")) == Path("runs/d/traces")
+    told = json.loads(CliRunner().invoke(app, ["report", "runs/d", "--json"]).stdout)
+    assert told["directory"] == "runs/d/traces"
+    shutil.rmtree("runs/d")
     found = json.loads(CliRunner().invoke(app, ["report", "--json"]).stdout)
     assert (found["directory"], found["steps"], found["incidents"]) == ("runs/a", 1, [])
     out = io.StringIO()

@@ -123,6 +123,11 @@ class Outage:
     def __init__(self) -> None:
         self._began, self._last = 0.0, -math.inf
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the last operation has failed."""
+        return self._last > -math.inf
+
     def answered(self) -> None:
         """End the outage: an operation has succeeded."""
         self._last = -math.inf

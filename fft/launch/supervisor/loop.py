@@ -883,7 +883,8 @@ class Supervisor:
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
             self._ending.outage.answered()
         except (BusError, UnreadableMessage, SupervisorError) as error:
-            logger.warning("cannot see whether the job is over: %s", error)
+            if not self._ending.outage.has_begun:
+                logger.warning("cannot see whether the job is over: %s", error)
             if isinstance(error, BusUnreachable):
                 self._on_bus_failure(error)
             return
