@@ -22,10 +22,13 @@ from fft.bus.base import HEAD
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor import ending
 from fft.launch.supervisor.ending import Outage, last_epoch
+from fft.launch.supervisor.judgement import Judgement
+from fft.messages.fault_plans import FaultPlan
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_register, left_name, list_name
 from fft.trace.inputs import SHARD_ENDED
+from fft.trace.tail import JobView
 from fft.train.checkpoint.plan import Checkpointing
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -567,3 +570,9 @@ def test_outage_exceeds_its_limit_after_failures_without_a_long_gap(
     outage.answered()
     monkeypatch.setattr(ending.time, "monotonic", lambda: 1000.0 + failures[-1] + 1.0)
     assert not outage.exceeds(60.0), "another outage"
+
+
+def test_interrupted_spare_without_a_group_reports_no_lost_state() -> None:
+    judgement = Judgement([], FaultPlan(faults=[]), has_services=False)
+    judgement.note_interrupt(JobView(committed=True))
+    assert judgement.asked_to_end and judgement.problems == []

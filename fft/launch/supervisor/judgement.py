@@ -139,7 +139,8 @@ class Judgement:
         """
         self.asked_to_end = True
         going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
-        if view.committed and not any(g.finished for g in self.groups) and not any(going):
+        has_running = bool(self.groups) and not any(g.finished for g in self.groups)
+        if view.committed and has_running and not any(going):  # a spare has no group
             self.problems.append(
                 "when it was interrupted, all groups had been started again since step "
                 f"{view.step} was committed, and none had committed since"
