@@ -37,7 +37,9 @@ def loader_of(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader
     pin = args.dataloader_pin_memory and torch.accelerator.is_available()
     options |= {"collate_fn": dataloader.collate_fn, "num_workers": workers, "pin_memory": pin}
     data = dataloader.dataset
-    return fft.CursorLoader(data, None, seed, order=batches, micro_batches=per_step, **options)
+    loader = fft.CursorLoader(data, None, seed, order=batches, micro_batches=per_step, **options)
+    loader.samples_per_item = args.train_batch_size * per_step
+    return loader
 
 
 def _stream(dataloader: Any, per_step: int, first: int, stride: int) -> Iterator[list[Any]]:

@@ -130,7 +130,7 @@ class FFTStrategy(SingleDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         refuse_unsupported(trainer, self._ranks)
-        if self._data is not None:
+        if "_state" in vars(self):
             raise FftError(
                 "FFTStrategy: expected one call of trainer.fit(), got a second one; train all "
                 "epochs in one call"

@@ -19,6 +19,7 @@ import torch
 from forked_run import fft as run_fft
 
 import fft
+from fft.trace.report import course_of
 from fft.trace.resumed import audit_job
 
 # the jobs import the packages, and importing them here as well takes each worker 3 s
@@ -44,6 +45,7 @@ FAULTS = [
 STEP = ("step_begin", "step_end")
 KILL = [{"name": "kill", "kind": "kill", "step": 4, "group": 1, "phase": "backward"}]
 SAVING = {"save_strategy": "steps", "save_steps": 4}
+BATCH = 4  # samples in a micro-batch of the script
 SHARDED = {"fsdp": True, "layers": 2}
 
 
@@ -102,6 +104,7 @@ def test_trainer_counts_logs_and_saves_each_committed_step_once(tmp_path: Path) 
     assert one["digest"] == other["digest"] and one["epoch"] == 0.5
     assert [e["step"] for e in one["history"]] == [2, 4, 6, 8, 8]
     assert (one["is_writer"], other["is_writer"]) == (True, False)
+    assert course_of(tmp_path / "traces").goal.samples == 2 * BATCH
     logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
     assert ["'loss':" in log for log in logs] == [True, False]
     saved = sorted(path.parent.name for path in (tmp_path / "out").glob("*/fft_manager.pt"))
@@ -185,9 +188,11 @@ def test_early_stopping_ends_the_job_where_ddp_stops(tmp_path: Path) -> None:
     options = {"max_steps": 40, "eval_strategy": "steps", "eval_steps": 2, "patience": 2, **SAVING}
     options |= {"save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
     ddp = train_ddp(tmp_path / "ddp", options)
-    for result in train(tmp_path / "fft", options):
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--every", "1000"]
+    for result in train(tmp_path / "fft", options, *saved):
         assert (result["step"], result["digest"]) == (ddp["step"], ddp["digest"])
         assert result["events"] == ddp["events"]
+    assert (tmp_path / "saved" / f"step-{ddp['step']}" / "manifest.json").exists()
 
 
 # --- several ranks in a group ---

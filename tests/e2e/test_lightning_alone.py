@@ -36,6 +36,12 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class PlansItsSteps(Model):
+    def configure_optimizers(self) -> Any:
+        self.planned = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 class SkipsRestOfEpoch(Model):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
@@ -88,6 +94,12 @@ def test_fractional_limit_of_batches_is_applied_once(trainer_of: TrainerOf) -> N
     trainer.fit(Model(), DataLoader(DATA, batch_size=2))
     assert trainer.num_training_batches == 8
     assert trainer.global_step == 16
+
+
+def test_module_may_ask_for_the_number_of_steps(trainer_of: TrainerOf) -> None:
+    trainer, model = trainer_of(max_epochs=3, accumulate_grad_batches=2), PlansItsSteps()
+    trainer.fit(model, DataLoader(DATA, batch_size=2))
+    assert model.planned == trainer.global_step == 24
 
 
 def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) -> None:
