@@ -89,12 +89,13 @@ def test_signals_before_the_supervisor_are_passed_on_once() -> None:
 
 def test_lost_terminal_sends_output_to_a_file(tmp_path: Path) -> None:
     code = (
-        "import signal, sys, time; from fft.cli.run import Interrupts\n"
+        "import os, signal, sys, time; from fft.cli.run import Interrupts\n"
         "made = Interrupts(); made.output = sys.argv[1]\n"
         "signal.signal(signal.SIGHUP, made.take)\n"
         "print('here', flush=True)\n"
         "while made._terminals: time.sleep(0.01)\n"
         "print('after', flush=True)\n"
+        "os._exit(0)\n"  # Python restores the default handlers before it exits by itself
     )
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
