@@ -62,9 +62,9 @@ def trace_folder(given: Path | None) -> Path:
     Raises:
         FftError: There is no run here.
     """
-    found = newest_run(given or Path())
     if given is not None:
-        return found if found is not None and not any(given.glob("*.jsonl")) else given
+        return given if any(given.glob("*.jsonl")) else newest_run(given) or given
+    found = newest_run(Path())
     if found is None:
         raise FftError(
             "no run in the current directory or in ./runs: name the trace directory of one "

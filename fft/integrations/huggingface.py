@@ -327,8 +327,9 @@ def _workers() -> int:
 
 def _manager(args: Any) -> fft.ManagerFFT:
     limit, is_cuda = timedelta(seconds=args.ddp_timeout), args.device.type == "cuda"
-    shard = {"shard_pg": shard_process_group(is_cuda, limit)} if ranks() > 1 else {}
-    return fft.ManagerFFT(process_group(is_cuda, limit), None, None, min_replica_size=1, **shard)
+    pg = process_group(is_cuda, limit)
+    shard_pg = shard_process_group(is_cuda, limit) if ranks() > 1 else None
+    return fft.ManagerFFT(pg, None, None, min_replica_size=1, shard_pg=shard_pg)
 
 
 def _refuse_unsupported(args: Any, ranks: int) -> None:

@@ -121,9 +121,8 @@ class FFTStrategy(SingleDeviceStrategy):
                 each._version = f"{job}-g{group}-{start}"
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = os.path.join(
-                    trainer.default_root_dir, "checkpoints"
-                )  # it may be a URL
+                # no Path, because it may be a URL
+                callback.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

@@ -187,7 +187,8 @@ def _most_telling(rows: Sequence[Row], room: int) -> tuple[list[Row], int]:
 
 def _faults(course: Course) -> list[RenderableType]:
     """Return the newest faults with their costs, and the newest changes of the membership."""
-    told = [(fault.n, fault.step, _fault_text(fault, course)) for fault in course.faults[-_FAULTS:]]
+    newest, lost = course.faults[-_FAULTS:], TimeLost(course)
+    told = [(fault.n, fault.step, _fault_text(fault, course, lost)) for fault in newest]
     told += [(each.n, each.step, each.text) for each in course.changes[-_FAULTS:]]
     if not told:
         return []
@@ -200,9 +201,9 @@ def _faults(course: Course) -> list[RenderableType]:
     return ["", Text(f"faults: {count}; newest events first:", style="bold"), table]
 
 
-def _fault_text(fault: Fault, course: Course) -> str:
+def _fault_text(fault: Fault, course: Course, lost: TimeLost) -> str:
     what = shorten(fault.cause or "rolled back", _LONGEST, placeholder=" …")
-    return f"{what}; {cost(fault, course, TimeLost(course))}"
+    return f"{what}; {cost(fault, course, lost)}"
 
 
 def cost(fault: Fault, course: Course, lost: TimeLost) -> str:

@@ -102,8 +102,8 @@ class Clocks:
             clock = self._clocks[who]
             offset = clock.wall
             shared = [common[n] - at for n, at in clock.seen.items() if n in common]
-            if shared and abs(_mode(shared) - offset) > _LATENCY_S:
-                offset = _mode(shared)
+            if shared and abs((seen := _mode(shared)) - offset) > _LATENCY_S:
+                offset = seen
             found[who] = offset
             common = {n: at + offset for n, at in clock.seen.items()} | common
         return found

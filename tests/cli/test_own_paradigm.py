@@ -54,7 +54,7 @@ def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
     fft(tmp_path, *job, "--trace-dir", "calm", "train.py")
     fft(tmp_path, *job, "--faults", "faults.yaml", "--trace-dir", "traces", "train.py")
     faults = load_plan(tmp_path / "faults.yaml").faults
-    assert fired(tmp_path / "traces") == (f"all {len(faults)} requested faults have fired")
+    assert fired(tmp_path / "traces") == f"all {len(faults)} requested faults have fired"
     for traces in (tmp_path / "calm", tmp_path / "traces"):
         report = audit_dir(traces)
         assert report.ok, report.render()

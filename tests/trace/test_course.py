@@ -300,10 +300,8 @@ def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> 
     assert (fault.step, fault.lost, fault.code) == (6, ("1",), "recomputed")
     (absence,) = course.absences
     assert (absence.group, absence.planned, absence.n) == ("1", False, fault.n)
-    assert (
-        TimeLost(course).causes()["faults"] > 4.9
-        and TimeLost(course).causes()["joins and leaves"] == 0.0
-    )
+    lost = TimeLost(course).causes()
+    assert lost["faults"] > 4.9 and lost["joins and leaves"] == 0.0
 
 
 def begun(*groups: str) -> Course:
