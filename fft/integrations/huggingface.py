@@ -303,8 +303,6 @@ class FFTTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, once the group that writes it has finished."""
-        if ranks() == 1:
-            self.manager.shutdown()  # ends FFT's last checkpoint, which copies the present weights
         done = Path(self.state.best_model_checkpoint) / _MANAGER_FILE
         end = time.monotonic() + self.args.ddp_timeout
         while not done.exists() and time.monotonic() < end:

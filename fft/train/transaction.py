@@ -134,6 +134,7 @@ class TransactionLoop:
             self._reductions.raises = False  # torchft's loop may follow
             self.close()
             state.close_source()
+        state.checkpoints.before_change()  # the script may change the state after its loop
         if self.is_over or not manager.asked_to_leave:
             self.worker.hooks.complete()
 

@@ -224,13 +224,15 @@ def test_sharded_group_has_the_bits_of_ddp(tmp_path: Path) -> None:
     options |= {"save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
     options |= {"export": True, "layers": 2}
     ddp = train_ddp(tmp_path / "ddp", options)
-    for result in train(tmp_path / "fft", options | SHARDED, groups=1):
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--every", "1000"]
+    for result in train(tmp_path / "fft", options | SHARDED, *saved, groups=1):
         assert result["is_sharded"]
         assert (result["step"], result["digest"]) == (ddp["step"], ddp["digest"])
         assert result["events"] == ddp["events"]
         assert losses(result) == pytest.approx(losses(ddp), rel=1e-6)
         evaluated = [entry["eval_loss"] for entry in result["history"] if "eval_loss" in entry]
         assert evaluated[-1] == evaluated[-2], "after the training as at its last step"
+    assert (tmp_path / "saved" / f"step-{ddp['step']}" / "manifest.json").exists()
     exported = tmp_path / "ddp" / "export", tmp_path / "fft" / "out" / "export"
     whole = [(folder / "model.safetensors").read_bytes() for folder in exported]
     assert whole[0] == whole[1]
