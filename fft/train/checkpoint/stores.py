@@ -100,7 +100,7 @@ class Store(Protocol):
     def remove(self, directory: str) -> None:
         """Remove a directory and its files; a missing directory is not an error.
 
-        Of a link only the link is removed: the files that it names are not the store's.
+        If it is a link, only the link is removed: the files that it names are not the store's.
         """
 
 
