@@ -156,7 +156,7 @@ def prune(
         found = checkpoints.found()
         stays = [e.name for e in found if e.step is not None] if whole is None else []
         stays += [] if whole is None else [checkpoints.directory(whole)]
-        left, unfinished = [], checkpoints.leftovers()
+        left, gone = [], [*checkpoints.surplus(keep), *checkpoints.leftovers()]
         try:
             held.enter_context(checkpoints.store.hold())
             is_used = checkpoints.store.is_at_work()
@@ -164,18 +164,20 @@ def prune(
             is_used = True
         if is_used:  # the running job may still be writing the unfinished ones
             left = [entry.name for entry in found if entry.step is None]
-        removed = checkpoints.prune(keep, [*stays, *left])
-        if not is_used:
-            removed += checkpoints.remove([name for name in unfinished if name not in removed])
+        gone = [name for name in dict.fromkeys(gone) if name not in (*stays, *left)]
+        failed = checkpoints.remove(gone)
     for problem in problems:
         sys.stdout.write(f"DAMAGED: {problem}\n")
-    sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")
+    told = [f"removed {name}\n" for name in gone if name not in failed]
+    told += [f"NOT removed: {name}: {error}\n" for name, error in failed.items()]
+    sys.stdout.write("".join(told) or "nothing to remove\n")
     if problems and whole is not None:
         sys.stdout.write(f"the newest that is whole is {stays[0]}; it stays\n")
     elif problems:
         sys.stdout.write("none is whole; all that have been published stay\n")
     if left:
         sys.stdout.write(f"a job is at work there, and may need: {', '.join(left)}\n")
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

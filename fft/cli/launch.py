@@ -198,6 +198,6 @@ def outcome(
         found = until_ended(client.bus, groups) if wait else Outcome.read(client.bus, groups)
         bus_line = f"bus {client.bus.url}, generation {client.bus.generation}"
     is_over = wait or found.has_ended
-    state = "the job has ended" if is_over else "the job has not ended; its present state"
-    sys.stdout.write(f"{state}: {found}\n{bus_line}\n")
+    state = f"the job has ended: {found}" if is_over else f"the job has not ended, {found.so_far}"
+    sys.stdout.write(f"{state}\n{bus_line}\n")
     raise typer.Exit(int(found.status))

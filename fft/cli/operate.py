@@ -45,12 +45,13 @@ def drain(
         raise typer.BadParameter("expected names of groups, or --all and at most a directory")
     names, folder = ([], next(map(Path, given), None)) if all_groups else split_folder(given)
     with job_client(bus, folder) as client:
-        names = names or sorted(client.job().groups)
+        present = sorted(client.job().groups)
+        names = names or present
         record = ask(client, names, wait)
-    listed = ", ".join(names)
-    sys.stdout.write(
-        f"group {listed} has left at step {record.step}; `fft return {names[0]}` starts it again\n"
-    )
+    goes_on = f"`fft return {names[0]}` starts it again"
+    if set(present) <= set(names):
+        goes_on = "no group is left, so the job ends; start it again to resume from its checkpoint"
+    sys.stdout.write(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
 
 
 def return_group(

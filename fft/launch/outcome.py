@@ -81,8 +81,13 @@ class Outcome:
         return ExitStatus.FAILED
 
     def __str__(self) -> str:
+        return f"{IN_A_WORD[self.status]}, {self.so_far}"
+
+    @property
+    def so_far(self) -> str:
+        """The step and the supervisor of each group, without a verdict."""
         ends = ", ".join(f"group {group}: {_in_words(h)}" for group, h in self.holders.items())
-        return f"{IN_A_WORD[self.status]}, at step {self.step} ({ends})"
+        return f"at step {self.step} ({ends})"
 
 
 def _in_words(holder: Holder | None) -> str:

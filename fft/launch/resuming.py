@@ -110,17 +110,18 @@ def _clear(checkpoints: Checkpoints) -> None:
     """Remove unfinished attempts of earlier starts if the store shows that no process is writing.
 
     Raises:
-        CheckpointError: An attempt cannot be removed.
+        CheckpointError: The store cannot be read.
     """
     try:
         left = checkpoints.leftovers()
-        if left and checkpoints.store.is_at_work() is False:
-            names = ", ".join(checkpoints.remove(left))
-            logger.warning("removed unfinished attempts and removals of earlier starts: %s", names)
+        is_idle = bool(left) and checkpoints.store.is_at_work() is False
     except OSError as error:
         raise CheckpointError(
-            f"unfinished checkpoints at {checkpoints.store.url} cannot be removed: {error}"
+            f"the checkpoints at {checkpoints.store.url} cannot be read: {error}"
         ) from error
+    if is_idle and (gone := sorted(set(left) - checkpoints.remove(left).keys())):
+        names = ", ".join(gone)
+        logger.warning("removed unfinished attempts and removals of earlier starts: %s", names)
 
 
 def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:

@@ -27,11 +27,14 @@ from fft.health.hosts import ROLL, is_roll
 from fft.messages.commands import (
     Answer,
     Command,
+    Holder,
     RollCall,
     answer_inbox,
     decode_answer,
     decode_command,
+    decode_holder,
     encode_command,
+    holder_register,
 )
 from fft.messages.progress import KEPT, Report, decode_report
 from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMessage
@@ -191,6 +194,16 @@ class JobClient:
         groups = [stage._first().groups for stage in self._stages]
         members = tuple(_with_ranks(entry, groups) for entry in state.epoch.members)
         return JobState(state.head, replace(state.epoch, members=members))
+
+    def supervisors(self) -> dict[str, Holder]:
+        """Return the `fft run` that holds each group, also for groups that are not in the job.
+
+        The names of the groups are numbers from 0. Empty if no `fft run` has started any.
+        """
+        found: dict[str, Holder] = {}
+        while (held := self.bus.read(holder_register(str(len(found))))) is not None:
+            found[str(len(found))] = decode_holder(held)
+        return found
 
     def reports(self) -> list[Report]:
         """Return the newest kept reports of ranks, on checkpoints and on traces with gaps.

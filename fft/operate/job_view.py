@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fft.health.detectors.straggler import Stragglers
-from fft.messages.commands import COMMANDS, Command, command_to_json
+from fft.messages.commands import COMMANDS, Command, Holder, command_to_json
 from fft.messages.progress import (
     CheckpointReport,
     FetchReport,
@@ -42,6 +42,7 @@ _POINTS = 1000
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
 LEFT_OUT, SUSPECTED, APART = "left out", "suspected", "apart"
+ABSENT = "not in the job"
 
 
 @dataclass
@@ -62,14 +63,23 @@ class GroupRow:
     group: str
     ranks: Mapping[int, RankSeen]
     draining: bool
+    supervisor: Holder | None = None
+    """The `fft run` that started it; None if there is none."""
 
     def state(self) -> str:
         """Return its state as text; ranks whose states differ are listed one by one."""
+        if not self.ranks:
+            return ABSENT
         states = {rank.state for rank in self.ranks.values()}
         if len(states) != 1:
             return ", ".join(f"rank {n} {self.ranks[n].state}" for n in sorted(self.ranks))
         state = states.pop()
         return f"{state}, asked to leave" if self.draining and state == IN_EPOCH else state
+
+    @property
+    def is_present(self) -> bool:
+        """Whether one of its ranks takes part in the job."""
+        return any(rank.state in (IN_EPOCH, APART) for rank in self.ranks.values())
 
     def why(self) -> str:
         """Return the reported cause for one of its ranks that has gone, or an empty string."""
@@ -101,6 +111,12 @@ class JobModel:
     head: Record | None = None
     lost: str = ""
     """Why the bus connection is lost; empty while it works."""
+    how: str = ""
+    """How the job ended; empty while it runs."""
+    attached: float = 0.0
+    """When watching began, or began again; the head that was read then may be older."""
+    supervisors: Mapping[str, Holder] = field(default_factory=dict)
+    """Group → the `fft run` that started it."""
     course: Course = field(default_factory=Course)
     """Steps, memberships and faults since watching began."""
     losses: dict[str, float] = field(default_factory=dict)
@@ -125,8 +141,10 @@ class JobModel:
         epoch: Record | None,
         reports: Iterable[Report] = (),
         now: float = 0.0,
+        supervisors: Mapping[str, Holder] | None = None,
     ) -> None:
         """Take the registers where watching begins, or begins again after the bus was lost."""
+        self.supervisors, self.attached = supervisors or {}, now
         for report in reports:
             self._take_report(report)
         self.lost = ""
@@ -228,10 +246,33 @@ class JobModel:
         members = self.course.members
         return head.last or (bool(members) and members <= set(head.leavers))
 
+    def how_it_ended(self) -> str:
+        """Describe the end of the job by its last record; the verdict of `fft run` has more."""
+        assert self.head is not None
+        reason = "its work is done" if self.head.last else "all groups have left as asked: drained"
+        return f"the job has ended with step {self.head.step}: {reason}"
+
     def rows(self) -> list[GroupRow]:
         """Return the groups by name; shorter names first, so that numbers are in numeric order."""
-        names = sorted(self._groups, key=lambda name: (len(name), name))
-        return [GroupRow(name, self._groups[name], name in self._leaving) for name in names]
+        names = sorted({*self._groups, *self.supervisors}, key=lambda name: (len(name), name))
+        return [
+            GroupRow(
+                *(name, self._groups.get(name, {}), name in self._leaving),
+                self.supervisors.get(name),
+            )
+            for name in names
+        ]
+
+    def losses_by_presence(self) -> dict[str, list[list[tuple[int, float]]]]:
+        """Return the losses of each group, in one list for each time that it was in the job."""
+        found: dict[str, list[list[tuple[int, float]]]] = {}
+        for group, curve in self.curves.items():
+            left = [each.step for each in self.course.absences if each.group == group]
+            parts: dict[int, list[tuple[int, float]]] = {}
+            for point in curve.points:
+                parts.setdefault(sum(point[0] > step for step in left), []).append(point)
+            found[group] = list(parts.values())
+        return found
 
     def _decided(self, record: Record, now: float) -> None:
         if self.head is not None and record.n <= self.head.n:

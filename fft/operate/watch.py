@@ -22,7 +22,7 @@ from fft.messages.commands import Check, Command, Evict
 from fft.messages.progress import Report
 from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage
 from fft.messages.wire import Packed
-from fft.operate.client import Ear, JobClient, Word
+from fft.operate.client import Ear, JobClient, JobState, Word
 from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel, event_of
 from fft.trace.course import readable_cause
 from fft.trace.display import LiveTable, Row, Snapshot
@@ -52,8 +52,6 @@ class Watch:
         self, url: str, view: View, ended: Callable[[], str | None] = lambda: None
     ) -> None:
         """Prepare to watch the job at ``url``; ``ended`` is that of `watch_job`."""
-        self.how: str | None = None
-        """How the job ended, if it did while it was watched."""
         self.model = JobModel()
         self._ended = ended
         self._url = url
@@ -62,10 +60,20 @@ class Watch:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._generation = ""
 
+    @property
+    def how(self) -> str | None:
+        """How the job ended, if it did while it was watched."""
+        return self.model.how or None
+
     def wait(self) -> None:
-        """Block until `stop`."""
+        """Block until `stop`; show the verdict of `fft run`, which comes after the last record."""
+        pause: float | None = _FIRST_PAUSE_S
         while not self._stopped:
-            self._wake.get()
+            if pause is not None and (how := self._ended()) is not None:
+                self._end(how)
+                pause = None
+            with suppress(queue.Empty):
+                self._wake.get(timeout=pause)
 
     def stop(self) -> None:
         """End `run` and `wait` soon.
@@ -79,7 +87,7 @@ class Watch:
         """Show the job as in its registers now. Raises ``BusUnreachable``."""
         with JobClient(self._url) as desk:
             job = desk.job()
-            self.model.begin(job.head, job.epoch, desk.reports(), time.monotonic())
+            self._begin(desk, job)
         self._view.state(self.model, time.monotonic())
 
     def run(self) -> None:
@@ -99,9 +107,13 @@ class Watch:
                     self._wake.get(timeout=pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
+    def _begin(self, desk: JobClient, job: JobState) -> None:
+        told = desk.reports(), time.monotonic(), desk.supervisors()
+        self.model.begin(job.head, job.epoch, *told)
+
     def _end(self, how: str) -> None:
         """Show the last state, and stop."""
-        self.how = how
+        self.model.how = how
         self._view.word({"event": "ended", "how": how})
         self._view.state(self.model, time.monotonic())
 
@@ -116,11 +128,11 @@ class Watch:
             # a bus that came back empty has another job
             if desk.bus.generation != self._generation:
                 self.model, self._generation = JobModel(), desk.bus.generation
-            self.model.begin(job.head, job.epoch, desk.reports(), time.monotonic())
+            self._begin(desk, job)
             self._view.word({"event": "watching", "bus": self._url})
             while not self._stopped:
-                if self.model.has_ended() and self.model.head is not None:
-                    self._end(f"the job has ended with step {self.model.head.step}")
+                if self.model.has_ended():
+                    self._end(self.model.how_it_ended())
                     return
                 self._view.state(self.model, time.monotonic())
                 self._hear(desk, ear)
@@ -246,8 +258,9 @@ def snapshot(watch: JobModel, now: float) -> Snapshot:
 def _row(watch: JobModel, row: GroupRow) -> Row:
     """Return the group as a row of the screen."""
     head = watch.head
-    is_in = all(rank.state == IN_EPOCH for rank in row.ranks.values())
+    is_in = bool(row.ranks) and all(rank.state == IN_EPOCH for rank in row.ranks.values())
     pids = ", ".join(f"{rank.pid}@{rank.host}" for _, rank in sorted(row.ranks.items()))
+    pids = pids or f"started by {row.supervisor}"
     slow = watch.pace(row.group)
     troubles = (
         readable_cause(row.why()),

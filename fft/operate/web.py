@@ -69,8 +69,12 @@ def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
     return {
         "url": url,
         "lost": job.lost,
-        "has_ended": job.has_ended(),
+        "how": job.how,
         "elapsed": shot.elapsed,
+        "since_commit": now - (course.last or job.attached),
+        "is_older": course.last in (None, job.attached),
+        "present": sum(row.is_present for row in job.rows()),
+        "expected": len(shot.rows),
         "step": max((course.step, *(row.step for row in shot.rows))),
         "goal": course.goal.steps,
         "share": course.share_done,
@@ -84,7 +88,7 @@ def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
         "groups": [{**_group(job, row), "trouble": rows[row.group].trouble} for row in job.rows()],
         "checkpoints": sorted(job.checkpoints.taken)[: -_SHOWN - 1 : -1],
         "notes": [*job.held(), *job.fetches(), *job.troubles()],
-        "losses": {group: curve.points for group, curve in job.curves.items()},
+        "losses": job.losses_by_presence(),
     }
 
 
@@ -108,6 +112,8 @@ def _group(job: JobModel, row: GroupRow) -> dict[str, Any]:
         "is_draining": row.draining,
         "loss": job.losses.get(row.group),
         "ranks": ranks,
+        "hosts": sorted({rank.host for rank in row.ranks.values()})
+        or ([row.supervisor.host] if row.supervisor else []),
     }
 
 

@@ -144,7 +144,6 @@ class Course:
     goal: Goal = field(default_factory=Goal)
     n: int = 0
     step: int = 0
-    begun_step: int = 0
     cursor: int = 0
     consumed_slices: int = 0
     """Slices that optimizer steps have consumed."""
@@ -155,6 +154,9 @@ class Course:
     returned."""
     sizes: Counter[int] = field(default_factory=Counter)
     """Number of slices of a step → number of steps; empty if groups take local steps."""
+    idle: list[tuple[float, float]] = field(default_factory=list)
+    """Times in which scripts worked between two transactions, such as an evaluation, as begin and
+    end; empty if they are not known. They count neither as lost by a fault nor by a join."""
     ended: bool = False
     """The job ended with a commit."""
     epochs: list[EpochStats] = field(default_factory=list)
@@ -162,8 +164,8 @@ class Course:
     """All rollbacks, those of recomputed steps included."""
     absences: list[Absence] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    _begun: tuple[int, int] | None = None
-    """Cursor and consumed slices at the beginning."""
+    _begun: tuple[int, int, int] | None = None
+    """Cursor, consumed slices and step at the beginning."""
     _first: tuple[float, int, int] | None = None
     """Time, step and consumed slices of the first commit."""
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -179,8 +181,8 @@ class Course:
         self.n = record["n"]
         held = len(record.get("leases") or ()) + len(record.get("returned") or ())
         if self._begun is None:
-            self._begun = record["cursor"] - held, record["batches"]
-            self.begun_step, self.consumed_slices = record["step"], record["batches"]
+            self._begun = record["cursor"] - held, record["batches"], record["step"]
+            self.consumed_slices = record["batches"]
         kind = record["kind"]
         if kind == "epoch":
             self._form(record, at)
@@ -209,6 +211,11 @@ class Course:
     def last(self) -> float | None:
         """Time of the newest commit."""
         return next((stats.last for stats in reversed(self.epochs) if stats.commits), None)
+
+    @property
+    def begun_step(self) -> int:
+        """Step at the beginning of this start of the job."""
+        return self._begun[2] if self._begun else 0
 
     @property
     def steps(self) -> int:
@@ -304,7 +311,19 @@ class Course:
         rate = TimeLost(self).undisturbed_rate
         if not rate or self.mean_rates is None:
             return None
-        return min(1.0, self.mean_rates[1] / rate)
+        pauses = (
+            (stats.first - stats.pause, stats.first) for stats in self.epochs if stats.commits
+        )
+        own = sum(self.idle_s(since, until) for since, until in pauses)
+        return min(1.0, self.mean_rates[1] / rate * self.elapsed / max(self.elapsed - own, 1e-9))
+
+    def idle_s(self, since: float, until: float) -> float:
+        """Return the seconds between two times in which a script worked between transactions."""
+        total, end = 0.0, since
+        for begun, ended in sorted(self.idle):
+            total += max(0.0, min(ended, until) - max(begun, end))
+            end = max(end, ended)
+        return total
 
     def away(self) -> Iterator[Absence]:
         """Yield the absences that are not over."""
@@ -316,7 +335,12 @@ class Course:
         members, was = _groups(record), self.members
         gone = was - members
         for fault in self._pending:
-            fault.lost = fault.lost or tuple(sorted(gone - set(self._left)))
+            if not fault.lost and (lost := sorted(gone - set(self._left))):
+                fault.lost = tuple(lost)
+                if not any(f"group {group} " in fault.cause for group in lost):
+                    # the cause is what a survivor noticed, and must not read as its fault
+                    why = f"; noticed as: {fault.cause}" if fault.cause else ""
+                    fault.cause = f"group {', '.join(lost)} was lost{why}"
         is_undisturbed = all(fault.is_recomputation for fault in self._pending)
         if members == was and is_undisturbed and (self._pending or record.get("standing")):
             self._left, self.epochs[-1].epoch = (), record["epoch"]  # the job goes on as before
@@ -404,13 +428,15 @@ class TimeLost:
 
         This is the time from the commit before it to the one after it, less one step. It includes
         detection, rollback and the repeated attempt. If several rollbacks came between two
-        commits, each has the time since the one before it.
+        commits, each has the time since the one before it. The time of scripts between two
+        transactions is not lost.
         """
         if fault.committed is None or fault.after is None:
             return None
         if not fault.is_last:
-            return fault.at - fault.since
-        return max(0.0, fault.committed - fault.since - self._first_step_s(fault.after))
+            return fault.at - fault.since - self._course.idle_s(fault.since, fault.at)
+        idle = self._course.idle_s(fault.since, fault.committed)
+        return max(0.0, fault.committed - fault.since - idle - self._first_step_s(fault.after))
 
     def around(self, change: Change) -> float:
         """Return the seconds that a join has cost: the pause before the next commit, less a step.
@@ -444,7 +470,10 @@ class TimeLost:
         return found | {"recomputation": again}
 
     def _pause_s(self, stats: EpochStats) -> float:
-        return max(0.0, stats.pause - self._first_step_s(stats)) if stats.commits else 0.0
+        if not stats.commits:
+            return 0.0
+        idle = self._course.idle_s(stats.first - stats.pause, stats.first)
+        return max(0.0, stats.pause - idle - self._first_step_s(stats))
 
     def _first_step_s(self, stats: EpochStats) -> float:
         """Return the seconds that the first step of an epoch would have taken without a pause."""

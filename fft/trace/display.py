@@ -170,11 +170,11 @@ def figures(snapshot: Snapshot) -> list[str]:
         found.append(f"loss {fmean(losses):.3f}")
     if course.data_epoch:
         found.append(f"{course.data_epoch} data epochs")
-    if course.goodput is not None and course.faults:
+    if course.goodput is not None:
         found.append(f"goodput {course.goodput:.0%}")
     if snapshot.planned:
         found.append(f"{snapshot.fired} of {snapshot.planned} planned faults fired")
-    return found or ["no step committed yet"]
+    return found if found or course.step else ["no step committed yet"]
 
 
 def _most_telling(rows: Sequence[Row], room: int) -> tuple[list[Row], int]:

@@ -24,6 +24,9 @@ side by side. If each commit ends an epoch, each record is a separate run."""
 DIGESTS = "digests"
 """Key in ``owes`` of a header: whether each commit and each heal of the process has a digest."""
 
+IDLE = "idle"
+"""Name of the note of a rank whose script took long between two transactions: the seconds, which
+end with the note."""
 FETCHING = "fetching"
 """Name of the note about a long fetch: bytes received, total bytes, seconds left."""
 UNREACHABLE = "unreachable"

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from fft.errors import FftError
-from fft.trace.format import chain
+from fft.trace.format import IDLE, chain
 
 # --- clocks ---
 
@@ -252,6 +252,15 @@ def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], fl
         number, at, record = n, time, found
     if number:
         yield record, at
+
+
+def idle_times(directory: str | Path) -> list[tuple[float, float]]:
+    """Return the times that scripts took between transactions (notes `IDLE`), as (begin, end)."""
+    paths, mark = trace_files(directory), f'"note":"{IDLE}"'.encode()
+    pieces = (piece for path in paths for piece in TraceFile(path).pieces() if mark in piece)
+    lines = [line for line in map(parsed, pieces) if line is not None]
+    clocks = clocks_of(paths) if lines else Clocks()
+    return [(clocks.at(line) - line["data"]["seconds"], clocks.at(line)) for line in lines]
 
 
 def clocks_of(paths: Iterable[Path]) -> Clocks:

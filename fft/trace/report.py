@@ -31,6 +31,7 @@ from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures, plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.read import (
+    idle_times,
     merged_lines,
     read_lines,
     read_trace,
@@ -158,7 +159,7 @@ def damages(directory: str | Path) -> list[str]:
 
 def course_of(directory: str | Path) -> Course:
     """Return the course of one start of a job; if stages step independently, of the first stage."""
-    course = Course()
+    course = Course(idle=idle_times(directory))
     for record, at in register_records(directory):
         course.take(record, at)
     for path in trace_files(directory):
@@ -297,7 +298,8 @@ def fault_table(found: Iterable[Incident], course: Course) -> Table | None:
     for incident, *others in rows.values():  # several injected faults may cause one rollback
         fault = by_number.get(incident.n)
         named = ", ".join(each.fault for each in (incident, *others) if each.fault != _NOT_INJECTED)
-        what = ": ".join(filter(None, (named, readable_cause(incident.noticed))))
+        cause = fault.cause if fault and fault.lost else readable_cause(incident.noticed)
+        what = ": ".join(filter(None, (named, cause)))
         place, lost = ("-", "-"), None
         if fault is not None:
             place, lost = (f"{fault.at - course.began:.2f}", str(fault.step)), times.by(fault)

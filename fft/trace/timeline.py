@@ -8,7 +8,7 @@ newest faults, epochs and changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fft.trace.format import scope_folders
 from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
 from fft.trace.read import merged_lines
 from fft.trace.report import course_of, summary, summary_lines
+from fft.trace.starts import number_of, root_of, start_folders
 
 _SPANS = 4000
 """Maximum number of spans of steps in a lane."""
@@ -74,6 +75,8 @@ class Lane:
 
     name: str
     spans: list[Span] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    """The hosts of its processes, in order."""
     shortest: float = 0.0
     """Spans of steps are merged until they are this long, in seconds."""
     mergeable: frozenset[str] = _STEPS
@@ -130,6 +133,7 @@ class Timeline:
         else:
             event, (before, after) = line.get("event") or {}, line.get("roles") or ("", "")
             self.figures.take(line, at, path.rpartition("/")[0])
+            self._take_hosts(event.get("record") or {})
             if event.get("type") == "healed" and event.get("bytes"):
                 name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
             elif after in ROLLBACK_ROLES and before not in ROLLBACK_ROLES and line.get("cause"):
@@ -139,6 +143,14 @@ class Timeline:
         elif name:
             place = {"lane": lane, "file": path, "line": line["seq"], "text": text[:_LONGEST]}
             self.events.append({"at": at, "what": name, "step": line.get("step"), **place})
+
+    def _take_hosts(self, record: Mapping[str, Any]) -> None:
+        members = record["members"] if record.get("kind") == "epoch" else ()
+        for group, each in ((m["group"], rank) for m in members for rank in m["ranks"]):
+            name = f"{group}/{each['rank']}"
+            hosts = self.lanes.setdefault(name, Lane(name)).hosts
+            if each["host"] and each["host"] not in hosts:
+                hosts.append(each["host"])
 
     def draw(self, activities: Iterable[Happening]) -> None:
         """Add activities of ranks to their lanes."""
@@ -189,7 +201,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
     times = [lane.spans[0].start for lane in found.lanes.values() if lane.spans]
     zero = course.began or min([*times, *(event["at"] for event in found.events)], default=0.0)
     lanes = [
-        {"name": name, "spans": [_span(span, zero) for span in lane.spans]}
+        {"name": name, "hosts": lane.hosts, "spans": [_span(span, zero) for span in lane.spans]}
         for name, lane in sorted(found.lanes.items())
     ]
     phases = [
@@ -218,7 +230,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
     waits = sorted(found.figures.caused.items(), key=lambda item: -item[1][1])[:20]
     return {
         "directory": str(directory),
-        "summary": summary_lines(course),
+        "summary": [*summary_lines(course), *_other_starts(directory)],
         "figures": summary(course),
         "lanes": lanes,
         "phases": phases[-_EVENTS:],
@@ -228,6 +240,15 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         "left_out": found.left_out,
         "waits": [["/".join(rank), count, seconds] for rank, (count, seconds) in waits],
     }
+
+
+def _other_starts(directory: Path) -> list[str]:
+    """Name the commands for the pages of the job's other starts, as the page shows one."""
+    folder = directory.resolve()
+    starts = start_folders(root_of(folder))
+    others = [f"fft timeline {each}" for each in starts if each != folder]
+    number = f"start {number_of(folder)} of {len(starts)} of this job"
+    return [f"{number}; the others: {'; '.join(others)}"] if others else []
 
 
 def _span(span: Span, zero: float) -> list[Any]:

@@ -7,6 +7,7 @@ the update itself (`CommitExecutor.leave_to_loop`); it is complete at the loop's
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from fft.errors import FftError
@@ -33,6 +34,8 @@ class CommitExecutor:
         self._reductions = rank.reductions
         self.by_loop = LoopUpdates()
         self._committed: tuple[Record, Record | None] | None = None  # commit and epoch
+        self._done_at: float | None = None
+        """When the last commit was completed, on the monotonic clock; None once it was taken."""
         self._hung_at: tuple[Token, str] | None = None
         """The committed txn whose update hangs on this rank, and the monitor's reason, or None."""
 
@@ -176,10 +179,16 @@ class CommitExecutor:
             "applying", "applied"
         ):  # another thread has reported a failure of the update
             return
+        self._done_at = time.monotonic()
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
         if self._committed is not None:
             self._state.checkpoints.committed(*self._committed)
+
+    def take_idle_s(self) -> float:
+        """Return the seconds of the script since the last commit; 0 if they were taken before."""
+        done_at, self._done_at = self._done_at, None
+        return 0.0 if done_at is None else time.monotonic() - done_at
 
     def fail(self, error: BaseException) -> None:
         """Report to the engine that the pending update of the last commit failed, if any."""

@@ -21,6 +21,7 @@ from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Fault, Record
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
+from fft.trace.format import IDLE
 from fft.train.commits import CommitExecutor
 from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
@@ -62,6 +63,10 @@ class Rollback(NamedTuple):
     cause: Cause = NO_CAUSE
     step: int = -1
     members: tuple[str, ...] = ()
+
+
+_IDLE_S = 1.0
+"""Time of the script between two transactions, such as an evaluation, from which it is traced."""
 
 
 class Worker:
@@ -130,6 +135,8 @@ class Worker:
         """
         engine, executor = self._job.engine or self._join(), self._job.executor
         self._commits.finish()
+        if (idle_s := self._commits.take_idle_s()) >= _IDLE_S:
+            self._job.note(IDLE, {"seconds": round(idle_s, 3)})
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()

@@ -253,3 +253,19 @@ def test_start_removes_nothing_without_knowing_the_writers(tmp_path: Path) -> No
     attempt = written(store, 3)
     begun(replace(job.config, checkpoint=Checkpointing(place)))
     assert store.directories() == [attempt]
+
+
+def test_start_resumes_beside_links_that_a_removal_left(tmp_path: Path) -> None:
+    """Earlier versions stopped at such a link, and left it under the name of a removal."""
+    job = Job(tmp_path, lambda job: JobOutcome(True))
+    root, cold = tmp_path / "checkpoints", tmp_path / "cold"
+    store = open_store(str(root))
+    published(store, 2, 4)
+    (root / "step-2").rename(cold)
+    (root / "step-2").symlink_to(cold)
+    (root / "step-1.partial-removed-1").symlink_to(cold)
+    (root / "step-9").symlink_to(tmp_path / "nowhere")
+    resuming = replace(job.config, checkpoint=Checkpointing(root, resume=True))
+    assert begun(resuming).resume_step == 4
+    assert store.directories() == ["step-2", "step-4", "step-9"]
+    assert len(list(cold.iterdir())) == 13

@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import json
 import queue
+import re
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,8 +61,10 @@ from fft.messages.protocol import (
 from fft.messages.wire import EPOCH, decode_packed
 from fft.operate import drain, say
 from fft.operate.client import JobClient, OperatorError, bus_url
-from fft.operate.job_view import IN_EPOCH, JOINING, LEFT, JobModel, event_of
+from fft.operate.job_view import IN_EPOCH, JOINING, LEFT, JobModel, LossCurve, event_of
 from fft.operate.watch import JsonView, ScreenView, Watch, render
+from fft.operate.web import state_of
+from fft.trace.course import Absence
 from fft.train.progress_reporter import ProgressReporter
 
 
@@ -276,6 +280,7 @@ def test_drain_of_all_groups_is_one_commit(
     monkeypatch.delenv("FFT_TOKEN", raising=False)
     done = CliRunner().invoke(app, ["drain", "--all", "--bus", memory])
     assert done.exit_code == 0 and done.stdout.startswith("group 0, 1 has left"), done.output
+    assert "no group is left, so the job ends" in done.stdout and "fft return" not in done.stdout
     with open_bus(memory) as bus:
         head = bus.read(HEAD)
     assert head is not None and decode_packed(head).record.leavers == ("0", "1")
@@ -616,3 +621,34 @@ def _two_groups() -> tuple[GroupEntry, ...]:
         GroupEntry(name, "127.0.0.1:1", (RankEntry(0, 1, True, "http://h:1/", 7, "h"),))
         for name in "01"
     )
+
+
+def test_watch_once_shows_a_group_that_is_not_in_the_job(stack: ExitStack, memory: str) -> None:
+    job = EngineJob(stack, memory, 1, 1).start()
+    job.train(3)
+    with open_bus(memory) as bus:
+        for group in ("0", "1"):
+            holder = Holder(fresh_id(), f"node-{group}", 4711)
+            bus.compare_set(holder_register(group), None, encode_holder(holder))
+    console = Console(file=io.StringIO(), width=120)
+    view = ScreenView(console, memory)
+    Watch(memory, view).once()
+    view.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "no step committed yet" not in text and "step 3" in text
+    assert re.search(r"^1 +not in the job .*started by fft run with pid 4711 on node-1", text, re.M)
+    watch = Watch(memory, view)
+    watch.once()
+    state = state_of(watch.model, memory, time.monotonic())
+    assert (state["present"], state["expected"], state["step"]) == (1, 2, 3)
+    assert [row["hosts"] for row in state["groups"]] == [["host-0"], ["node-1"]]
+    assert state["groups"][1]["state"] == "not in the job" and state["is_older"]
+
+
+def test_losses_have_a_gap_where_the_group_was_away() -> None:
+    model = JobModel()
+    model.curves["1"] = LossCurve([(step, 1.0) for step in (2, 4, 9, 11)])
+    assert model.losses_by_presence() == {"1": [[(2, 1.0), (4, 1.0), (9, 1.0), (11, 1.0)]]}
+    model.course.absences.append(Absence("1", 5, 0.0, planned=False, n=3, steps=3, back=1.0))
+    model.course.absences.append(Absence("0", 3, 0.0, planned=False, n=3, steps=3, back=1.0))
+    assert model.losses_by_presence() == {"1": [[(2, 1.0), (4, 1.0)], [(9, 1.0), (11, 1.0)]]}

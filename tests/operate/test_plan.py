@@ -231,3 +231,30 @@ def test_invalid_records_are_skipped() -> None:
     for n, accused in enumerate((7, [["1", 0]], [[["1"], 0, 1]], [["1", "0", 1]])):
         history.take({"n": n, "kind": "abort", "step": 0, "by": "x", "accused": accused})
     assert [(one.by, one.named) for one in history.run] == [("?/0#0", frozenset())] * 4
+
+
+def test_open_rollbacks_name_no_rank_and_do_not_clear_one_that_is_named_twice() -> None:
+    """Gradients that differed without a majority say that one of two replicas is wrong."""
+    named, unclear = rollback(1, 4, ("1", 0)), Rollback(0, 4, "1/0#1", "", frozenset(), True)
+    assert named_by_all([unclear, named, named], 3) == ("1", 0)
+    assert named_by_all([unclear, unclear, named], 3) is None, "it was named only once"
+    assert named_by_all([unclear, unclear, unclear], 3) is None
+    history = History()
+    for n, code in enumerate(("gradients_differ", "died", "gradients_differ")):
+        accused = [Peer("1", 0, 2)] if code == "died" else []
+        history.take({**record(n, "abort", 4, *accused), "code": code})
+    assert [one.is_open for one in history.run] == [True, False, True]
+
+
+def test_rank_is_named_only_after_it_failed_with_two_sound_ranks() -> None:
+    ranks = places(5)
+    bad, sound = ranks[0], ranks[1:]
+    good = [Meeting(1, (one, other), True, 0.1) for one, other in combinations(sound, 2)]
+    failed = [Meeting(2, (bad, other), False, 0.1, "failed") for other in sound]
+    for count, culprits in ((1, set()), (2, {bad})):
+        findings = played(ranks, fails(), Findings(meetings=[*good, *failed[:count]]))
+        findings.meetings = [*good, *failed[:count]]
+        verdict = judge(ranks, findings)
+        assert named(verdict) == culprits
+    once = Meeting(3, (bad, sound[3]), True, 0.1)  # two broken links at a rank that is sound
+    assert not judge(ranks, Findings(findings.alone, [*good, *failed[:2], once])).culprits

@@ -192,7 +192,7 @@ def test_losses_are_kept_by_step_and_thinned_out() -> None:
             job.see(SpeedReport(group, 0, 1, step, 0.1, loss=float(step), goal=goal), step)
     state = state_of(job, "tcp://bus/job", 5000.0)
     assert state["goal"] == 10_000 and set(state["losses"]) == {"0", "1"}
-    points = state["losses"]["0"]
+    (points,) = state["losses"]["0"]
     assert points[0] == (1, 1.0) and _POINTS / 4 < len(points) <= _POINTS
     assert all(step == loss for step, loss in points) and points[-1][0] > 4900
     json.dumps(state, allow_nan=False)
@@ -273,7 +273,10 @@ def test_page_shows_a_killed_group_its_return_and_the_end(tmp_path: Path) -> Non
         page.until(lambda s: s["losses"] and s["checkpoints"], "losses and a checkpoint")
         page.kill("1")
         hurt = page.until(lambda s: s["faults"], "the fault")
-        assert hurt["fault_count"] == 1
+        assert hurt["fault_count"] == 1 and hurt["expected"] == 2
+        assert all(row["hosts"] == [socket.gethostname()] for row in hurt["groups"])
+        assert any(figure.startswith("goodput") for figure in hurt["figures"])
+        assert 0 <= hurt["since_commit"] < LIMIT_S and not hurt["is_older"]
         told = page.until(
             lambda s: s["faults"][0]["cost"] and not s["faults"][0]["is_open"], "cost"
         )
@@ -281,9 +284,11 @@ def test_page_shows_a_killed_group_its_return_and_the_end(tmp_path: Path) -> Non
         page.until(
             lambda s: is_training(s) and any("came back" in c["text"] for c in s["changes"]), "back"
         )
+        page.until(lambda s: [len(s["losses"][g]) for g in "01"] == [1, 2], "a curve in two parts")
         job.signal(signal.SIGTERM)
         assert job.wait(LIMIT_S) == 75, job.tail()
-        end = page.until(lambda s: s["has_ended"] or s["lost"], "the end")
+        end = page.until(lambda s: "exit status 75" in s["how"], "the verdict")
+        assert "has ended: drained before its end, at step" in end["how"]
         assert page.state()["step"] == end["step"] > 0, "the page stays until it is closed"
     lines = list(read_lines(tmp_path / "traces"))
     heads = [line["event"]["record"] for line in lines if (line.get("event") or {}).get("record")]
@@ -318,7 +323,9 @@ def test_browser_shows_a_job_while_its_groups_are_killed(tmp_path: Path) -> None
         wait_until(lambda: text("checkpoints").startswith("steps "), "a checkpoint", LIMIT_S)
         job.signal(signal.SIGTERM)
         assert job.wait(LIMIT_S) == 75, job.tail()
-        wait_until(lambda: text("alarm"), "the end", LIMIT_S)
+        wait_until(lambda: "drained before its end" in text("alarm"), "the verdict", LIMIT_S)
+        assert "groups 0 of 2" in text("line") and "last commit " in text("line")
+        assert socket.gethostname() in text("groups") and "goodput" in text("line")
         assert driver.get_log("browser") == []
 
 

@@ -43,7 +43,12 @@ from fft.messages.protocol import (
     Token,
     Vote,
 )
-from fft.protocol.equality import unequal_data
+from fft.protocol.equality import (
+    divergent_ranks,
+    gradient_digest,
+    unequal_data,
+    wrong_gradients,
+)
 from fft.protocol.guards import GUARDS
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
@@ -418,3 +423,43 @@ def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> 
     assert asks == (ahead >= 0)
     stranger = replace(told, peer=Peer("9", 0, 1))
     assert GUARDS["asks_to_come_in"](here, other.participant.config, Join(stranger))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "accused"),
+    [
+        ([("a", True), ("b", False)], ["1/0#1"]),  # the other replica has repeated its result
+        ([("a", True), ("b", None)], []),  # that rank had nothing to compare
+        ([("a", None), ("b", False)], []),  # no replica has repeated its result
+        ([("a", False), ("b", False)], []),
+        ([("a", None), ("b", None)], []),
+        ([("a", True), ("b", True)], []),
+        ([("a", False), ("a", False), ("b", True)], ["2/0#1"]),  # most agree
+        ([("a", True), ("a", False)], []),  # the gradients are equal
+    ],
+)
+def test_gradients_that_differ_accuse_only_a_rank_that_changed_them_beside_one_that_did_not(
+    attempts: list[tuple[str, bool | None]], accused: list[str]
+) -> None:
+    votes = [
+        Vote(Peer(str(group), 0, 1), Manifest(1, 4, "a", fingerprint=digest, repeats=repeats))
+        for group, (digest, repeats) in enumerate(attempts)
+    ]
+    text, found = wrong_gradients(votes)
+    assert list(map(str, found)) == accused
+    assert ("could not repeat its own" in text) == (len(attempts) == 2 and bool(accused))
+
+
+def test_no_rank_is_accused_while_replicas_of_another_shard_have_no_majority() -> None:
+    votes = [
+        Vote(Peer(group, rank, 1), Manifest(1, 4, "a", fingerprint=digest, repeats=repeats))
+        for group, rank, digest, repeats in (
+            *(("0", 0, "a", True), ("1", 0, "b", False)),
+            *(("0", 1, "c", None), ("1", 1, "d", False)),
+        )
+    ]
+    assert wrong_gradients(votes)[1] == ()
+    assert list(map(str, wrong_gradients(votes[:2])[1])) == ["1/0#1"]
+    three = [Vote(Peer("2", 0, 1), Manifest(1, 4, "a", fingerprint="a")), *votes]
+    assert divergent_ranks(three, gradient_digest) is None
+    assert list(map(str, divergent_ranks(three[:3], gradient_digest) or ())) == ["1/0#1"]

@@ -455,3 +455,54 @@ def test_course_counts_the_pause_for_a_group_that_failed_to_join() -> None:
     course.take(record(5, "commit", 3, 6, epoch=2), 1.0)
     assert course.changes == []
     assert TimeLost(course).causes()["joins and leaves"] == pytest.approx(0.7)
+
+
+def test_course_names_the_lost_group_where_a_survivor_noticed_the_loss() -> None:
+    def fault(cause: str) -> str:
+        course = begun("0", "1")
+        course.take(record(3, "abort", 1, 2, cause=cause, code="failed"), 0.3)
+        course.take(record(4, "epoch", 1, 2, epoch=2, members=members("0")), 0.4)
+        return course.faults[0].cause
+
+    closed = "0/0#1: RuntimeError: Connection closed by peer"
+    noticed = "group 0 rank 0: RuntimeError: Connection closed by peer"
+    assert fault(closed) == f"group 1 was lost; noticed as: {noticed}"
+    assert fault("") == "group 1 was lost"
+    assert fault("0/0#1: 1/0#1 died: SIGKILL") == "group 1 rank 0 died: SIGKILL"
+
+
+def test_course_counts_an_evaluation_beside_a_fault_as_no_loss() -> None:
+    """A group dies while the script evaluates for 25 s between two steps of 0.1 s."""
+    course = Course(idle=[(1.0, 26.0), (1.0, 25.5), (90.0, 95.0)])
+    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), 0.0)
+    for step in range(1, 11):
+        course.take(record(1 + step, "commit", step, 2 * step), step / 10)
+    course.take(record(12, "abort", 10, 20, cause="0/0#1: 1/0#1 died", code="died"), 20.0)
+    course.take(record(13, "epoch", 10, 20, epoch=2, members=members("0", "1")), 26.1)
+    for step in range(11, 21):
+        course.take(record(3 + step, "commit", step, 2 * step, epoch=2), 26.3 + (step - 11) / 10)
+    lost, (fault,) = TimeLost(course), course.faults
+    assert lost.by(fault) == pytest.approx(0.2) == lost.causes()["faults"]
+    assert course.goodput == pytest.approx(1.9 / 2.1, rel=1e-6)
+    course.idle = []
+    assert TimeLost(course).by(fault) == pytest.approx(25.2)
+
+
+def test_report_leaves_an_evaluation_out_of_the_cost_of_a_fault(tmp_path: Path) -> None:
+    def lost_s(folder: Path, has_note: bool) -> float:
+        job = TracedJob(folder, groups=2)
+        for _ in range(3):
+            job.step()
+        job.clock += 25.0
+        if has_note:
+            for member in job.live():
+                job.writers[member.peer].note("idle", {"seconds": 25.0}, member.local)
+        job.refuse(job.live()[1], "boom")
+        for _ in range(3):
+            job.step()
+        job.close()
+        (incident,) = full_report(folder)["incidents"]
+        return float(incident["lost_s"])
+
+    assert lost_s(tmp_path / "without", has_note=False) > 25.0
+    assert lost_s(tmp_path / "with", has_note=True) < 1.0

@@ -185,3 +185,21 @@ def test_run_leaves_out_metrics_of_rolled_back_attempts(tmp_path: Path) -> None:
     job.close()
     rows = [(row["group"], row["step"], row["loss"]) for row in fft.trace.Run(tmp_path).metrics()]
     assert sorted(rows) == [("0", 1, 1.0), ("0", 2, 2.0), ("1", 1, 1.0), ("1", 2, 2.0)]
+
+
+def test_page_names_hosts_and_the_other_starts_of_the_job(traces: Path) -> None:
+    data = data_of(page(traces))
+    assert all(len(lane["hosts"]) == 1 and lane["hosts"][0] for lane in data["lanes"])
+    assert not any("of this job" in line for line in data["summary"])
+    later = traces / "start2"
+    later.mkdir()
+    for path in traces.glob("*.jsonl"):
+        (later / path.name).write_bytes(path.read_bytes())
+    assert (
+        f"start 1 of 2 of this job; the others: fft timeline {later}"
+        in (data_of(page(traces))["summary"])
+    )
+    assert (
+        f"start 2 of 2 of this job; the others: fft timeline {traces}"
+        in (data_of(page(later))["summary"])
+    )

@@ -22,6 +22,7 @@ from fft.launch.supervisor import JobOutcome
 from fft.train.checkpoint.files import (
     Checkpoints,
     Manifest,
+    Origin,
     Passed,
     attempt_name,
     choose,
@@ -167,13 +168,15 @@ def test_if_the_later_one_of_a_step_is_damaged_the_other_is_read(store: Store) -
 def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here a dangling link has the name; the same holds where the directory is not writable."""
-    store = open_store(str(tmp_path))
-    found, name = published(store, 2), written(store, 4)
-    (tmp_path / "step-4").symlink_to(tmp_path / "nowhere")
-    found.publish(name, manifest_of(store, name, "a1", 4))
+    class Unwritable(LocalStore):
+        def rename(self, old: str, new: str) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    store = Unwritable(tmp_path)
+    found, name = published(open_store(str(tmp_path)), 2), written(store, 4)
+    Checkpoints(store).publish(name, manifest_of(store, name, "a1", 4))
     assert "the checkpoint of step 4 is whole, though" in caplog.text
-    assert "not published to the end" in caplog.text and "Not a directory" in caplog.text
+    assert "not published to the end" in caplog.text and "Permission denied" in caplog.text
     assert (tmp_path / name / MANIFEST).exists()
     caplog.clear()
     assert choose(found, resume=True) == found.verify(4)
@@ -540,3 +543,115 @@ def test_rename_that_fails_by_another_error_is_not_tried_again(
     monkeypatch.setattr(Path, "rename", _failing_once(errno.EIO, False))
     with pytest.raises(OSError, match="Input/output error"):
         LocalStore(tmp_path).write("file", b"data")
+
+
+def _move_away(root: Path, name: str) -> Path:
+    """Move a checkpoint to another folder, and leave a link to it, as an operator does."""
+    cold = root.parent / "cold" / name
+    cold.parent.mkdir(exist_ok=True)
+    shutil.move(root / name, cold)
+    (root / name).symlink_to(cold)
+    return cold
+
+
+def test_link_to_a_checkpoint_is_used_and_its_removal_keeps_the_files(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    found = published(LocalStore(root), 2, 4, 6, 8)
+    cold, used = _move_away(root, "step-2"), _move_away(root, "step-6")
+    files = bytes_below(cold)
+    assert found.verify(2).step == 2
+    assert found.prune(2) == ["step-2", "step-4"]
+    assert sorted(path.name for path in root.iterdir()) == ["step-6", "step-8"]
+    assert files == bytes_below(cold) and len(files) == 13
+    directory = written(found.store, 6, "a2")
+    found.publish(directory, manifest_of(found.store, directory, "a2", 6))
+    assert not (root / "step-6").is_symlink() and found.verify(6).attempt == "a2"
+    assert found.store.directories() == ["step-6", "step-8.partial-given-up"]
+    assert (used / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("target", ["step-8", "/nowhere/step-8", "file"])
+def test_link_that_leads_nowhere_is_named_and_ends_nothing(target: str, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    found = published(LocalStore(root), 2, 4, 6)
+    (root / "file").touch()
+    (root / "step-8").symlink_to(target)
+    (root / "step-1").symlink_to(target)
+    assert [e.step for e in found.found() if e.problem is None] == [2, 4, 6]
+    chosen, problems = found.newest()
+    assert chosen is not None and chosen.step == 6
+    assert len(problems) == 1 and problems[0].startswith("step-8: ")
+    assert found.prune(2) == ["step-2", "step-1"]
+    directory = written(found.store, 8)
+    found.publish(directory, manifest_of(found.store, directory, "a1", 8))
+    assert found.verify(8).step == 8
+
+
+def test_checkpoint_that_cannot_be_removed_ends_the_removal_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = published(LocalStore(tmp_path), 2, 4, 6, 8)
+    rmtree = shutil.rmtree
+
+    def refuses(path: Path) -> None:
+        if path.name.startswith("step-2"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses)
+    assert found.prune(1) == ["step-4", "step-6"]
+    assert "step-2 at" in caplog.text and "cannot be removed: [Errno 13]" in caplog.text
+    (left,) = found.leftovers()
+    assert left.startswith("step-2.partial-removed-")
+    assert list(found.remove([left])) == [left]
+    assert found.store.directories() == [left, "step-8"]
+
+
+LIVES = [attempt_name(life, "1|x") for life in "abc"]
+
+
+def _publish(found: Checkpoints, step: int, start: int, origin: int | None = None) -> None:
+    """Publish a checkpoint of the start with that number, which resumed from step ``origin``."""
+    directory = written(found.store, step, LIVES[start])
+    made = manifest_of(found.store, directory, LIVES[start], step)
+    at = None if origin is None else Origin(step=origin, lineage=f"lineage{origin}")
+    found.publish(directory, made.model_copy(update={"resumed_from": at}))
+
+
+def test_starts_of_one_run_are_recognized_after_older_checkpoints_are_gone(store: Store) -> None:
+    found = Checkpoints(store)
+    _publish(found, 2, 0)
+    _publish(found, 4, 0)
+    _publish(found, 5, 1, origin=4)
+    _publish(found, 7, 2, origin=4)  # step 5 was damaged
+    assert choose(found, resume=True) == found.manifest(7)
+    found.remove(["step-2", "step-4"])
+    assert choose(found, resume=True) == found.manifest(7)
+    published(store, 9)  # an imported checkpoint names no start
+    assert choose(found, resume=True) == found.manifest(9)
+
+
+@pytest.mark.parametrize(("own", "foreign"), [((2, 4), 98), ((50, 52), 7)])
+def test_checkpoint_of_another_run_is_not_resumed_silently(
+    own: tuple[int, int], foreign: int, store: Store
+) -> None:
+    found = Checkpoints(store)
+    for step in sorted([*own, foreign]):
+        _publish(found, step, start=int(step == foreign))
+    mine = f"step-{own[0]}, step-{own[1]}"
+    with pytest.raises(CheckpointError, match="has checkpoints of different runs") as caught:
+        choose(found, resume=True)
+    assert mine in str(caught.value) and f"step-{foreign}" in str(caught.value)
+    assert choose(found, resume=foreign) == found.manifest(foreign)  # asked for by its step
+    found.remove([f"step-{foreign}"])
+    assert choose(found, resume=True) == found.manifest(own[1])
+
+
+def test_joiner_names_the_checkpoint_from_which_its_job_resumed(store: Store) -> None:
+    found = Checkpoints(store)
+    assert found.origin_of(life_of(LIVES[0])) is None
+    _publish(found, 4, 0)
+    assert found.origin_of(life_of(LIVES[0])) is None
+    assert found.origin_of(life_of(LIVES[1])) == Origin(step=4, lineage="lineage4")
+    _publish(found, 6, 1, origin=4)
+    assert found.origin_of(life_of(LIVES[1])) == Origin(step=4, lineage="lineage4")

@@ -1056,3 +1056,15 @@ def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> Non
     again = run(tmp_path / "b", 11, 55, checkpoint=at(place))
     assert json.dumps(again.tolist()) == json.dumps(whole.tolist())
     assert notes(tmp_path / "b", "resumed")[0]["step"] == 4
+
+
+def test_long_work_of_a_script_between_two_steps_is_traced(tmp_path: Path) -> None:
+    def evaluates() -> bool:
+        if len(start.losses) == 2:
+            time.sleep(1.2)  # the evaluation
+        return False
+
+    start = Start(tmp_path)
+    start.train(Stream(), 4, between=evaluates)
+    (note,) = notes(tmp_path, "idle")
+    assert 1.2 <= note["seconds"] < 60

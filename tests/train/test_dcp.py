@@ -17,7 +17,8 @@ from torchft import ProcessGroupGloo
 import fft
 from fft.errors import StateMismatch
 from fft.train.checkpoint.dcp import export_dcp, import_dcp
-from fft.train.checkpoint.files import Checkpoints
+from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint, sealed
+from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.stores import open_store
 
 WIDTH = 4
@@ -43,17 +44,24 @@ class Tied(nn.Module):
         return self.head(self.embedding(words)) * self.scale
 
 
-def trained(folder: Path, steps: int, seed: int = 0, kind: Any = torch.optim.AdamW) -> Any:
+def trained(
+    folder: Path,
+    steps: int,
+    seed: int = 0,
+    kind: Any = torch.optim.AdamW,
+    resume: bool | int = True,
+    model: Tied | None = None,
+) -> Any:
     """Train a single group to step ``steps``, which is a checkpoint; return the model and the
     digest."""
     torch.manual_seed(seed)
-    model = Tied()
+    model = model or Tied()
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
-        checkpoint=fft.Checkpointing(str(folder), every="1000", resume=True),
+        checkpoint=fft.Checkpointing(str(folder), every="1000", resume=resume),
     )
     manager.register(model, kind(model.parameters()))
     manager.sync_gradients(model)
@@ -116,3 +124,35 @@ def test_a_subclass_in_optimizer_state_survives_export_and_import(tmp_path: Path
     _, its_digest = trained(tmp_path / "again", 3, seed=1, kind=Momentum)
     assert its_digest == digest
     assert Momentum([torch.ones(1)]).of == Quantized.of
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("is_resharded", [False, True])
+def test_no_way_of_loading_accepts_a_file_with_another_digest(
+    kind: str, is_resharded: bool, tmp_path: Path
+) -> None:
+    """A file changes after the checkpoint was chosen. With another number of ranks than in the
+    checkpoint the state is resharded, which reads it by another way."""
+    trained(tmp_path / "job", 3)
+    found = checkpoints(tmp_path / "job")
+    manifest, (path,) = found.verify(3), (tmp_path / "job" / "step-3").glob(f"g*.{kind}")
+    data = bytearray(path.read_bytes())
+    at = data.index(b"AdamW") if kind == "json" else len(data) - 1
+    data[at] ^= 1  # the file is still readable, and has its size
+    path.write_bytes(data)
+    assert found.manifest(3) == manifest
+    refused = f"{path.name}: its SHA-256 is not"
+    with pytest.raises(DamagedCheckpoint, match=refused):
+        tree_of(found, manifest, manifest.writer, 0)
+    with pytest.raises(DamagedCheckpoint, match=refused):
+        export_dcp(found, 3, tmp_path / "dcp")
+    assert not (tmp_path / "dcp").exists()
+    if is_resharded:
+        sealed_anew = manifest.model_copy(update={"mesh": "another"})
+        (path.parent / "manifest.json").write_bytes(sealed(sealed_anew))
+    torch.manual_seed(7)
+    model = Tied()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(DamagedCheckpoint, match=refused):
+        trained(tmp_path / "job", 4, resume=3, model=model)
+    assert all(map(torch.equal, before, model.parameters()))

@@ -281,7 +281,8 @@ class Claims:
                     asked.add(holder.id)
                     deadline = max(deadline, time.monotonic() + _patience(holder))
                     self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
-                    logger.warning("group %s was claimed by %s; asking", list(others), holder)
+                    names = ", ".join(others)
+                    logger.warning("group %s was claimed by %s; asking", names, holder)
             for _, payload in ear.until(min(deadline, time.monotonic() + _AGAIN_S)):
                 with suppress(UnreadableMessage):
                     answer = decode_answer(payload)

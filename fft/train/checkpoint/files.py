@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -306,6 +306,14 @@ class Checkpoints:
             )
         return self._manifest_in(name_of(step))
 
+    def origin_of(self, life: str) -> Origin | None:
+        """Return the checkpoint from which the running start ``life`` has resumed, or None."""
+        whole = [each.manifest for each in self.found() if each.step is not None and each.manifest]
+        own = [each for each in whole if life_of(each.attempt) == life]
+        if own or not whole:
+            return own[0].resumed_from if own else None
+        return Origin(step=whole[-1].step, lineage=whole[-1].lineage)
+
     def directory(self, manifest: Manifest) -> str:
         """Return the directory of the files: that of the attempt if its rename was interrupted."""
         attempt = partial_name(manifest.step, manifest.attempt)
@@ -318,14 +326,15 @@ class Checkpoints:
             DamagedCheckpoint: The directory's name does not match, or the checkpoint is incomplete.
         """
         try:
-            data = self.store.read(f"{name}/{MANIFEST}")
+            data, there = self.store.read(f"{name}/{MANIFEST}"), self.store.files(name)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name}: it has no {MANIFEST}; it is not whole") from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name}: it cannot be read: {error}") from error
         manifest = unsealed(Manifest, data, f"{name}/{MANIFEST}")
         if name not in (name_of(manifest.step), partial_name(manifest.step, manifest.attempt)):
             raise DamagedCheckpoint(f"{name}/{MANIFEST}: it is that of step {manifest.step}")
         _refuse_incomplete(name, manifest)
-        there = self.store.files(name)
         for file in manifest.files:
             if file.name not in there:
                 raise DamagedCheckpoint(f"{name}/{file.name}: the file is missing")
@@ -492,15 +501,21 @@ class Checkpoints:
                 )
                 self.store.rename(entry.name, aside)
 
-    def prune(self, keep: int, besides: Sequence[str] = ()) -> list[str]:
-        """Remove old checkpoints and the remains of attempts at them.
-
-        Args:
-            keep: Number of newest checkpoints with complete manifests to keep; 0 keeps all.
-            besides: Names of further directories to keep.
+    def prune(self, keep: int) -> list[str]:
+        """Remove what is `surplus`; log a warning for each directory that cannot be removed.
 
         Returns:
             The names of the removed directories.
+        """
+        names = self.surplus(keep)
+        failed = self.remove(names)
+        return [name for name in names if name not in failed]
+
+    def surplus(self, keep: int) -> list[str]:
+        """Return the names of old checkpoints and of the remains of attempts at them.
+
+        Args:
+            keep: Number of newest checkpoints with complete manifests to keep; 0 keeps all.
         """
         entries = self.found()
         usable = [e for e in entries if e.step is not None and e.problem is None]
@@ -515,7 +530,7 @@ class Checkpoints:
                     gone.append(entry.name)
             elif entry.problem is not None and entry.step < oldest:
                 gone.append(entry.name)
-        return self.remove([name for name in gone if name not in besides])
+        return gone
 
     def leftovers(self) -> list[str]:
         """Return the directories of attempts that are incomplete or partly removed.
@@ -527,16 +542,31 @@ class Checkpoints:
         return [
             name
             for name in names
-            if name.partition(PARTIAL)[2].startswith(REMOVED)
-            or MANIFEST not in self.store.files(name)
+            if name.partition(PARTIAL)[2].startswith(REMOVED) or self._lacks_manifest(name)
         ]
 
-    def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove directories, ignoring those that do not exist; return ``names``."""
+    def _lacks_manifest(self, name: str) -> bool:
+        try:
+            return MANIFEST not in self.store.files(name)
+        except OSError:
+            return False  # it may have one
+
+    def remove(self, names: Iterable[str]) -> dict[str, OSError]:
+        """Remove directories, ignoring those that do not exist.
+
+        Returns:
+            The errors of those that cannot be removed, each of which is logged as a warning.
+        """
+        failed = {}
         for name in names:
-            with suppress(FileNotFoundError):  # another writer of this job may remove it, too
+            try:
                 self.store.remove(name)
-        return list(names)
+            except FileNotFoundError:  # another writer of this job may remove it, too
+                continue
+            except OSError as error:
+                logger.warning("%s at %s cannot be removed: %s", name, self.store.url, error)
+                failed[name] = error
+        return failed
 
 
 def _age(entry: Found) -> tuple[int, bool, float, bool]:
@@ -605,6 +635,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
             return checkpoints.manifest(resume)
         manifest, problems = checkpoints.newest()
         _name_leftovers(checkpoints, manifest)
+        _refuse_foreign(checkpoints, manifest)
     except OSError as error:
         raise CheckpointError(f"the checkpoints at {url} cannot be read: {error}") from error
     for problem in problems:
@@ -629,6 +660,35 @@ def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None
             manifest.step,
             name,
         )
+
+
+def _refuse_foreign(checkpoints: Checkpoints, chosen: Manifest | None) -> None:
+    """Raise CheckpointError if checkpoints are not of the run of the chosen one.
+
+    A run consists of starts, each of which resumed from a checkpoint of an earlier one. An imported
+    checkpoint belongs to any run.
+    """
+    if chosen is None:
+        return
+    rest = [e.manifest for e in checkpoints.found() if e.step is not None and e.manifest]
+    related, rest = [chosen], [each for each in rest if each != chosen]
+    for one in related:
+        related += (near := [each for each in rest if _are_related(one, each)])
+        rest = [each for each in rest if each not in near]
+    if rest:
+        parts = [sorted(each.step for each in part) for part in (related, rest)]
+        names = [", ".join(map(name_of, part)) for part in parts]
+        raise CheckpointError(
+            f"{checkpoints.store.url} has checkpoints of different runs: {names[0]} of one, "
+            f"{names[1]} of another. Move those of the run that is not to go on to another place"
+        )
+
+
+def _are_related(one: Manifest, other: Manifest) -> bool:
+    """Return whether two checkpoints are of one start, or of starts next to each other in a run."""
+    lives = {life_of(each.attempt) for each in (one, other)}
+    places = [{m.resumed_from, Origin(step=m.step, lineage=m.lineage)} for m in (one, other)]
+    return len(lives) == 1 or "" in lives or bool((places[0] & places[1]) - {None})
 
 
 def _refuse_used(checkpoints: Checkpoints) -> None:

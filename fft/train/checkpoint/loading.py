@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,9 @@ from fft.train.checkpoint.files import (
     Manifest,
     Origin,
     Scope,
+    attempt_name,
     choose,
+    life_of,
     name_of,
 )
 from fft.train.checkpoint.plan import Checkpointing
@@ -93,6 +96,10 @@ class Loader:
         self._is_done = True
         began = time.monotonic()
         if (manifest := self.choose()) is None:
+            if self._plan.resume is not False:  # a joiner that writes a checkpoint names it, too
+                with suppress(OSError):
+                    life = life_of(attempt_name(self._job.bus.generation, ""))
+                    self.origin = self._checkpoints.origin_of(life)
             return
         found = self.load(manifest, self._state)
         self.origin = Origin(step=manifest.step, lineage=manifest.lineage)

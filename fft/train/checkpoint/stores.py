@@ -69,7 +69,7 @@ class Store(Protocol):
         """Return whether a process is inside `at_work`, or None if the store cannot detect it."""
 
     def directories(self) -> list[str]:
-        """Return the names of all directories."""
+        """Return the names of all directories, and of all links."""
 
     def files(self, directory: str) -> dict[str, int]:
         """Return the size in bytes of each file by name; empty without such a directory."""
@@ -98,7 +98,10 @@ class Store(Protocol):
         """
 
     def remove(self, directory: str) -> None:
-        """Remove a directory and its files; a missing directory is not an error."""
+        """Remove a directory and its files; a missing directory is not an error.
+
+        If it is a link, only the link is removed: the files that it names are not the store's.
+        """
 
 
 class LocalStore:
@@ -175,7 +178,9 @@ class LocalStore:
     def directories(self) -> list[str]:
         if not self._root.is_dir():
             return []
-        return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir())
+        entries = os.scandir(self._root)
+        # not following links, because a link to a disk that is away must not hide the others
+        return sorted(e.name for e in entries if e.is_symlink() or e.is_dir(follow_symlinks=False))
 
     def files(self, directory: str) -> dict[str, int]:
         try:
@@ -220,7 +225,7 @@ class LocalStore:
 
     def rename(self, old: str, new: str) -> None:
         target = self._root / new
-        aside = self._aside(new) if target.exists() else None
+        aside = self._aside(new) if os.path.lexists(target) else None
         try:
             _rename(self._root / old, target)
         except BaseException:
@@ -230,27 +235,30 @@ class LocalStore:
         _sync_folder(self._root)
         if aside is not None:
             try:
-                shutil.rmtree(aside)
+                _discard(aside)
             except OSError as error:
                 logger.warning("%s cannot be removed, which %s replaces: %s", aside, new, error)
 
     def _aside(self, directory: str) -> Path:
         """Rename a directory before its removal, so readers never find it partly removed."""
         step, _, attempt = directory.partition(PARTIAL)
+        if (place := self._root / directory).is_symlink():
+            logger.warning("%s is a link: it is removed, %s stays", place, os.readlink(place))
         name = f"{step}{PARTIAL}{REMOVED}{os.getpid()}"
         gone = self._root / (f"{name}-{attempt}" if attempt else name)
-        shutil.rmtree(gone, ignore_errors=True)
-        _rename(self._root / directory, gone)
+        with suppress(OSError):
+            _discard(gone)
+        _rename(place, gone)
         _sync_folder(self._root)
         return gone
 
     def remove(self, directory: str) -> None:
         place = self._root / directory
-        if not place.exists():
+        if not os.path.lexists(place):
             return
         # Readers must not treat an attempt with a manifest as complete during its removal.
         is_aside = directory.partition(PARTIAL)[2].startswith(REMOVED)
-        shutil.rmtree(place if is_aside else self._aside(directory))
+        _discard(place if is_aside else self._aside(directory))
 
 
 class UrlStore:
@@ -386,6 +394,14 @@ def digest_of(file: BinaryIO) -> str:
     while chunk := file.read(_CHUNK):
         hasher.update(chunk)
     return hasher.hexdigest()
+
+
+def _discard(path: Path) -> None:
+    """Remove a directory with its files, or a link without the files that it names."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _rename(old: Path, new: Path) -> None:
