@@ -31,7 +31,7 @@ from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
-from fft.launch.exit_status import ExitStatus
+from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
@@ -477,7 +477,8 @@ class Supervisor:
             self._look()
             view = self._tail.view
             unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
-            outcome = self._judgement.outcome(view, self._ending.over, unfinished)
+            others = self._how_others_left()
+            outcome = self._judgement.outcome(view, self._ending.over, unfinished, others)
             lost = self._ending.lost if self._config.can_resume else None
             if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
@@ -904,8 +905,40 @@ class Supervisor:
         """
         if any(group.living or group.restart_at is not None for group in self._groups.values()):
             return False
+        return None not in self._statuses_of_others()
+
+    def _statuses_of_others(self) -> list[int | None]:
+        """Return `Claims.statuses` of the groups that are not here."""
         names = map(str, range(self._config.groups_in_all))
-        return self._links.claims.all_released(n for n in names if n not in self._groups)
+        return self._links.claims.statuses(n for n in names if n not in self._groups)
+
+    def _how_others_left(self) -> ExitStatus | None:
+        """Return how the groups of other hosts ended a job that no group here was in at its end.
+
+        The record that ends a job is the same after a drain and after the last step. The
+        supervisors of the groups that left with it know the difference. Waits for their exit
+        statuses, for at most `RELEASE_S`.
+
+        Returns:
+            COMPLETE, DRAINED or FAILED; None if this does not depend on other groups.
+        """
+        left = any(g.finished or g.has_left(self._tail.view) for g in self._groups.values())
+        if left or not self._ending.over or self._config.groups_in_all == len(self._groups):
+            return None
+        until = time.monotonic() + RELEASE_S
+        try:
+            while None in (found := self._statuses_of_others()):
+                if time.monotonic() > until or self._ending.interrupted:
+                    break
+                self._waits.select(_OVER_S)
+        except (BusError, SupervisorError) as error:
+            logger.warning("cannot see how the groups of other hosts have ended: %s", error)
+            found = [None]
+        if any(status in DONE for status in found):
+            return ExitStatus.COMPLETE
+        if any(status in (None, ExitStatus.DRAINED) for status in found):
+            return ExitStatus.DRAINED
+        return ExitStatus.FAILED if self._groups else None
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """End waiting processes of a job that is over, except the pids ``inside``, which leave."""
@@ -919,7 +952,7 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._ending.drain_until is None:
-                self._judgement.note_interrupt(self._tail.view)
+                self._judgement.note_interrupt(self._tail.view, self._config.groups_in_all)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
