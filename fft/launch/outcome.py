@@ -105,10 +105,6 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
     while True:
         is_known, found, now = is_over(), Outcome.read(bus, groups), time.monotonic()
         over_since = (over_since or now) if found.is_over else None
-        if (
-            is_known
-            or found.has_ended
-            or (over_since is not None and now > over_since + RELEASE_S)
-        ):
+        if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found
         time.sleep(_LOOK_S)

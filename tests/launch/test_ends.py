@@ -575,6 +575,30 @@ def test_outage_exceeds_its_limit_after_failures_without_a_long_gap(
     assert not outage.exceeds(60.0), "another outage"
 
 
+def test_standstill_is_reported_after_half_a_minute_or_three_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(ending.time, "monotonic", lambda: clock)
+
+    def reports(progress: int, seconds: int) -> list[int]:
+        nonlocal clock
+        found = []
+        for _ in range(seconds):
+            clock += 1.0
+            if (lasts := found_by.lasts((progress, 0))) is not None:
+                found.append(round(lasts))
+        return found
+
+    found_by = ending.Standstill()
+    assert reports(0, 100) == [30, 60], "the start"
+    assert reports(1, 50) == [30]
+    assert reports(2, 149) == [], "this job has steps of 50 s"
+    assert reports(2, 200) == [150, 300]
+    assert reports(3, 10) == reports(4, 29) == []
+    assert reports(4, 10) == [30], "its steps are shorter now"
+
+
 @pytest.mark.parametrize("here", [0, 1])
 def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
     """Its groups, if it has any, have been started again; another host may have the state."""

@@ -37,7 +37,7 @@ from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.ending import Absent, Outage, last_on
+from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
@@ -275,6 +275,18 @@ def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPl
     return Snapshot(elapsed, rows, fired, len(names), view.course, time.time())
 
 
+def waits_for(groups: Iterable[Group], view: JobView) -> str:
+    """Describe in one line what each group does, and the newest trouble of its ranks."""
+    found = []
+    for row in (_row(group, view) for group in groups):
+        why = row.trouble or row.fault
+        found.append(
+            f"group {row.group}: {row.doing}, {row.state}"
+            + (f" (last fault: {why})" if why else "")
+        )
+    return "; ".join(found)
+
+
 def _row(group: Group, view: JobView) -> Row:
     """Return the group's row, which leaves out the last acts of dead incarnations."""
     is_old = group.living and view.incs(group.name) == group.known_incs
@@ -309,6 +321,7 @@ class Ending:
     """Time of the next look whether the job is over."""
     outage: Outage = field(default_factory=Outage)
     """The current outage of the bus."""
+    standstill: Standstill = field(default_factory=Standstill)
 
     @property
     def has_begun(self) -> bool:
@@ -556,6 +569,9 @@ class Supervisor:
                 group.return_at_step, group.restart_at = None, time.monotonic()
         self._look_for_early_ends(view)
         self._deaths.warn_of_idle(self._groups.values(), view)
+        if self._groups and (seconds := self._ending.standstill.lasts(view.progress)) is not None:
+            what = waits_for(self._groups.values(), view)
+            logger.warning("no commit for %.0f s, since step %d. %s", seconds, view.step, what)
         if self._ending.drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
