@@ -394,6 +394,9 @@ class AbortableGroup:
         devices = self._take_devices()
         generation.own = frozenset(address for _, address in devices)
         generation.peers, self.notes = _exchange(store, generation, self.note)
+        # gloo ends the process if it fails to connect on its own thread
+        if unreached := _unreached(generation):
+            raise ConnectionError(unreached)
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
         with self._lock:
             self._devices = devices
