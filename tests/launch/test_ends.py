@@ -599,6 +599,44 @@ def test_standstill_is_reported_after_half_a_minute_or_three_steps(
     assert reports(4, 10) == [30], "its steps are shorter now"
 
 
+@pytest.mark.parametrize("how", ["dies", "leaves", "is drained"])
+def test_wrapper_that_outlives_its_trainer_is_ended(
+    run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    with run_job(groups=1, ranks=1, drain_timeout=10.0) as job:
+        wrapper = stage.enter(1)["0", "0"]
+        wrapper.order("spawn")
+        trainer = stage.enter(1)["", ""]
+        header = record(kind="header", config={"pid": trainer.pid})
+        trace(job, 0, 0, 1, header, at_work(5, 1, ["0"]))
+        child = job.supervisor._groups["0"].children[0]
+        wait_until(lambda: child._has_trainer(), "the trainer is seen")
+        left = record(kind="transition", to="EXIT", roles=["last_commit", "terminal"], step=6)
+        if how == "is drained":
+            job.supervisor.interrupt()
+            trainer.gone()  # by SIGTERM, which the wrapper does not receive
+            trace(job, 0, 0, 1, left)
+        elif how == "leaves":
+            trace(job, 0, 0, 1, left)
+        if how != "is drained":
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.gone()
+        if how == "dies":
+            wrapper.gone()
+            again = stage.enter(1)["0", "0"]
+            text = (
+                f"the trainer (pid {trainer.pid}) ended at step 5, before the end, and the script"
+            )
+            assert text in caplog.text
+            again.order("exit 0")
+        else:
+            assert wrapper.says() == {"heard": "sigterm"}
+            wrapper.order("die SIGTERM")
+        outcome = job.verdict()
+    expected = ExitStatus.DRAINED if how == "is drained" else ExitStatus.COMPLETE
+    assert outcome.exit_status == expected, outcome.lines
+
+
 @pytest.mark.parametrize("here", [0, 1])
 def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
     """Its groups, if it has any, have been started again; another host may have the state."""

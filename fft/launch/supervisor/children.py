@@ -79,6 +79,12 @@ class Child:
         """The supervisor sent it SIGKILL."""
         self.left_early = False
         """It ended with exit status 0 in the middle of the job."""
+        self._trainer = 0
+        """Process of its session that takes part in the job in its place, as below a wrapper."""
+        self.trainer_left = False
+        """That process left the job in good order, and this one was then asked to end."""
+        self._outlives_since: float | None = None
+        """When that process was found to have ended, on the monotonic clock in seconds."""
         self.loaded_torch = False
         """It ended without an error and had loaded torch; set by `reap`."""
         self.error_place: Place | None = None
@@ -143,7 +149,7 @@ class Child:
     @property
     def has_failed(self) -> bool:
         """Whether it ended by a failure or too early; valid after `reap`."""
-        return self.code != 0 or self.left_early
+        return (self.code != 0 and not self.trainer_left) or self.left_early
 
     @property
     def failed_by_itself(self) -> bool:
@@ -157,10 +163,38 @@ class Child:
         return self.error_place is not None and self.error_place.is_a(JobEnded)
 
     def signal(self, number: int) -> None:
-        """Send a signal, except to a child that is already dead."""
+        """Send a signal, except to a child that is already dead.
+
+        SIGTERM goes to the trainer below a wrapper script, because the end of the wrapper would end
+        it in the middle of a step.
+        """
         self.was_asked |= number == signal.SIGTERM
         self.was_killed |= number == signal.SIGKILL
-        pidfd.send(self.fd, number)
+        if number == signal.SIGTERM and self._has_trainer():
+            os.kill(self._trainer, number)
+        else:
+            pidfd.send(self.fd, number)
+
+    def outlives(self, pid: int) -> float:
+        """Return how long ago ``pid``, which took part in its place, has ended, in seconds, or 0.
+
+        Only a process of its session counts, because pids of another PID namespace mean nothing.
+        """
+        before, self._trainer = self._trainer, pid
+        if pid in (0, self.pid) or self._has_trainer():
+            self._outlives_since = None
+        elif before != pid and self._outlives_since is None:
+            self._trainer = before  # it was never seen to live
+        elif self._outlives_since is None:
+            self._outlives_since = time.monotonic()
+        return 0.0 if self._outlives_since is None else time.monotonic() - self._outlives_since
+
+    def _has_trainer(self) -> bool:
+        try:
+            is_ours = self._trainer != 0 and os.getsid(self._trainer) == self.pid
+        except ProcessLookupError:
+            return False
+        return is_ours and not _is_zombie(self._trainer)
 
     @property
     def ended_as_asked(self) -> bool:

@@ -297,6 +297,7 @@ _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
 _BUS_LOST_S = 60.0  # maximum duration of a bus outage
 _BUS_RETRY_S = 2.0  # pause before a group is started that could not be started without the bus
+_OUTLIVES_S = 5.0  # time for a wrapper script to end, or to start another trainer, after its one
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 
@@ -568,6 +569,7 @@ class Supervisor:
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
         self._look_for_early_ends(view)
+        self._look_for_wrappers(view)
         self._deaths.warn_of_idle(self._groups.values(), view)
         if self._groups and (seconds := self._ending.standstill.lasts(view.progress)) is not None:
             what = waits_for(self._groups.values(), view)
@@ -738,6 +740,33 @@ class Supervisor:
                 self._end_mates(early[0], group)
             elif group.restart_at is None:
                 self._on_group_down(group)
+
+    def _look_for_wrappers(self, view: JobView) -> None:
+        """End scripts that still run although the trainer that they have started has ended."""
+        for group in self._groups.values():
+            ranks = view.since(group.name, group.incs_before)
+            for child in group.living:
+                seen = ranks.get(child.rank)
+                seconds = 0.0 if seen is None else child.outlives(seen.pid)
+                is_known = child.was_killed or child.trainer_left
+                if seen is None or seconds < _OUTLIVES_S or is_known:
+                    continue
+                has_left, limit = seen.has_left, self._config.drain_timeout
+                if has_left and seconds < limit and not self._ending.has_begun:
+                    continue  # it may have work to do after the last step
+                text = "after its last step" if has_left else f"at step {seen.step}, before the end"
+                logger.warning(
+                    "group %s rank %d: the trainer (pid %d) ended %s, and the script that started "
+                    "it (pid %d) still runs, so it is ended. Log: %s",
+                    *(group.name, child.rank, seen.pid, text, child.pid, child.log),
+                )
+                if not has_left:
+                    cause = f"pid {seen.pid} ended, and its wrapper script did not"
+                    self._tell_dead(child, cause, by_itself=True)
+                    child.signal(signal.SIGKILL)
+                else:
+                    child.trainer_left = True
+                    group.ask_to_leave(_LEAVE_S, [child])
 
     def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
         """Broadcast a death once; ``by_itself`` means that this supervisor did not end it."""
