@@ -431,7 +431,7 @@ def test_bus_outlives_the_loss_of_all_of_its_connections(
     assert "answers on a new connection" in caplog.text
 
 
-def test_request_whose_answer_is_lost_with_its_connection_is_not_repeated(
+def test_request_is_not_repeated_if_its_answer_is_lost(
     way: tuple[Way, str],
 ) -> None:
     network, url = way

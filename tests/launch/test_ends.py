@@ -664,7 +664,7 @@ def second_host(
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 @pytest.mark.parametrize("how", ["drained", "last step", "failed"])
-def test_part_of_a_job_whose_group_was_away_ends_as_the_others_did(
+def test_part_of_a_job_without_its_group_ends_as_the_others_did(
     run_job: StartJob, stage: Stage, tmp_path: Path, how: str, is_interrupted: bool
 ) -> None:
     """The hosts share no disk, and the head register does not tell a drain from the last step."""

@@ -748,7 +748,7 @@ class Supervisor:
             for child in group.living:
                 seen = ranks.get(child.rank)
                 seconds = 0.0 if seen is None else child.outlives(seen.pid)
-                is_known = child.was_killed or child.trainer_left
+                is_known = child.was_killed or child.trainer.has_left
                 if seen is None or seconds < _OUTLIVES_S or is_known:
                     continue
                 has_left, limit = seen.has_left, self._config.drain_timeout
@@ -765,7 +765,7 @@ class Supervisor:
                     self._tell_dead(child, cause, by_itself=True)
                     child.signal(signal.SIGKILL)
                 else:
-                    child.trainer_left = True
+                    child.trainer.has_left = True
                     group.ask_to_leave(_LEAVE_S, [child])
 
     def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
