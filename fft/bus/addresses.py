@@ -62,6 +62,16 @@ def why_unreachable(address: tuple[str, int]) -> OSError | None:
     return None
 
 
+def why_no_route(address: tuple[str, int]) -> OSError | None:
+    """Return the error of a connection that this host cannot route, or None; send nothing."""
+    with socket.socket(family_of(address[0]), socket.SOCK_DGRAM) as end:
+        try:
+            end.connect(address)
+        except OSError as error:
+            return error
+    return None
+
+
 def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address at which other hosts reach a server that listens on ``host``.
 

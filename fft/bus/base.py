@@ -179,6 +179,8 @@ class ErrorBus(ABC):
     ) -> Subscription:
         """Receive every message sent to `inbox`, before or after this call, each exactly once.
 
+        If the connection is lost, the one message that is being transferred may be lost with it.
+
         An inbox has only one listener ever, so name it after that listener. The callbacks are those
         of `subscribe`, but a listener of an inbox never gets `BusOverrun`. The loss of a silent
         server is noticed by the next operation of this bus object. Messages that are not delivered
@@ -270,6 +272,10 @@ class ErrorBus(ABC):
         Args:
             messages: Also count the messages of the topics, up to `RING_MESSAGES` each.
         """
+
+    def lose(self) -> bool:
+        """Lose the bus for good, to inject a fault; return False if the backend cannot."""
+        return False
 
     def refusals(self) -> dict[str, int]:
         """Return the number of refused messages and votes by reason (`Refusal.reason`)."""

@@ -198,6 +198,9 @@ class SealedBus(ErrorBus):
         """The newest epoch that this sender knows of."""
         return self._epoch
 
+    def lose(self) -> bool:
+        return self._inner.lose()
+
     def refusals(self) -> dict[str, int]:
         return self._refused.counts()
 

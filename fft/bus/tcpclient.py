@@ -22,19 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from fft.util.hedged import hedged
-from fft.util.kernel_limit import limit_in_kernel
+from fft.util.kernel_limit import keep_alive, limit_in_kernel
 
 _U32: Final = struct.Struct("=I")
 _I64: Final = struct.Struct("=q")
 _MAGIC: Final = 0x3C85F7CE
 _CHUNK: Final = 65536
 _READY: Final = 0
-_KEEPALIVE: Final = (
-    (socket.TCP_KEEPIDLE, 10),  # seconds of silence before the first probe
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 3),
-)
-_DEAD_AFTER_S: Final = 25  # the sum of the values above: 10 + 3 * 5
 
 (
     _VALIDATE,
@@ -151,12 +145,17 @@ def list_keys() -> Request:
     )
 
 
+class NotSent(ConnectionError):
+    """The connection was lost before the requests were sent, so they had no effect."""
+
+
 class StoreClient:
     """One connection to a TCPStore server.
 
     After the first failure, including a timeout, the client cannot be used again: a late answer
-    would be taken for the answer to the next request. The kernel notices within `_DEAD_AFTER_S` if
-    the server's host disappears. It never notices a server process that is only stopped.
+    would be taken for the answer to the next request. The kernel notices within 25 s if the
+    server's host disappears, or if the network has forgotten the connection (`keep_alive`). It
+    never notices a server process that is only stopped.
 
     Args:
         timeout: Limit in seconds for connecting.
@@ -173,30 +172,48 @@ class StoreClient:
         self._limit = limit
         self.silent = False
         """A request timed out; the server may be alive but slow."""
+        self.has_failed = False
+        """A request timed out, or the connection was lost."""
         limit_in_kernel(self._socket, limit)  # a Python timeout costs a second system call per read
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
-            self._socket.setsockopt(socket.IPPROTO_TCP, name, value)
+        keep_alive(self._socket)
 
     def ask(self, *requests: Request) -> list[Any]:
         """Send all requests at once and return the answers of those that have one. Thread-safe.
 
         Raises:
+            NotSent: The requests have not taken effect.
             OSError: The requests may or may not have taken effect.
         """
         with self._lock:
             try:
                 if self.silent:  # another thread's request timed out while this one waited
                     raise BlockingIOError
+                if self._is_down():
+                    raise NotSent("the connection was closed")
                 self._socket.sendall(b"".join(request.frame for request in requests))
                 return [r.answer(self) for r in requests if r.answer is not None]
             except BlockingIOError:
-                self.silent = True
+                self.silent = self.has_failed = True
                 self.cut()
                 raise TimeoutError(f"no answer within {self._limit:g} s") from None
             except BaseException:
+                self.has_failed = True
                 self.cut()
                 raise
+
+    def _is_down(self) -> bool:
+        """Return whether the connection is known to have ended."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def wait_without_limit(self) -> None:
+        """Let later requests wait forever for their answers."""
+        self._limit = None
+        limit_in_kernel(self._socket, None)
 
     def cut(self) -> None:
         """Release every thread that waits for this connection and make it unusable. Thread-safe."""

@@ -34,12 +34,15 @@ nor lists queues.
 distance (serial-number arithmetic), so wrapping around needs no special case.
 
 **Connections.** `fft.bus.tcpclient` talks to the server; this module does not import torch.
-Requests that do not depend on each other's answers are sent together. A server that does not answer
-in time may be stopped, and come back with its contents: the next operation opens a new connection
-and checks that the generation is the same. Listeners keep waiting; their connections last as long
-as the server's host answers. A server that has ended has lost its contents: the first connection
-that it closes or refuses makes the bus object unusable for good. Pass the old `generation` to
-`open_bus` to recognise a bus that was started again empty.
+Requests that do not depend on each other's answers are sent together. A server without an answer in
+time may be stopped, and come back with its contents. A connection may also be lost while the
+server lives: a firewall forgets it, or a switch restarts. The next operation, and each listener,
+then opens a new connection and checks that the generation is the same. Requests that were certainly
+not sent are sent again; of others it is unknown whether they took effect (`BusUnreachable`).
+Subscriptions read on where they were. A listener of an inbox can lose the one message that the
+server was sending it. A server that has ended has lost its contents. So a refused connection or
+another generation makes the bus object unusable for good. Pass the old `generation` to `open_bus`
+to recognise a bus that was started again empty.
 
 **Name service.** For every new connection torch looks up the client's name in the server's only
 thread. `serve_tcp` listens on an IPv4 socket if the host has an IPv4 address, so that loopback
@@ -83,7 +86,7 @@ from fft.bus.base import (
     overrun_text,
     report_lost,
 )
-from fft.bus.tcpclient import Request, StoreClient
+from fft.bus.tcpclient import NotSent, Request, StoreClient
 from fft.errors import BusError
 from fft.util.chance import CHANCE
 
@@ -216,6 +219,8 @@ class Listener(Subscription):
         self._on_message = on_message
         self._on_lost = on_lost
         self._client = bus._dial()
+        self._is_waiting = False
+        """It waits for a message, and has requested none."""
         self._lock = threading.Lock()
         self._ended = False  # lost or closed, whichever came first
         self._stop = threading.Event()
@@ -249,14 +254,53 @@ class Listener(Subscription):
             self._client.close()
             self._stop.set()
 
-    def _ask(self, *requests: Request) -> Any:
-        """Return the server's answer to the last of the requests, or None once closed."""
-        try:
-            return self._client.ask(*requests)[-1]
-        except OSError as error:
-            if self._stop.is_set():
-                return None
-            raise self._bus._unreachable(error) from error
+    def renew(self) -> None:
+        """Open a new connection if it is only waiting, because others were lost. Thread-safe."""
+        if self._is_waiting:
+            self._client.cut()
+
+    def _ask(self, *requests: Request, waits: bool = False) -> Any:
+        """Return the server's answer to the last of the requests, or None once closed.
+
+        Repeats the requests on a new connection if the present one is lost.
+
+        Args:
+            waits: The requests only wait for a message.
+        """
+        while not self._stop.is_set():
+            self._is_waiting = waits
+            try:
+                return self._client.ask(*requests)[-1]
+            except OSError as error:
+                self._is_waiting = False
+                self._reconnect(error)
+        return None
+
+    def _reconnect(self, error: OSError) -> None:
+        """Open a new connection, unless the listener is closed meanwhile.
+
+        Raises:
+            BusError: The bus is lost.
+        """
+        while not self._stop.is_set():
+            if (why := self._bus._lost) is not None:
+                raise why()
+            try:
+                client = self._bus._verified()
+            except BusError:
+                if self._bus.is_lost:
+                    raise
+                self._stop.wait(CHANCE.uniform(*PAUSE_S))
+                continue
+            client.wait_without_limit()
+            self._client.close()
+            self._client = client
+            if self._stop.is_set() or self._bus.is_lost:  # a cut may have missed the new connection
+                client.cut()
+            logger.warning(
+                "a listener of the bus at %s is connected again: %s", self._bus.url, error
+            )
+            return
 
     def _lose(self, error: BusError) -> None:
         with self._lock:
@@ -301,7 +345,7 @@ class TcpInbox(Listener):
         # Pop before waiting: a message from a backlog then costs the server one operation.
         frame = self._ask(tcpclient.pop(self._queue))
         if frame is None and not self._stop.is_set():
-            self._ask(tcpclient.wait([self._queue]))
+            self._ask(tcpclient.wait([self._queue]), waits=True)
         elif frame is not None and not self._stop.is_set():
             deliver(self._on_message, frame.removeprefix(MESSAGE))
 
@@ -344,7 +388,7 @@ class TcpSubscription(Listener):
         One request reads the slot and then `head`, the order that the overrun check needs.
         """
         keys = [self._ring.slot(number), self._bus._key(self._ring.head_name)]
-        if self._ask(tcpclient.wait(keys)) is None:
+        if self._ask(tcpclient.wait(keys), waits=True) is None:
             return None
         found = self._ask(tcpclient.get_all(keys))
         if found is None:
@@ -548,6 +592,12 @@ class TcpBus(ErrorBus):
         slots = tuple(self._key(slots_of(topic)) for topic in TOPICS)
         return sum(not name.startswith(slots) for name in found)
 
+    def lose(self) -> bool:
+        self._lose(partial(BusUnreachable, self.url, "an injected fault"))
+        if (client := self._client) is not None:
+            client.cut()
+        return True
+
     def close(self) -> None:
         with self._lock:
             self._closing = True
@@ -609,10 +659,6 @@ class TcpBus(ErrorBus):
         """Whether the server is known to have ended, or to have lost its contents."""
         return self._lost is not None
 
-    def _unreachable(self, error: Exception) -> BusError:
-        """Mark the bus as lost after a connection ended, and return the error to raise."""
-        return self._lose(partial(BusUnreachable, self.url, str(error) or type(error).__name__))
-
     def _lose(self, why: Callable[[], BusError]) -> BusError:
         """Mark the bus as lost, cut every listener, and return the error for the first reason."""
         with self._lock:
@@ -628,50 +674,62 @@ class TcpBus(ErrorBus):
             raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
         if self._lost is not None:
             raise self._lost()
-        return self._back(client) if client.silent else client
+        return self._back(client) if client.has_failed else client
 
     def _back(self, old: StoreClient) -> StoreClient:
-        """Replace a connection that timed out, if the server's generation is unchanged."""
+        """Replace a connection that has failed, if the server's generation is unchanged."""
         with self._dialling:
             if self._client is not old:
                 return self._live()
-            try:
-                client = self._dial(self._timeout)
-            except BusUnreachable as error:
-                if isinstance(error.__cause__, ConnectionRefusedError):
-                    raise self._unreachable(error.__cause__) from error
-                raise
-            try:
-                held = client.ask(_look(self._key("gen")))[0]
-            except OSError as error:
-                client.close()
-                if client.silent:
-                    raise BusUnreachable(self.url, str(error)) from error
-                raise self._unreachable(error) from error
-            if held != _VALUE + self.generation.encode():
-                client.close()
-                text = f"the bus at {self.url} has come back empty, and cannot be gone on with"
-                raise self._lose(partial(BusForgot, text))
+            client = self._verified()
             with self._lock:
                 if self._closing:
                     client.close()
                     raise BusClosed(f"the bus {self.url} was closed meanwhile")
-                self._client = client
+                self._client, listeners = client, list(self._listeners)
             old.close()
-            logger.warning("the bus at %s answers again", self.url)
+            logger.warning("the bus at %s answers on a new connection", self.url)
+            for listener in listeners:  # whatever ended this connection may have ended theirs
+                listener.renew()
             return client
+
+    def _verified(self) -> StoreClient:
+        """Return a new connection to the same server.
+
+        Raises:
+            BusUnreachable: The server did not answer; if it has ended, the bus is lost.
+            BusForgot: Another server has taken its place, so the bus is lost.
+        """
+        try:
+            client = self._dial(self._timeout)
+        except BusUnreachable as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                why = partial(BusUnreachable, self.url, str(error.__cause__))
+                raise self._lose(why) from error
+            raise
+        try:
+            held = client.ask(_look(self._key("gen")))[0]
+        except OSError as error:
+            client.close()
+            raise BusUnreachable(self.url, str(error)) from error
+        if held != _VALUE + self.generation.encode():
+            client.close()
+            text = f"the bus at {self.url} has come back empty, and cannot be gone on with"
+            raise self._lose(partial(BusForgot, text))
+        return client
 
     def _ask(self, *requests: Request) -> list[Any]:
         """Send the requests in one round trip and return the server's answers."""
         client = self._live()
         try:
-            return client.ask(*requests)
+            try:
+                return client.ask(*requests)
+            except NotSent:
+                return self._live().ask(*requests)
         except OSError as error:
             if self._client is None:
                 raise BusClosed(f"the bus {self.url} was closed meanwhile") from error
-            if client.silent:
-                raise BusUnreachable(self.url, str(error)) from error
-            raise self._unreachable(error) from error
+            raise BusUnreachable(self.url, str(error) or type(error).__name__) from error
 
     def _push(self, queue: str, frame: bytes) -> None:
         self._ask(tcpclient.push(queue, frame))

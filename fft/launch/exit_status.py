@@ -29,6 +29,13 @@ class ExitStatus(IntEnum):
     ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 
+DONE = (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS)
+"""The statuses of a job whose work is done."""
+
+RELEASE_S = 20.0
+"""How long a supervisor may take to end after the last step, in seconds: it gives its processes
+time to write the last checkpoint. A supervisor that takes longer was lost with its host."""
+
 IN_A_WORD = {
     ExitStatus.COMPLETE: "complete",
     ExitStatus.FAILED: "failed",

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 
 from fft.bus import ErrorBus
 from fft.errors import FftError
-from fft.launch.exit_status import IN_A_WORD, ExitStatus
+from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.protocol import UnreadableMessage
 
 _LOOK_S = 1.0
 """Interval between two reads of the registers, in seconds; nothing announces a release."""
-_RELEASE_S = 20.0
-"""How long a supervisor may take to end after the last step, in seconds: it gives its processes
-time to write the last checkpoint. A supervisor that takes longer was lost with its host."""
-_DONE = (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Outcome:
         hosts, and steps were committed since the job has begun.
         """
         found = [h.status for h in self.holders.values() if h is not None and h.status is not None]
-        if any(status in _DONE for status in found):
+        if any(status in DONE for status in found):
             is_whole = not self.lost and all(status == ExitStatus.COMPLETE for status in found)
             return ExitStatus.COMPLETE if is_whole else ExitStatus.FEWER_GROUPS
         begun = min((h.begun for h in self.holders.values() if h is not None), default=0)
@@ -114,10 +110,6 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
     while True:
         is_known, found, now = is_over(), Outcome.read(bus, groups), time.monotonic()
         over_since = (over_since or now) if found.is_over else None
-        if (
-            is_known
-            or found.has_ended
-            or (over_since is not None and now > over_since + _RELEASE_S)
-        ):
+        if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found
         time.sleep(_LOOK_S)

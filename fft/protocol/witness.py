@@ -28,7 +28,9 @@ class Witness:
         Returns:
             None if the record is possible, else the reason and the record that it contradicts.
         """
-        for n in (record.n, record.n - 1, record.n + 1):
+        below = max((n for n in self._seen if n < record.n), default=0)
+        above = min((n for n in self._seen if n > record.n), default=0)
+        for n in (record.n, below, above):
             known = self._seen.get(n)
             if known is not None and (why := _contradiction(known, record)):
                 return why, known
@@ -49,11 +51,19 @@ def _contradiction(known: Record, record: Record) -> str:
 
 
 def _follows(first: Record, then: Record) -> bool:
-    """Whether the later record has the state that the earlier one leads to."""
+    """Whether the later record can come from the earlier one.
+
+    Its epoch is not older. If it is the next record, it has the state that the earlier one leads
+    to.
+    """
+    if then.token < replace(first, txn=0).token:
+        return False
+    if then.n > first.n + 1:
+        return True
     lineage = first.lineage
     if then.kind == "commit":
         lineage = next_lineage(lineage, then.token, then.step, then.cursor, then.skip)
-    return then.lineage == lineage and then.token >= replace(first, txn=0).token
+    return then.lineage == lineage and then.step >= first.step
 
 
 def _text(record: Record) -> str:

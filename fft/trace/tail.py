@@ -37,6 +37,7 @@ class RankView:
     """The newest incarnation of one rank, as its trace shows it."""
 
     inc: int
+    pid: int = 0
     state: str = "-"
     epoch: int = 0
     step: int = 0
@@ -340,6 +341,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
     if record.get("kind") == "header":
         view.state = str(_mapping(record.get("spec")).get("initial", view.state))
         view.reforms = record.get("reforms") is True
+        view.pid = _number(_mapping(record.get("config")).get("pid"))
     elif record.get("kind") == "transition":
         event = _mapping(record.get("event"))
         if event.get("type") == "prepared":

@@ -244,5 +244,5 @@ class _ConnectionFaults:
             groups.cut()
 
     def lose_bus(self) -> None:
-        if (job := self._job()) is not None:
+        if (job := self._job()) is not None and not job.bus.lose():
             lose_connections(job.bus.url)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from waiting import wait_until
+from way import Way
 
 from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
@@ -397,6 +399,72 @@ def test_server_killed(child: Start) -> None:
         assert len(listener.lost) == 1
 
 
+@pytest.fixture
+def way(tcp_url: str) -> Iterator[tuple[Way, str]]:
+    """Yield a proxy before the server, and the URL of the bus through it."""
+    host, _, job = tcp_url.removeprefix("tcp://").partition("/")
+    with closing(Way(int(host.rpartition(":")[2]))) as made:
+        yield made, f"tcp://127.0.0.1:{made.port}/{job}"
+
+
+def test_bus_outlives_the_loss_of_all_of_its_connections(
+    way: tuple[Way, str], tcp_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server lives. Messages that were sent meanwhile arrive, and nothing takes effect twice"""
+    network, url = way
+    with open_bus(url) as bus, open_bus(tcp_url) as other:
+        listeners = [Heard(bus), Heard(bus, topic="commands"), Heard(bus, inbox="mine")]
+        generation = bus.generation
+        for turn in range(1, 6):
+            network.cut()
+            other.broadcast(b"%d" % turn)
+            other.broadcast(b"%d" % turn, "commands")
+            other.send("mine", b"%d" % turn)
+            wait_until(lambda: bus._client is None or bus._client._is_down(), "it is cut")
+            start = time.monotonic()
+            assert bus.next_number("n") == turn, "the request is sent once, on a new connection"
+            assert time.monotonic() - start < NOISE_S
+            for listener in listeners:
+                assert listener.wait(turn) == [b"%d" % n for n in range(1, turn + 1)]
+        assert bus.generation == generation
+        assert bus.ballot("slot", "tag", b"vote", 1) == [b"vote"]
+    assert "answers on a new connection" in caplog.text
+
+
+def test_request_is_not_repeated_if_its_answer_is_lost(
+    way: tuple[Way, str],
+) -> None:
+    network, url = way
+    with open_bus(url, timeout=LONG_S) as bus, ThreadPoolExecutor(1) as pool:
+        network.lose()
+        lost = pool.submit(bus.next_number, "n")
+        wait_until(lambda: bus._client._lock.locked(), "it has been sent")
+        network.cut()
+        assert isinstance(lost.exception(NOISE_S), BusUnreachable)
+        network.find()
+        assert bus.next_number("n") in (1, 2)
+
+
+def test_listener_of_forgotten_connections_is_renewed_with_the_others(
+    way: tuple[Way, str], tcp_url: str
+) -> None:
+    """Nothing arrives on the old connections any more, and nothing closes them."""
+    network, url = way
+    with open_bus(url, timeout=1.0) as bus, open_bus(tcp_url) as other:
+        listeners = [Heard(bus), Heard(bus, inbox="mine")]
+        wait_until(lambda: all(one.subscription._is_waiting for one in listeners), "they wait")
+        network.forget()
+        with pytest.raises(BusUnreachable):
+            bus.read("k")
+        assert bus.read("k") is None
+        other.broadcast(b"1")
+        other.send("mine", b"1")
+        start = time.monotonic()
+        for listener in listeners:
+            assert listener.wait(1) == [b"1"]
+        assert time.monotonic() - start < NOISE_S
+
+
 def test_server_started_again_empty_is_recognised(child: Start) -> None:
     server = child("serve", "0")
     url = server.line()
@@ -406,7 +474,7 @@ def test_server_started_again_empty_is_recognised(child: Start) -> None:
         server.kill()
         again = child("serve", port)
         assert again.line() == url
-        with pytest.raises(BusUnreachable):
+        with pytest.raises(BusForgot, match="come back empty"):
             bus.read("k")
         with pytest.raises(BusForgot, match="come back empty"):
             open_bus(url, generation=bus.generation)

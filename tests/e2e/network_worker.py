@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,14 +30,17 @@ def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, lea
     """Train until ``steps``, or until a file ``end`` is in ``traces``, on weights with which only
     group 0 begins; write a digest of them."""
     host.enter()
-    store, port = host_store(own_address(bus))
+    address = os.environ.get("STORE_ADDRESS") or own_address(bus)
+    store, port = host_store(address)
+    limit = timedelta(seconds=float(os.environ.get("OP_LIMIT_S", LIMIT.total_seconds())))
     manager = fft.ManagerFFT(
-        pg=ProcessGroupGloo(timeout=LIMIT),
+        pg=ProcessGroupGloo(timeout=limit),
+        timeout=limit,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=least,
         replica_id=group,
-        store_addr=own_address(bus),
+        store_addr=address,
         store_port=port,
         rank=0,
         world_size=1,

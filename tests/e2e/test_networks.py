@@ -108,3 +108,42 @@ def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> N
     assert any(event["bytes"] for event in healed)
     assert not events(traces, "heal_failed")
     assert audit_dir(traces).ok
+
+
+def test_broken_link_between_two_hosts_ends_no_process(tmp_path: Path) -> None:
+    """The ranks reach the bus and the stores, but not each other, until the link is mended."""
+    logs = [tmp_path / f"{n}.log" for n in (0, 1)]
+
+    def steps(log: Path) -> int:
+        return log.read_text().count(" of 2")
+
+    def says(text: str) -> bool:
+        return any(text in log.read_text() for log in logs)
+
+    with two_hosts(tmp_path, "4") as hosts, served(hosts[0], BUS_IN_4, tmp_path) as bus:
+        for number, host in enumerate(hosts, 1):
+            host.ip(f"addr add 10.79.0.{number}/32 dev lo")
+            host.ip(f"route add 10.79.0.{3 - number} via 10.77.0.{3 - number}")
+        both = [
+            started(
+                *(host, n, bus, tmp_path, None),
+                FFT_HOST_ADDRESS=f"10.79.0.{n + 1}",
+                STORE_ADDRESS=f"10.77.0.{n + 1}",
+                OP_LIMIT_S="5",
+            )
+            for n, host in enumerate(hosts)
+        ]
+        with ranks(*both):
+            wait_until(lambda: min(map(steps, logs)) > 2, "both train", LONG_S)
+            for number, host in enumerate(hosts, 1):
+                host.ip(f"route replace blackhole 10.79.0.{3 - number}/32")
+            link = "cannot reach another rank's gloo at 10.79.0."
+            wait_until(lambda: says(link), "the link between the ranks is named", 40.0)
+            for number, host in enumerate(hosts, 1):
+                host.ip(f"route replace 10.79.0.{3 - number}/32 via 10.77.0.{3 - number}")
+            seen = max(map(steps, logs))
+            wait_until(lambda: min(map(steps, logs)) > seen, "both train again", LONG_S)
+            (tmp_path / "end").touch()
+            assert [one.wait(LONG_S) for one in both] == [0, 0], both[0].tail() + both[1].tail()
+    assert not events(tmp_path, "crash")
+    assert audit_dir(tmp_path).ok

@@ -1,16 +1,19 @@
-"""Tests of a bus whose server stops for longer than an operation waits, and comes back."""
+"""Tests of a bus that comes back: its server stopped, or all connections to it were lost."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from forked import Forked, as_main
 from stage import Member, job, notes, parameters
+from way import Way
 
 import fft
 
@@ -62,6 +65,30 @@ def test_a_job_outlives_a_server_that_stands_still(
         members = made.run(work, connect_timeout=timedelta(seconds=OPERATION_S))
         made.audit()
     silent[0].join()
+    assert [m.manager.current_step() for m in members] == [STEPS, STEPS]
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert not notes(tmp_path, "crash")
+
+
+def test_job_outlives_the_loss_of_all_connections_to_its_bus(
+    tmp_path: Path, server: tuple[Forked, str]
+) -> None:
+    """A switch restarts, and the server lives: the job goes on within a step or two."""
+    _, url = server
+    host, _, name = url.removeprefix("tcp://").partition("/")
+    with closing(Way(int(host.rpartition(":")[2]))) as network:
+
+        def body(member: Member, txn: fft.Transaction) -> None:
+            if member.group == "0" and txn.step in (2, 4) and txn.step not in cut:
+                cut.append(txn.step)
+                network.cut()
+
+        cut: list[int] = []
+        began = time.monotonic()
+        with job(tmp_path, 2, f"tcp://127.0.0.1:{network.port}/{name}") as made:
+            members = made.run(lambda member: member.train(STEPS, body=body))
+            made.audit()
+    assert cut == [2, 4] and time.monotonic() - began < 25.0, "less than bus_limit"
     assert [m.manager.current_step() for m in members] == [STEPS, STEPS]
     assert parameters(members[0].model) == parameters(members[1].model)
     assert not notes(tmp_path, "crash")

@@ -67,8 +67,9 @@ for line in stage.makefile():
         kinds |= {"late": JobEnded, "few": NotEnoughGroups}
         raise kinds[rest](rest)
     elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
-        code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
-        code += "s.sendall(b'{}\\\\n'); s.recv(1)"
+        code = "import json, os, socket, sys; s = socket.socket(socket.AF_UNIX);"
+        code += "s.connect(sys.argv[1]); word = json.dumps({'pid': os.getpid()}).encode();"
+        code += "s.sendall(word + bytes([10])); s.recv(1)"
         subprocess.Popen([sys.executable, "-c", code, os.environ["STAGE"]])
 """
 

@@ -7,21 +7,24 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_run import fft
-from supervisor_stage import Job, Stage
+from supervisor_stage import Actor, Job, Stage
 from test_supervisor import at_work, record, trace, two_at_work
 from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.launch.exit_status import ExitStatus
-from fft.launch.supervisor import ending
+from fft.launch.outcome import Outcome
+from fft.launch.supervisor import Joined, RunConfig, Supervisor, ending, loop
 from fft.launch.supervisor.ending import Outage, last_epoch
+from fft.launch.supervisor.groups import Group
 from fft.launch.supervisor.judgement import Judgement
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
@@ -572,7 +575,154 @@ def test_outage_exceeds_its_limit_after_failures_without_a_long_gap(
     assert not outage.exceeds(60.0), "another outage"
 
 
-def test_interrupted_spare_without_a_group_reports_no_lost_state() -> None:
-    judgement = Judgement([], FaultPlan(faults=[]), has_services=False)
-    judgement.note_interrupt(JobView(committed=True))
+def test_standstill_is_reported_after_half_a_minute_or_three_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(ending.time, "monotonic", lambda: clock)
+
+    def reports(progress: int, seconds: int) -> list[int]:
+        nonlocal clock
+        found = []
+        for _ in range(seconds):
+            clock += 1.0
+            if (lasts := found_by.lasts((progress, 0))) is not None:
+                found.append(round(lasts))
+        return found
+
+    found_by = ending.Standstill()
+    assert reports(0, 100) == [30, 60], "the start"
+    assert reports(1, 50) == [30]
+    assert reports(2, 149) == [], "this job has steps of 50 s"
+    assert reports(2, 200) == [150, 300]
+    assert reports(3, 10) == reports(4, 29) == []
+    assert reports(4, 10) == [30], "its steps are shorter now"
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves", "is drained"])
+def test_wrapper_that_outlives_its_trainer_is_ended(
+    run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    with run_job(groups=1, ranks=1, drain_timeout=10.0) as job:
+        wrapper = stage.enter(1)["0", "0"]
+        wrapper.order("spawn")
+        trainer = stage.enter(1)["", ""]
+        header = record(kind="header", config={"pid": trainer.pid})
+        trace(job, 0, 0, 1, header, at_work(5, 1, ["0"]))
+        child = job.supervisor._groups["0"].children[0]
+        wait_until(lambda: child._has_trainer(), "the trainer is seen")
+        left = record(kind="transition", to="EXIT", roles=["last_commit", "terminal"], step=6)
+        if how == "is drained":
+            job.supervisor.interrupt()
+            trainer.gone()  # by SIGTERM, which the wrapper does not receive
+            trace(job, 0, 0, 1, left)
+        elif how == "leaves":
+            trace(job, 0, 0, 1, left)
+        if how != "is drained":
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.gone()
+        if how == "dies":
+            wrapper.gone()
+            again = stage.enter(1)["0", "0"]
+            text = (
+                f"the trainer (pid {trainer.pid}) ended at step 5, before the end, and the script"
+            )
+            assert text in caplog.text
+            again.order("exit 0")
+        else:
+            assert wrapper.says() == {"heard": "sigterm"}
+            wrapper.order("die SIGTERM")
+        outcome = job.verdict()
+    expected = ExitStatus.DRAINED if how == "is drained" else ExitStatus.COMPLETE
+    assert outcome.exit_status == expected, outcome.lines
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
+    """Its groups, if it has any, have been started again; another host may have the state."""
+    groups = [Group(str(number), 1) for number in range(here)]
+    judgement = Judgement(groups, FaultPlan(faults=[]), has_services=False)
+    judgement.note_interrupt(JobView(committed=True), groups_in_all=2)
     assert judgement.asked_to_end and judgement.problems == []
+
+
+@contextmanager
+def second_host(
+    job: Job, stage: Stage, folder: Path, **settings: Any
+) -> Iterator[tuple[Job, dict[tuple[str, str], Actor]]]:
+    """Run a second supervisor of the job with group 1, which is restarted after step 5."""
+    config = RunConfig(
+        *([str(stage.script)], 1, 1, folder), first_group=1, all_groups=2, **settings
+    )
+    joined = Joined(job.bus_url)
+    with closing(Job(Supervisor(config, FaultPlan(faults=[]), joined), job.bus_url, config)) as two:
+        first = stage.enter(1)["1", "0"]
+        trace(two, 1, 0, 1, at_work(5, 1, ["0", "1"]))
+        os.kill(first.pid, signal.SIGKILL)
+        yield two, stage.enter(1)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("how", ["drained", "last step", "failed"])
+def test_part_of_a_job_without_its_group_ends_as_the_others_did(
+    run_job: StartJob, stage: Stage, tmp_path: Path, how: str, is_interrupted: bool
+) -> None:
+    """The hosts share no disk, and the head register does not tell a drain from the last step."""
+    event = {"type": "drain", "groups": ["0"], "by": "me"}
+    drain = record(kind="transition", event=event, step=7)
+    vote = record(kind="transition", event={"type": "prepared", "last": how != "drained"}, step=7)
+    leave = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
+    with (
+        run_job(groups=1, ranks=1, all_groups=2, max_restarts=0) as one,
+        open_bus(one.bus_url) as bus,
+    ):
+        first = stage.enter(1)["0", "0"]
+        with second_host(one, stage, tmp_path / "two") as (two, actors):
+            again = actors["1", "0"]
+            if is_interrupted:  # as by the end of an allocation, which reaches all hosts
+                two.supervisor.interrupt()
+                assert again.says() == {"heard": "sigterm"}
+            trace(one, 0, 0, 1, at_work(7, 2, ["0"]), *([drain] if how == "drained" else []))
+            trace(one, 0, 0, 1, vote, record(kind="transition", step=8, **leave))
+            show(bus, formed(2, "0"), left(2, "0"))
+            if not is_interrupted:
+                assert again.says() == {"heard": "sigterm"}
+            again.order("die SIGTERM")
+            first.order("exit 1" if how == "failed" else "exit 0")
+            verdicts = [one.verdict(), two.verdict()]
+        outcome = Outcome.read(bus, 2)
+    there = {
+        "drained": ExitStatus.DRAINED,
+        "last step": ExitStatus.COMPLETE,
+        "failed": ExitStatus.FAILED,
+    }[how]
+    here = ExitStatus.DRAINED if is_interrupted else there
+    is_left_out = how == "last step" and is_interrupted
+    whole = ExitStatus.FEWER_GROUPS if is_left_out else there
+    found = [verdict.exit_status for verdict in verdicts]
+    assert (*found, outcome.status) == (there, here, whole), (verdicts, str(outcome))
+    said = {
+        "drained": "the job was drained before its end while no group here was in it",
+        "failed": "no group here was in the job at its end, and those of other hosts failed",
+    }
+    for end, line in said.items():
+        assert (line in verdicts[1].lines) == (how == end and not is_interrupted)
+
+
+def test_part_of_a_job_without_its_group_is_resumed_if_the_others_are_lost(
+    run_job: StartJob, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor of the group that left never releases it."""
+    monkeypatch.setattr(loop, "RELEASE_S", 0.5)
+    with (
+        run_job(groups=1, ranks=1, all_groups=2) as one,
+        open_bus(one.bus_url) as bus,
+    ):
+        first = stage.enter(1)["0", "0"]
+        with second_host(one, stage, tmp_path / "two") as (two, actors):
+            show(bus, formed(2, "0"), left(2, "0"))
+            assert actors["1", "0"].says() == {"heard": "sigterm"}
+            actors["1", "0"].order("die SIGTERM")
+            assert two.verdict().exit_status == ExitStatus.DRAINED
+        first.order("exit 0")
+        assert one.verdict().ok

@@ -24,7 +24,7 @@ from waiting import wait_until
 from fft.bus import open_bus
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError
-from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError
+from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, ending
 from fft.launch.supervisor.groups import Pauses
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Death, Drain, Suspect, decode, encode
@@ -629,6 +629,27 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
         assert f"the supervisor {word}" in said.text
         actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_job_without_a_commit_reports_what_it_waits_for(
+    run_job: StartJob,
+    stage: Stage,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ending, "STANDSTILL_S", 1.0)
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        cause = "rank 1/0 cannot be reached at 10.0.0.2:4711"
+        trace(job, 0, 0, 1, record(kind="transition", to="ROLLBACK_REQ", cause=cause, step=5))
+        wait_until(lambda: "since step 5. group 0: running (start 1)" in caplog.text, "it is said")
+        assert cause in caplog.text
+        wait_until(lambda: caplog.text.count("since step 5") == 2, "it is said again")
+        trace(job, 0, 0, 1, at_work(6, 2, ["0", "1"]))
+        wait_until(lambda: "since step 6" in caplog.text, "the time counts from the last commit")
+        for actor in actors.values():
+            actor.order("exit 0")
         assert job.verdict().ok
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fft.errors import JobEnded
@@ -36,6 +37,17 @@ MISMATCH = re.compile(r"collective mismatch|Mismatch between collective", re.IGN
 """Messages of gloo and torch for ranks of a group that call different collectives."""
 _TELLING = re.compile(rf"{MISMATCH.pattern}|what\(\):|fatal|out of memory|error", re.IGNORECASE)
 _LONGEST_ERROR = 256 * 1024
+
+
+@dataclass
+class Trainer:
+    """A process that takes part in the job in the place of the one that started it, a wrapper."""
+
+    pid: int = 0
+    ended_at: float | None = None
+    """When it was found to have ended, on the monotonic clock in seconds."""
+    has_left: bool = False
+    """It left the job in good order, and its wrapper was then asked to end."""
 
 
 class Child:
@@ -79,6 +91,7 @@ class Child:
         """The supervisor sent it SIGKILL."""
         self.left_early = False
         """It ended with exit status 0 in the middle of the job."""
+        self.trainer = Trainer()
         self.loaded_torch = False
         """It ended without an error and had loaded torch; set by `reap`."""
         self.error_place: Place | None = None
@@ -143,7 +156,7 @@ class Child:
     @property
     def has_failed(self) -> bool:
         """Whether it ended by a failure or too early; valid after `reap`."""
-        return self.code != 0 or self.left_early
+        return (self.code != 0 and not self.trainer.has_left) or self.left_early
 
     @property
     def failed_by_itself(self) -> bool:
@@ -157,10 +170,39 @@ class Child:
         return self.error_place is not None and self.error_place.is_a(JobEnded)
 
     def signal(self, number: int) -> None:
-        """Send a signal, except to a child that is already dead."""
+        """Send a signal, except to a child that is already dead.
+
+        SIGTERM goes to the trainer below a wrapper script, because the end of the wrapper would end
+        it in the middle of a step.
+        """
         self.was_asked |= number == signal.SIGTERM
         self.was_killed |= number == signal.SIGKILL
-        pidfd.send(self.fd, number)
+        if number == signal.SIGTERM and self._has_trainer():
+            os.kill(self.trainer.pid, number)
+        else:
+            pidfd.send(self.fd, number)
+
+    def outlives(self, pid: int) -> float:
+        """Return how long ago ``pid``, which took part in its place, has ended, in seconds, or 0.
+
+        Only a process of its session counts, because pids of another PID namespace mean nothing.
+        """
+        before, self.trainer.pid = self.trainer.pid, pid
+        if pid in (0, self.pid) or self._has_trainer():
+            self.trainer.ended_at = None
+        elif self.trainer.ended_at is None and before == pid:
+            self.trainer.ended_at = time.monotonic()
+        elif self.trainer.ended_at is None:
+            self.trainer.pid = before  # it was never seen to live
+        return 0.0 if self.trainer.ended_at is None else time.monotonic() - self.trainer.ended_at
+
+    def _has_trainer(self) -> bool:
+        """Return whether the trainer below a wrapper lives."""
+        pid = self.trainer.pid
+        try:
+            return pid != 0 and os.getsid(pid) == self.pid and not _is_zombie(pid)
+        except ProcessLookupError:
+            return False
 
     @property
     def ended_as_asked(self) -> bool:

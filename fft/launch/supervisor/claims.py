@@ -114,18 +114,15 @@ class Claims:
         """Name the step of the checkpoint that the job begins with, before groups are claimed."""
         self._me = replace(self._me, begun=step)
 
-    def all_released(self, groups: Iterable[str]) -> bool:
-        """Return whether each of ``groups`` was claimed, and released by a supervisor that ended.
+    def statuses(self, groups: Iterable[str]) -> list[int | None]:
+        """Return for each group the exit status of the supervisor that has released it, or None.
 
         Raises:
             BusError: The bus cannot be reached.
             SupervisorError: A register cannot be read.
         """
         found = [(group, self._bus.read(holder_register(group))) for group in groups]
-        return all(
-            held is not None and self._holder(group, held).status is not None
-            for group, held in found
-        )
+        return [None if held is None else self._holder(g, held).status for g, held in found]
 
     def take(
         self, groups: Iterable[str], take_over: bool, is_asked: Callable[[], bool] = lambda: False

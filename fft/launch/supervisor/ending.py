@@ -117,6 +117,36 @@ def head_of(bus: ErrorBus) -> Record | None:
     return None if held is None else decode_packed(held).record
 
 
+STANDSTILL_S = 30.0
+"""Time without a commit until the supervisor logs what the job waits for, in seconds."""
+
+
+class Standstill:
+    """The time since the job's last progress. The clock is ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self._progress: tuple[int, int] | None = None
+        self._since, self._wait = 0.0, STANDSTILL_S
+        self._step = math.inf
+        """The shortest time between two commits, in seconds."""
+
+    def lasts(self, progress: tuple[int, int]) -> float | None:
+        """Return the seconds without progress each time that they have doubled, else None.
+
+        A job of long steps is given the time of three steps.
+        """
+        now = time.monotonic()
+        if progress != self._progress:
+            if self._progress is not None and self._progress > (0, 0):
+                self._step = min(self._step, now - self._since)
+            usual = 3 * self._step if self._step < math.inf else 0.0
+            self._progress, self._since, self._wait = progress, now, max(STANDSTILL_S, usual)
+        if now - self._since < self._wait:
+            return None
+        self._wait *= 2
+        return now - self._since
+
+
 class Outage:
     """The current outage of a bus. The clock is ``time.monotonic``."""
 

@@ -131,15 +131,17 @@ class Judgement:
             "started again; begin a new job from a checkpoint"
         )
 
-    def note_interrupt(self, view: JobView) -> None:
+    def note_interrupt(self, view: JobView, groups_in_all: int) -> None:
         """Record that the job was asked to end.
 
         It is a problem if no group has the state that the job had committed: the groups then leave
-        in good order, but without that state.
+        in good order, but without that state. Groups on other hosts may have it.
         """
         self.asked_to_end = True
+        if groups_in_all > len(self.groups):
+            return
         going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
-        has_running = bool(self.groups) and not any(g.finished for g in self.groups)
+        has_running = not any(g.finished for g in self.groups)
         if view.committed and has_running and not any(going):  # a spare has no group
             self.problems.append(
                 "when it was interrupted, all groups had been started again since step "
@@ -162,20 +164,30 @@ class Judgement:
             and not any(view.joined_since(group.name, group.known_incs) for group in rest)
         )
 
-    def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
+    def outcome(
+        self,
+        view: JobView,
+        is_over: bool,
+        unfinished: str | None,
+        others: ExitStatus | None = None,
+    ) -> JobOutcome:
         """Judge the job, all of whose processes have ended.
 
         Args:
             is_over: All groups have left with one commit.
             unfinished: The reason why the fault plan is not finished, or None.
+            others: How the groups of other hosts ended, if the job is over and no group here was
+                in it at its end.
         """
-        lines, excused, remarks = self._ends(view, is_over)
+        lines, excused, remarks = self._ends(view, is_over, others)
         words = [child.error_place for group in self.groups for child in group.children]
         was_needed = any(w is not None and w.is_a(NotEnoughGroups) for w in words)
         early = [_left_early(group, view, was_needed) for group in self.groups]
         early += [_shard_was_short(group, view) for group in self.groups if was_needed]
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
+        if others is ExitStatus.FAILED:
+            lines.append("no group here was in the job at its end, and those of other hosts failed")
         if idle := self._no_transactions(view):
             lines = [idle, *lines]
         remarks += (_untrained(group) for group in self._with_unfinished_shards(view))
@@ -183,6 +195,8 @@ class Judgement:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
         elif self.asked_to_end and not (lines or remarks):
             remarks.append(f"{self.what_ended} was asked to end before it had committed a step")
+        if others is ExitStatus.DRAINED:
+            remarks.append("the job was drained before its end while no group here was in it")
         if any(each is not None and each.is_a(NoState) for each in words):
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
@@ -196,14 +210,17 @@ class Judgement:
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,
             errors=frozenset(w.signature for w in words if w is not None and is_the_scripts(w)),
-            status=self._status(view, [line for line in lines if line not in excused]),
+            status=self._status(view, [line for line in lines if line not in excused], others),
         )
 
-    def _status(self, view: JobView, problems: Sequence[str]) -> ExitStatus | None:
+    def _status(
+        self, view: JobView, problems: Sequence[str], others: ExitStatus | None
+    ) -> ExitStatus | None:
         """Return the exit status, or None if it depends only on whether there are problems.
 
         Args:
             problems: Problems, without those that only cost the job one of its groups.
+            others: As for `outcome`.
         """
         ended = [group for group in self.groups if group.finished]
         at_end = [group for group in ended if _is_at_end(group, view)]
@@ -211,6 +228,8 @@ class Judgement:
             return ExitStatus.FEWER_GROUPS if at_end else ExitStatus.BUS_LOST
         if problems or self.is_plan_through:
             return None
+        if others is not None:
+            return others
         if self.asked_to_end and not at_end:
             return ExitStatus.DRAINED
         drained = [group for group in ended if group not in at_end and _was_asked(group, view)]
@@ -251,7 +270,9 @@ class Judgement:
         committed = any(rank.commits for rank in view.of(group.name))
         return committed or any(other.finished for other in self.groups)
 
-    def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], set[str], list[str]]:
+    def _ends(
+        self, view: JobView, is_over: bool, others: ExitStatus | None
+    ) -> tuple[list[str], set[str], list[str]]:
         """Collect problems and remarks, including those that follow from how processes ended.
 
         Returns:
@@ -289,7 +310,8 @@ class Judgement:
                     excused |= {lines[-1]} if group.given_up else set()
                 else:
                     remarks.append(_cut_short(child))
-        if remarks and self.has_services and not any(group.finished for group in self.groups):
+        has_finished = others is not None or any(group.finished for group in self.groups)
+        if remarks and self.has_services and not has_finished:
             lines.append("no group ended by itself after the last step")
         return lines, excused, [*self.remarks, *remarks]
 

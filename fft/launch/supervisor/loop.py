@@ -31,13 +31,13 @@ from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
-from fft.launch.exit_status import ExitStatus
+from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.ending import Absent, Outage, last_on
+from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
@@ -275,6 +275,18 @@ def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPl
     return Snapshot(elapsed, rows, fired, len(names), view.course, time.time())
 
 
+def waits_for(groups: Iterable[Group], view: JobView) -> str:
+    """Describe in one line what each group does, and the newest trouble of its ranks."""
+    found = []
+    for row in (_row(group, view) for group in groups):
+        why = row.trouble or row.fault
+        found.append(
+            f"group {row.group}: {row.doing}, {row.state}"
+            + (f" (last fault: {why})" if why else "")
+        )
+    return "; ".join(found)
+
+
 def _row(group: Group, view: JobView) -> Row:
     """Return the group's row, which leaves out the last acts of dead incarnations."""
     is_old = group.living and view.incs(group.name) == group.known_incs
@@ -285,6 +297,7 @@ _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
 _BUS_LOST_S = 60.0  # maximum duration of a bus outage
 _BUS_RETRY_S = 2.0  # pause before a group is started that could not be started without the bus
+_OUTLIVES_S = 5.0  # time for a wrapper script to end, or to start another trainer, after its one
 _LEAVE_S = 5.0  # time to leave in good order a job that is over or cannot continue
 
 
@@ -309,6 +322,7 @@ class Ending:
     """Time of the next look whether the job is over."""
     outage: Outage = field(default_factory=Outage)
     """The current outage of the bus."""
+    standstill: Standstill = field(default_factory=Standstill)
 
     @property
     def has_begun(self) -> bool:
@@ -477,7 +491,8 @@ class Supervisor:
             self._look()
             view = self._tail.view
             unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
-            outcome = self._judgement.outcome(view, self._ending.over, unfinished)
+            others = self._how_others_left()
+            outcome = self._judgement.outcome(view, self._ending.over, unfinished, others)
             lost = self._ending.lost if self._config.can_resume else None
             if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
@@ -554,7 +569,11 @@ class Supervisor:
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
         self._look_for_early_ends(view)
+        self._look_for_wrappers(view)
         self._deaths.warn_of_idle(self._groups.values(), view)
+        if self._groups and (seconds := self._ending.standstill.lasts(view.progress)) is not None:
+            what = waits_for(self._groups.values(), view)
+            logger.warning("no commit for %.0f s, since step %d. %s", seconds, view.step, what)
         if self._ending.drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
@@ -721,6 +740,33 @@ class Supervisor:
                 self._end_mates(early[0], group)
             elif group.restart_at is None:
                 self._on_group_down(group)
+
+    def _look_for_wrappers(self, view: JobView) -> None:
+        """End scripts that still run although the trainer that they have started has ended."""
+        for group in self._groups.values():
+            ranks = view.since(group.name, group.incs_before)
+            for child in group.living:
+                seen = ranks.get(child.rank)
+                seconds = 0.0 if seen is None else child.outlives(seen.pid)
+                is_known = child.was_killed or child.trainer.has_left
+                if seen is None or seconds < _OUTLIVES_S or is_known:
+                    continue
+                has_left, limit = seen.has_left, self._config.drain_timeout
+                if has_left and seconds < limit and not self._ending.has_begun:
+                    continue  # it may have work to do after the last step
+                text = "after its last step" if has_left else f"at step {seen.step}, before the end"
+                logger.warning(
+                    "group %s rank %d: the trainer (pid %d) ended %s, and the script that started "
+                    "it (pid %d) still runs, so it is ended. Log: %s",
+                    *(group.name, child.rank, seen.pid, text, child.pid, child.log),
+                )
+                if not has_left:
+                    cause = f"pid {seen.pid} ended, and its wrapper script did not"
+                    self._tell_dead(child, cause, by_itself=True)
+                    child.signal(signal.SIGKILL)
+                else:
+                    child.trainer.has_left = True
+                    group.ask_to_leave(_LEAVE_S, [child])
 
     def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
         """Broadcast a death once; ``by_itself`` means that this supervisor did not end it."""
@@ -904,8 +950,40 @@ class Supervisor:
         """
         if any(group.living or group.restart_at is not None for group in self._groups.values()):
             return False
+        return None not in self._statuses_of_others()
+
+    def _statuses_of_others(self) -> list[int | None]:
+        """Return `Claims.statuses` of the groups that are not here."""
         names = map(str, range(self._config.groups_in_all))
-        return self._links.claims.all_released(n for n in names if n not in self._groups)
+        return self._links.claims.statuses(n for n in names if n not in self._groups)
+
+    def _how_others_left(self) -> ExitStatus | None:
+        """Return how the groups of other hosts ended a job that no group here was in at its end.
+
+        The record that ends a job is the same after a drain and after the last step. The
+        supervisors of the groups that left with it know the difference. Waits for their exit
+        statuses, for at most `RELEASE_S`.
+
+        Returns:
+            COMPLETE, DRAINED or FAILED; None if this does not depend on other groups.
+        """
+        left = any(g.finished or g.has_left(self._tail.view) for g in self._groups.values())
+        if left or not self._ending.over or self._config.groups_in_all == len(self._groups):
+            return None
+        until = time.monotonic() + RELEASE_S
+        try:
+            while None in (found := self._statuses_of_others()):
+                if time.monotonic() > until or self._ending.interrupted:
+                    break
+                self._waits.select(_OVER_S)
+        except (BusError, SupervisorError) as error:
+            logger.warning("cannot see how the groups of other hosts have ended: %s", error)
+            found = [None]
+        if any(status in DONE for status in found):
+            return ExitStatus.COMPLETE
+        if any(status in (None, ExitStatus.DRAINED) for status in found):
+            return ExitStatus.DRAINED
+        return ExitStatus.FAILED if self._groups else None
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """End waiting processes of a job that is over, except the pids ``inside``, which leave."""
@@ -919,7 +997,7 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._ending.drain_until is None:
-                self._judgement.note_interrupt(self._tail.view)
+                self._judgement.note_interrupt(self._tail.view, self._config.groups_in_all)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")

@@ -33,7 +33,7 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
-from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_unreachable
+from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_no_route, why_unreachable
 from fft.errors import DeviceLost
 from fft.train import accelerator
 from fft.train.nccl_library import configure_nccl_env
@@ -394,6 +394,10 @@ class AbortableGroup:
         devices = self._take_devices()
         generation.own = frozenset(address for _, address in devices)
         generation.peers, self.notes = _exchange(store, generation, self.note)
+        # without a route, gloo can raise on its own thread, which ends the process
+        for address in generation.peers:
+            if (error := why_no_route(address)) is not None:
+                raise ConnectionError(_unreached_text(generation, address, error))
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
         with self._lock:
             self._devices = devices
@@ -591,14 +595,17 @@ def _unreached(generation: Generation) -> str | None:
     for thread in probes:
         thread.join(PROBE_S)
     if found:
-        (host, port), error = next(iter(list(found.items())))
-        mine = ", ".join(sorted(own for own, _ in generation.own))
-        return (
-            f"rank {generation.rank} of {generation.world_size} of the {generation.group} group "
-            f"cannot reach another rank's gloo at {joined(host, port)} from {mine}: {error}; "
-            f"{HOW_TO_REACH}"
-        )
+        return _unreached_text(generation, *next(iter(list(found.items()))))
     return None
+
+
+def _unreached_text(generation: Generation, address: Address, error: OSError) -> str:
+    mine = ", ".join(sorted(own for own, _ in generation.own))
+    return (
+        f"rank {generation.rank} of {generation.world_size} of the {generation.group} group "
+        f"cannot reach another rank's gloo at {joined(*address)} from {mine}: {error}; "
+        f"{HOW_TO_REACH}"
+    )
 
 
 def _keep_stranded(generation: Generation) -> None:

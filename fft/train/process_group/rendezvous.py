@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from fft.train.process_group.sockets import keep_connections_alive
 from fft.util.hedged import hedged
 
 # Pauses between two checks of a key, in seconds. A check costs about 25 us. The store's own wait
@@ -244,7 +245,9 @@ def store_client(host: str, port: int, timeout: float) -> Any:
         except RuntimeError as error:
             raise ConnectionError(str(error).splitlines()[0]) from error
 
-    return hedged(connect, timeout, "fft-store-connect")
+    made = hedged(connect, timeout, "fft-store-connect")
+    keep_connections_alive(port)  # torch has no option for it
+    return made
 
 
 def stored_keys(store: Any) -> list[str]:

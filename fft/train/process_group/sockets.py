@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from fft.util.kernel_limit import keep_alive
+
 Address = tuple[str, int]
 T = TypeVar("T")
 
@@ -156,6 +158,14 @@ def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool)
                 with suppress(OSError):  # the peer has closed it already
                     sock.shutdown(how)
     return found
+
+
+def keep_connections_alive(port: int) -> None:
+    """Have the kernel probe each connection of this process to a ``port`` while it is idle."""
+    for fd, link in _links().items():
+        with _borrowed(fd, link) as sock, suppress(OSError):  # not connected
+            if sock is not None and sock.family in _FAMILIES and sock.getpeername()[1] == port:
+                keep_alive(sock)
 
 
 def _unread(sock: socket.socket) -> int:

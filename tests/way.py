@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ class Way:
         self._open = threading.Event()
         self._open.set()
         self._ends: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -37,6 +39,8 @@ class Way:
         with suppress(OSError):
             while said := source.recv(65536):
                 self._open.wait()
+                if source in self._forgotten:
+                    continue
                 sink.sendall(said)
             self._open.wait()
             sink.shutdown(socket.SHUT_WR)
@@ -48,6 +52,19 @@ class Way:
     def find(self) -> None:
         """Deliver the held traffic."""
         self._open.set()
+
+    def cut(self) -> None:
+        """Reset all connections, as a restarted switch or firewall does; new ones are accepted."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads here
+            end.close()
+
+    def forget(self) -> None:
+        """Drop what arrives on the present connections, which stay open; new ones are forwarded."""
+        self._forgotten.update(self._ends)
 
     def close(self) -> None:
         """End all connections and accept no more. Idempotent."""
