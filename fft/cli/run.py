@@ -57,7 +57,15 @@ _TIMEOUT = Annotated[float | None, _option(None, "Kill the job after these secon
 _DRAIN_TIMEOUT = Annotated[float, _option(None, "Longest drain, in seconds.", metavar="S")]
 _BUS_KIND = Annotated[BusKind, _option(None, "Message bus that is served.", metavar="tcp|nats")]
 _CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", metavar="N")]
-_LIGHTHOUSE = Annotated[bool, _option(None, "Serve torchft's lighthouse.")]
+_LIGHTHOUSE = Annotated[
+    bool | None,
+    _option(
+        None,
+        "Serve torchft's lighthouse. Default: if FFT_MEMBERSHIP=lighthouse.",
+        "--lighthouse/--no-lighthouse",
+        show_default=False,
+    ),
+]
 
 _TRACE_DIR = Annotated[
     Path | None, _option(_OUTPUT, "Traces and logs. Default: runs/<time>.", metavar="DIR")
@@ -128,6 +136,11 @@ _WITH_PARENT = Annotated[
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request; call this before importing torchft."""
     os.environ.setdefault("RUST_LOG", "error")
+
+
+def _wants_lighthouse(given: bool | None, needed: bool) -> bool:
+    """Whether to serve a lighthouse; without an option, if the job cannot do without one."""
+    return needed or os.environ.get("FFT_MEMBERSHIP") == "lighthouse" if given is None else given
 
 
 _KILLS = (signal.SIGINT, signal.SIGTERM)
@@ -222,10 +235,10 @@ def serve(
     ] = None,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
-    lighthouse: _LIGHTHOUSE = True,
+    lighthouse: _LIGHTHOUSE = None,
     with_parent: _WITH_PARENT = False,
 ) -> None:
-    """Serve bus and lighthouse until SIGINT, SIGTERM or SIGHUP, and print how to reach them."""
+    """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it."""
     from fft.launch.services import SIGNALS, handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
 
@@ -240,7 +253,7 @@ def serve(
             job,
             bus_kind=bus.value,
             cluster=cluster,
-            with_lighthouse=lighthouse,
+            with_lighthouse=_wants_lighthouse(lighthouse, lighthouse_port != 0),
         )
         serve_forever(services, path)
 
@@ -274,7 +287,7 @@ def run(
     reform: _REFORM = True,
     spares: _SPARES = 0,
     reform_window: _REFORM_WINDOW = None,
-    lighthouse: _LIGHTHOUSE = True,
+    lighthouse: _LIGHTHOUSE = None,
     checkpoint: _CHECKPOINT = None,
     every: _EVERY = EVERY,
     keep: _KEEP = KEEP,
@@ -292,8 +305,9 @@ def run(
         options["script"] = [str(script), *(arguments or [])]
         options["checkpoint"] = _checkpointing(checkpoint, every, keep, resume)
         config = _config(options, join)
-        serve = None if join else (bus, cluster, lighthouse)
         plan, traces = _plan(config), config.trace_dir
+        restarts = any(fault.kind == "lighthouse_restart" for fault in plan.faults)
+        serve = None if join else (bus, cluster, _wants_lighthouse(lighthouse, restarts))
         with held(config, join) as config, _served(metrics) as follow:
 
             def supervise(config: RunConfig, plan: FaultPlan) -> JobOutcome:

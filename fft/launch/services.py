@@ -124,7 +124,9 @@ class Services:
         """
         make = self._make_lighthouse
         if make is None:
-            raise ServiceError("this job has no lighthouse to restart")
+            raise ServiceError(
+                "this job has no lighthouse to restart: start `fft run` with --lighthouse"
+            )
         old, self._lighthouse = self._lighthouse, None
         if old is None:
             return
@@ -162,9 +164,9 @@ def start_services(
     min_groups: int = 1,
     bus_kind: str = "tcp",
     cluster: int = 1,
-    with_lighthouse: bool = True,
+    with_lighthouse: bool = False,
 ) -> Services:
-    """Start bus and lighthouse on ``host``.
+    """Start a bus, and a lighthouse on request, on ``host``.
 
     Args:
         port: Port of the bus; 0 takes a free one.

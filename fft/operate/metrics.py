@@ -1,7 +1,8 @@
 """The process that serves a job's figures to Prometheus: ``python -m fft.operate.metrics FD``.
 
-``fft run --metrics`` starts it. It reads the traces of the job, and loads no torch. It has one
-thread, listens on the inherited socket FD, and ends when its standard input is closed.
+``fft run --metrics`` starts it. It reads the traces of the job, and loads no torch. It listens on
+the inherited socket FD, has a thread for each connection, and ends when its standard input is
+closed.
 """
 
 from __future__ import annotations
@@ -11,52 +12,58 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fft.messages.causes import CauseCode
 from fft.trace.figures import FIGURES
 from fft.trace.tail import TraceTail
+from fft.util.listening import HttpHandler, HttpServer
 
 _POLL_S = 5.0
 """Longest time between two reads of the traces, so that a scrape has little to read."""
-_SLOWEST_S = 5.0
-"""Time in which a client must send its request; meanwhile no other client is served."""
-
 
 _ALL_CAUSES: dict[tuple[str, ...], float] = {(str(code),): 0.0 for code in CauseCode}
 """Counters must exist before they rise, because ``increase()`` does not count a first value."""
 
 
 class _Figures:
-    """The figures of the start of a job that was named last."""
+    """The figures of the start of a job that was named last. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._tail: TraceTail | None = None
 
     def follow(self, folder: Path) -> None:
         """Read the traces in ``folder`` from now on."""
         self.close()
-        self._tail = TraceTail(folder, with_figures=True)
+        with self._lock:
+            self._tail = TraceTail(folder, with_figures=True)
 
     def poll(self) -> None:
         """Read what was appended to the traces."""
-        if self._tail is not None:
-            self._tail.poll()
+        with self._lock:
+            if self._tail is not None:
+                self._tail.poll()
 
     def close(self) -> None:
         """Close the files."""
-        if self._tail is not None:
-            self._tail.close()
+        with self._lock:
+            if self._tail is not None:
+                self._tail.close()
+            self._tail = None
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all figures; prometheus_client calls this for each scrape."""
+    def collect(self) -> list[Metric]:
+        """Return all figures; prometheus_client calls this for each scrape."""
         self.poll()
+        with self._lock:
+            return list(self._families())
+
+    def _families(self) -> Iterator[Metric]:
         if self._tail is None or self._tail.figures is None:
             return
         for figure in FIGURES:
@@ -69,29 +76,8 @@ class _Figures:
             yield family
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _SLOWEST_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log no request: the output is the terminal of ``fft run``."""
-
-
-class _Server(WSGIServer):
-    def __init__(self, listening: socket.socket, figures: _Figures) -> None:
-        host, port = listening.getsockname()[:2]
-        super().__init__((host, port), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-        self.server_name, self.server_port = host, port
-        self.setup_environ()
-        registry = CollectorRegistry()
-        registry.register(figures)
-        self.set_app(make_wsgi_app(registry))
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error of a request, unless the client has gone."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+class _Handler(HttpHandler, MetricsHandler):  # type: ignore[misc]
+    """Answers each request with the figures; prometheus_client chooses the format."""
 
 
 def serve(listening: socket.socket, orders: int) -> None:
@@ -102,7 +88,10 @@ def serve(listening: socket.socket, orders: int) -> None:
         orders: Each line that can be read from it names the trace directory to follow.
     """
     figures, rest = _Figures(), b""
-    with selectors.DefaultSelector() as selector, _Server(listening, figures) as server:
+    _Handler.registry = CollectorRegistry()
+    _Handler.registry.register(figures)
+    with selectors.DefaultSelector() as selector, HttpServer(listening, _Handler) as server:
+        server.timeout = 0  # for a connection that has ended before it was accepted
         selector.register(listening, selectors.EVENT_READ)
         selector.register(orders, selectors.EVENT_READ)
         while True:

@@ -11,10 +11,7 @@ import hmac
 import json
 import socket
 import threading
-import time
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -25,15 +22,11 @@ from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel
 from fft.operate.watch import snapshot
 from fft.trace.course import TimeLost
 from fft.trace.display import cost, figures
-from fft.util.listening import listening_at, url_of
+from fft.util.listening import HttpHandler, HttpServer, listening_at, url_of
 
 _PAGE = Path(__file__).with_name("web.html")
 _SHOWN = 100
 """Maximum number of faults, changes and checkpoints on the page; it shows the newest."""
-_REQUEST_S = 5.0
-"""Time limit for a client to send a request, also after an earlier one, in seconds."""
-_MAX_CLIENTS = 100
-"""Maximum number of connections. Further ones are closed, because connecting needs no key."""
 _POLL_S = 0.1
 """Longest time until the server notices that it is closed, in seconds."""
 _HEADERS = {
@@ -117,74 +110,18 @@ def _group(job: JobModel, row: GroupRow) -> dict[str, Any]:
     }
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(HttpServer):
     def __init__(self, listening: socket.socket, key: str) -> None:
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
+        super().__init__(listening, _Handler)
         self.key, self.state = key, b"null"
-        self._clients = threading.Semaphore(_MAX_CLIENTS)
         self.page = _PAGE.read_bytes()
         self.cookie = f"fft-{listening.getsockname()[1]}"
         """Name of the cookie, with the port, because a browser sends cookies to all ports."""
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread for the connection, unless there are too many."""
-        if self._clients.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve the connection until it ends."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._clients.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a request: its client has gone, or was too slow."""
-
-
-class _Incoming(socket.SocketIO):
-    """The bytes that a client sends, with a deadline for each whole request."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, "r")
-        self._connection = connection
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the time limit of the next request."""
-        self._until = time.monotonic() + _REQUEST_S
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read bytes. Raises TimeoutError at the deadline, which single bytes do not extend."""
-        if (left := self._until - time.monotonic()) <= 0:
-            raise TimeoutError(f"no whole request within {_REQUEST_S:g} s")
-        self._connection.settimeout(left)
-        return super().readinto(buffer)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HttpHandler):
     server: _Server
-    timeout = _REQUEST_S
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "fft", ""
-
-    def setup(self) -> None:
-        """Replace the reader of the connection by one with a deadline."""
-        super().setup()
-        self._incoming = _Incoming(self.connection)
-        self.rfile.close()
-        self.rfile = BufferedReader(self._incoming)
-
-    def handle_one_request(self) -> None:
-        """Serve the next request of the connection."""
-        self._incoming.begin()
-        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Serve the page or the state, or exchange the key in the address for a cookie."""
@@ -196,9 +133,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._has_key():
             text = b"Open the address that `fft watch --web` has printed: it contains the key.\n"
             self._answer(403, text, "text/plain")
-        elif parts.path == "/":
+        else:
+            self.server.waiting.leave(self.request)
+            self._serve(parts.path)
+
+    def _serve(self, path: str) -> None:
+        """Answer a request that has the key."""
+        if path == "/":
             self._answer(200, self.server.page, "text/html; charset=utf-8")
-        elif parts.path == "/state.json":
+        elif path == "/state.json":
             self._answer(200, self.server.state, "application/json")
         else:
             self._answer(404, b"Not found: expected / or /state.json.\n", "text/plain")
@@ -224,12 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = {"Content-Type": kind, "Content-Length": str(len(body))}
         for name, value in {**_HEADERS, **length, **(more or {})}.items():
             self.send_header(name, value)
-        self.connection.settimeout(_REQUEST_S)  # for the answer
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log no request: its line could contain the key."""
 
 
 class WebView:

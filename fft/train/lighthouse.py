@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from inspect import BoundArguments
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -34,6 +35,7 @@ from urllib.parse import urlsplit
 from torchft.coordination import LighthouseClient
 from torchft.manager import Manager, ManagerServer
 
+from fft.bus.addresses import joined
 from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 
@@ -74,11 +76,14 @@ def membership_of(given: str | None = None) -> Membership:
     raise FftError(f"membership={wanted!r} (or FFT_MEMBERSHIP): expected {known_ones}")
 
 
-def init_torchft_manager(manager: Manager, called: BoundArguments) -> None:
-    """Run torchft's constructor, with `LazyManagerServer` for its server and a stub for its client.
+def init_torchft_manager(manager: Manager, called: BoundArguments, serve_at: str | None) -> None:
+    """Run torchft's constructor, with `LighthouseBeacon` for its server and a stub for its client.
 
     Replacing the classes in torchft's module would affect every manager of the process. So the
     constructor's code runs as a function with its own globals.
+
+    Args:
+        serve_at: See `LighthouseBeacon`.
 
     Raises:
         FftError: The lighthouse's address is invalid.
@@ -86,15 +91,16 @@ def init_torchft_manager(manager: Manager, called: BoundArguments) -> None:
     address = called.arguments.get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE")
     called.arguments["lighthouse_addr"] = address or _NOWHERE
     plain = Manager.__init__
-    names = {**plain.__globals__, "ManagerServer": LazyManagerServer, "ManagerClient": _NoClient}
+    beacon = partial(LighthouseBeacon, serve_at=serve_at)
+    names = {**plain.__globals__, "ManagerServer": beacon, "ManagerClient": _NoClient}
     code, defaults, cells = plain.__code__, plain.__defaults__, plain.__closure__
     init = FunctionType(code, names, plain.__name__, defaults, cells)
     init.__kwdefaults__ = plain.__kwdefaults__
     try:
         init(manager, *called.args, **called.kwargs)
     except BaseException:
-        if (beacon := vars(manager).get("_manager")) is not None:
-            beacon.shutdown()
+        if (made := vars(manager).get("_manager")) is not None:
+            made.shutdown()
         raise
 
 
@@ -105,24 +111,30 @@ class _NoClient:
         pass
 
 
-class LazyManagerServer:
-    """Replaces torchft's ManagerServer and creates one as soon as the lighthouse can be reached.
+class LighthouseBeacon:
+    """Replaces torchft's ManagerServer: sends heartbeats once the lighthouse can be reached.
 
-    That server provides the dashboard's kill button and sends the heartbeats, from threads of
-    torchft. Without an address there is no server, no thread and no socket.
+    torchft's server listens for the dashboard's kill button, and obeys every process that can
+    reach it. It is created only for a lighthouse that takes part in membership. Without the
+    address of a lighthouse there is no thread and no socket.
     """
 
-    def __init__(self, lighthouse_addr: str, **settings: Any) -> None:
+    def __init__(
+        self, lighthouse_addr: str, bind: str, serve_at: str | None = None, **settings: Any
+    ) -> None:
         """Start to connect.
 
         Args:
-            settings: Arguments of ManagerServer.
+            bind: Where torchft's server would listen, ``[::]:PORT``; only the port is used.
+            serve_at: IP address at which torchft's server listens, or None for heartbeats alone.
+            settings: Further arguments of ManagerServer.
 
         Raises FftError if the address is invalid.
         """
         self.lighthouse = None if lighthouse_addr == _NOWHERE else lighthouse_addr
         self.settings = settings
         self.server: Any = None
+        """torchft's server, if it is wanted and running."""
         self.unreachable_reason = "it has not been reached yet"
         """Why there is no server yet."""
         self._lock = threading.Lock()
@@ -131,6 +143,8 @@ class LazyManagerServer:
         if self.lighthouse is None:
             return
         self._place = _place(self.lighthouse)
+        port = int(bind.rpartition(":")[2])
+        self._bind = None if serve_at is None else joined(serve_at, port)
         limit = min(settings["connect_timeout"], timedelta(seconds=_CONNECT_S))
         self.settings = {**settings, "connect_timeout": limit}
         self._thread = threading.Thread(target=self._run, name="fft-lighthouse", daemon=True)
@@ -156,7 +170,12 @@ class LazyManagerServer:
             try:
                 # a socket first: torchft's code could not be interrupted while there is no answer
                 socket.create_connection(self._place, _CONNECT_S).close()
-                server = ManagerServer(lighthouse_addr=self.lighthouse, **self.settings)
+                if self._bind is None:
+                    self._send_heartbeats()
+                    return
+                server = ManagerServer(
+                    lighthouse_addr=self.lighthouse, bind=self._bind, **self.settings
+                )
             except (OSError, RuntimeError) as error:
                 self.unreachable_reason = str(error)[:200]
                 if not told:
@@ -170,6 +189,13 @@ class LazyManagerServer:
                     self.server = server
                     return
             server.shutdown()
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until `shutdown`. Raises RuntimeError if the lighthouse is lost."""
+        limit = self.settings["connect_timeout"]
+        client = LighthouseClient(self.lighthouse, connect_timeout=limit)
+        while not self._closed.wait(self.settings["heartbeat_interval"].total_seconds()):
+            client.heartbeat(self.settings["replica_id"], timeout=limit)
 
 
 def _place(address: str) -> tuple[str, int]:
@@ -246,7 +272,7 @@ class QuorumClient:
 
     def __init__(
         self,
-        beacon: LazyManagerServer,
+        beacon: LighthouseBeacon,
         me: Peer,
         timeout_s: float,
         window_s: float,
@@ -262,8 +288,9 @@ class QuorumClient:
         """
         if beacon.lighthouse is None:
             raise FftError(
-                "membership='lighthouse' needs torchft's lighthouse: pass lighthouse_addr=, or set "
-                "TORCHFT_LIGHTHOUSE to what `fft serve` prints"
+                "membership='lighthouse' needs torchft's lighthouse: start `fft run` with "
+                "--lighthouse, pass lighthouse_addr=, or set TORCHFT_LIGHTHOUSE to what `fft serve "
+                "--lighthouse` prints"
             )
         self._beacon = beacon
         self._me = me
@@ -465,7 +492,7 @@ def _read(data: Any) -> list[tuple[str, ListedGroup]]:
 
 
 __all__ = [
-    "LazyManagerServer",
+    "LighthouseBeacon",
     "Membership",
     "QuorumClient",
     "QuorumListener",

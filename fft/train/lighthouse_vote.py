@@ -11,7 +11,7 @@ from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault, Suspect, Token, encode
-from fft.train.lighthouse import LazyManagerServer, QuorumClient
+from fft.train.lighthouse import LighthouseBeacon, QuorumClient
 from fft.train.participation import Participation
 from fft.train.rank_context import RankContext
 from fft.train.step_failures import MAX_FAILURES
@@ -55,7 +55,7 @@ class LighthouseVote(QuorumClient):
         limits, most = rank.limits, rank.settings.config.max_body_failures
         limits_s = limits["quorum_timeout"].seconds, limits["lighthouse_window"].seconds
         beacon, listener = (
-            cast("LazyManagerServer", rank.manager._torchft.manager),
+            cast("LighthouseBeacon", rank.manager._torchft.manager),
             LighthouseListener(rank.job),
         )
         super().__init__(beacon, rank.job.peer, *limits_s, listener)

@@ -128,7 +128,8 @@ class ManagerFFT(TorchftInterface):
                 transfer = StateTransfer(settings.token, limit, address=address)
                 called.arguments["checkpoint_transport"] = transfer
             try:
-                init_torchft_manager(self, called)
+                serves = settings.config.membership == "lighthouse"
+                init_torchft_manager(self, called, address if serves else None)
             except BaseException:
                 if transfer is not None:
                     transfer.shutdown()

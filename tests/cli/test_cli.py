@@ -88,7 +88,7 @@ def test_help_is_there_without_torch() -> None:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
-    with started("serve", "--job", "mine") as process:
+    with started("serve", "--lighthouse", "--job", "mine") as process:
         line = first_line(process)
         found = re.fullmatch(
             r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine) "
@@ -112,7 +112,7 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
 
 @pytest.mark.long
 def test_serve_without_a_lighthouse_announces_none() -> None:
-    with started("serve", "--no-lighthouse", "--job", "mine") as process:
+    with started("serve", "--job", "mine") as process:
         line = first_line(process)
         assert re.fullmatch(r"FFT_BUS=tcp://\S+:\d+/mine FFT_TOKEN_FILE=/\S+\n", line), line
         listening = [
@@ -124,15 +124,14 @@ def test_serve_without_a_lighthouse_announces_none() -> None:
 
 
 def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) -> None:
-    """The lighthouse is the command's own, none, or with ``--no-lighthouse`` one that existed
-    before."""
+    """The lighthouse is the command's own, none, or one that existed before."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('TORCHFT_LIGHTHOUSE'))\n")
     found = {}
     for name, options, outer in (
-        ("own", (), "http://other:1"),
-        ("none", ("--no-lighthouse",), ""),
-        ("given", ("--no-lighthouse",), "http://other:1"),
+        ("own", ("--lighthouse",), "http://other:1"),
+        ("none", (), ""),
+        ("given", (), "http://other:1"),
     ):
         traces = tmp_path / name
         command = ("run", *options, "--trace-dir", str(traces), str(script))
@@ -149,7 +148,7 @@ def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) ->
 def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
     with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
         found = re.fullmatch(
-            r"TORCHFT_LIGHTHOUSE=\S+ FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=\S+\n",
+            r"FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=\S+\n",
             first_line(process),
         )
         assert found

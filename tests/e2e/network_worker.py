@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 from namespaces import Host
 from ranks import LIMIT, WIDTH, Samples
@@ -24,6 +28,23 @@ def serve(host: Host, listens_on: str) -> None:
     services = start_services(listens_on, with_lighthouse=False)
     print(services.bus_url, flush=True)
     threading.Event().wait()  # the test ends this process
+
+
+def run(host: Host, *arguments: str) -> None:
+    """Run the command ``fft ARGUMENT…`` on ``host``."""
+    host.enter()
+    os.execv(sys.executable, [sys.executable, "-m", "fft.cli", *arguments])
+
+
+def list_listeners(host: Host, file: Path) -> None:
+    """Write the TCP listeners and the UDP sockets of ``host``, as address and command line."""
+    host.enter()
+    found = [
+        (each.laddr.ip, psutil.Process(each.pid).cmdline())
+        for each in psutil.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
+    ]
+    file.write_text(json.dumps(found))
 
 
 def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, least: int) -> None:

@@ -5,9 +5,12 @@ The hosts are network namespaces, each with a host name that its /etc/hosts reso
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,13 +18,14 @@ from pathlib import Path
 import pytest
 from forked import Forked
 from namespaces import BUS_IN_4, Host, needs_namespaces, two_hosts
-from network_worker import serve, train
+from network_worker import list_listeners, run, serve, train
 from stage import events
 from waiting import wait_until
 
 from fft.trace.audit import audit_dir
 
 LONG_S = 120.0
+SCRIPT = Path(__file__).with_name("fault_script.py")
 pytestmark = [pytest.mark.timeout(400), needs_namespaces]
 
 
@@ -92,6 +96,91 @@ def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> N
     assert "rolled back" not in donor.tail()
 
 
+KNOWN = {
+    ("serve", BUS_IN_4): ["bus"],
+    ("nats-server", BUS_IN_4): ["NATS servers"],
+    ("nats-server", "127.0.0.1"): ["NATS monitor", "NATS routes"],
+    ("run", "own"): ["store of a replica group"],
+    ("script_runner.py", "own"): ["gloo", "gloo", "heal"],
+}
+"""Listeners that networks.md describes, by program and address; a rank has two groups of gloo."""
+
+
+@pytest.mark.parametrize("bus", ["tcp", pytest.param("nats", marks=pytest.mark.long)])
+def test_job_listens_only_on_known_sockets_of_its_network(tmp_path: Path, bus: str) -> None:
+    """All TCP listeners and UDP sockets of two hosts are compared with the list of networks.md.
+
+    Each host has a further address, on which nothing listens.
+    """
+    page = (Path(__file__).parents[2] / "docs/guides/networks.md").read_text()
+    for name in (name for names in KNOWN.values() for name in names):
+        assert re.search(rf"^\| {name}\b", page, re.MULTILINE), f"networks.md lacks {name}"
+    token = tmp_path / "token"
+    with two_hosts(tmp_path, "4") as hosts:
+        serving = ["serve", "--host", BUS_IN_4, "--token-file", str(token), "--bus", bus]
+        serving += ["--cluster", "3"] if bus == "nats" else []
+        server = Forked(run, hosts[0], *serving, log=tmp_path / "bus.log")
+        with ranks(server):
+            wait_until(lambda: "FFT_BUS=" in server.tail(), "the bus is served", LONG_S)
+            url = re.findall(r"FFT_BUS=(\S+)", server.tail())[0]
+            env = {"FFT_BUS": url, "FFT_TOKEN_FILE": str(token)}
+            jobs = []
+            for number, host in enumerate(hosts):
+                host.ip(f"addr add 10.78.0.{number + 1}/32 dev lo")
+                command = ["run", "--join", "--first-group", str(number), "--all-groups", "2"]
+                command += ["--groups", "1", "--ranks", "2", "--no-progress", "--trace-dir"]
+                command += [
+                    str(tmp_path / f"traces-{number}"),
+                    str(SCRIPT),
+                    "least=2",
+                    "bus_limit=30",
+                ]
+                jobs.append(Forked(run, host, *command, log=tmp_path / f"run-{number}", env=env))
+            with ranks(*jobs):
+                wait_until(lambda: committed(tmp_path) > 3, "both groups train", LONG_S)
+                for number, host in enumerate(hosts):
+                    listed = tmp_path / f"listeners-{number}"
+                    assert Forked(list_listeners, host, listed).wait(LONG_S) == 0
+                    found = Counter(
+                        (program_of(line), "own" if at == f"10.77.0.{number + 1}" else at)
+                        for at, line in json.loads(listed.read_text())
+                    )
+                    assert found == expected(number == 0, bus), found
+                jobs[0].signal(signal.SIGTERM)
+                jobs[1].signal(signal.SIGTERM)
+                assert [one.wait(LONG_S) for one in jobs] == [75, 75]
+
+
+def committed(folder: Path) -> int:
+    """Return the newest step that both hosts have traced as decided."""
+    traces = [folder / f"traces-{number}" for number in (0, 1)]
+    if not all(list(each.glob("*.jsonl")) for each in traces):
+        return 0
+    records = [[e["event"]["record"] or {} for e in events(t, "decision")] for t in traces]
+    return min(max((r.get("step", 0) for r in each), default=0) for each in records)
+
+
+def program_of(line: list[str]) -> str:
+    """Return which of the programs of `KNOWN` a command line starts, or the line."""
+    words = [Path(word).name for word in line]
+    return next((name for name, _ in KNOWN if name in words), " ".join(line))
+
+
+def expected(serves: bool, bus: str) -> Counter[tuple[str, str]]:
+    """Return the number of listeners of one host by program and address."""
+    counts = {("run", "own"): 1, ("script_runner.py", "own"): 2}
+    if serves and bus == "tcp":
+        counts["serve", "own"] = 1
+    if serves and bus == "nats":
+        counts |= {("nats-server", "own"): 3, ("nats-server", "127.0.0.1"): 3}
+    return Counter(
+        {
+            place: number * len(KNOWN.get(place) or KNOWN[place[0], BUS_IN_4])
+            for place, number in counts.items()
+        }
+    )
+
+
 @pytest.mark.long
 def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> None:
     """The tests above start their own ranks; here `fft run` starts all processes."""
@@ -100,7 +189,16 @@ def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> N
     plan.write_text(f"faults:\n  - {kill}\n")
     script = str(Path(__file__).with_name("fault_script.py"))
     fft = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--no-progress"]
-    fft += ["--faults", str(plan), "--trace-dir", str(traces), script, "steps=40", "least=2"]
+    fft += [
+        "--faults",
+        str(plan),
+        "--trace-dir",
+        str(traces),
+        script,
+        "steps=40",
+        "least=2",
+        "bus_limit=30",
+    ]
     renamed = ["unshare", "-u", "sh", "-c", 'hostname nowhere-xyz && exec "$@"', "fft", *fft]
     done = subprocess.run(renamed, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -180,7 +180,7 @@ def running(stage: Stage, trace_dir: Path, plan: FaultPlan, **settings: Any) -> 
     """Run a job of actors under supervision; it ends at the latest when the block is left."""
     script = [str(stage.script), *settings.pop("arguments", [])]
     config = RunConfig(script=script, trace_dir=trace_dir, **settings)
-    services = start_services()
+    services = start_services(with_lighthouse=True)
     try:
         job = Job(Supervisor(config, plan, services), services.bus_url, config)
         try:

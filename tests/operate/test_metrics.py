@@ -14,11 +14,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from traced import TracedJob
 from waiting import wait_until
@@ -30,6 +31,7 @@ from fft.trace.figures import FIGURES, Figures, plain
 from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.report import figures_of, full_report
 from fft.trace.tail import TraceTail
+from fft.util.listening import MAX_WAITING, REQUEST_S, Waiting
 
 EXAMPLES = Path(__file__).parents[2] / "examples/observability"
 PROMETHEUS = shutil.which("prometheus")
@@ -198,6 +200,44 @@ def is_shown(url: str, text: str) -> bool:
 def text_at(url: str) -> str:
     with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
         return str(answer.read().decode())
+
+
+def test_slow_and_silent_clients_do_not_delay_a_scrape(process: MetricsProcess) -> None:
+    parts = urllib.parse.urlsplit(process.url)
+    place = (parts.hostname or "", parts.port or 0)
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_WAITING):
+            stack.enter_context(socket.create_connection(place))
+        slow = stack.enter_context(socket.create_connection(place))
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        began = time.monotonic()
+        text_at(process.url)
+        assert time.monotonic() - began < REQUEST_S
+        slow.settimeout(0.05)
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"a")
+                return not slow.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        wait_until(is_closed, "single bytes do not extend the deadline", WAIT_S)
+    threads = psutil.Process(process._process.pid).num_threads()
+    assert threads < 2 * MAX_WAITING, "the threads of displaced connections end"
+
+
+def test_a_crowded_address_displaces_its_own_oldest_connection() -> None:
+    waiting = Waiting(most=3)
+    with ExitStack() as stack:
+        pairs = [[stack.enter_context(end) for end in socket.socketpair()] for _ in range(5)]
+        mine = [pair[0] for pair in pairs]
+        for one, address in zip(mine, ("b", "a", "a", "a", "c"), strict=True):
+            waiting.enter(one, address)
+        assert [one.recv(1) for one in (mine[1], mine[2])] == [b"", b""], "both were shut down"
+        assert [waiting.leave(one) for one in mine] == [True, False, False, True, True]
 
 
 def test_metrics_process_that_dies_is_reported(process: MetricsProcess, said: list[str]) -> None:

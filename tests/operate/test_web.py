@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -26,10 +27,10 @@ from fft.bus.token import JobToken
 from fft.cli import app
 from fft.errors import ConfigError
 from fft.messages.progress import Goal, SpeedReport
-from fft.operate import web
 from fft.operate.job_view import _POINTS, JobModel, LossCurve
 from fft.operate.web import WebView, state_of
 from fft.trace.audit import read_lines
+from fft.util import listening
 
 TOKEN = JobToken.fresh()
 SCRIPT = Path(__file__).parents[1] / "e2e" / "fault_script.py"
@@ -127,7 +128,7 @@ def test_slow_client_does_not_delay_others(view: WebView) -> None:
 def test_client_that_sends_single_bytes_is_disconnected(
     view: WebView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(listening, "REQUEST_S", 0.5)
     parts = urlsplit(view.url)
     with closing(socket.create_connection((parts.hostname or "", parts.port or 0))) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX: ")
@@ -145,27 +146,22 @@ def test_client_that_sends_single_bytes_is_disconnected(
         wait_until(is_closed, "the server closes the connection", 20.0)
 
 
-def test_connections_beyond_the_limit_are_closed_and_later_ones_served(
-    view: WebView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web, "_MAX_CLIENTS", 3)
-    with closing(WebView("0", "tcp://bus/job", TOKEN)) as small, ExitStack() as stack:
-        parts = urlsplit(small.url)
-        for _ in range(3):
-            one = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", parts.port)))
-            one.request("GET", "/", headers={"Authorization": bearer(small.url)})
-            assert one.getresponse().read()
-        with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
-            ask(small.url, "/", Authorization=bearer(small.url))
-        stack.close()
-
-        def is_served() -> bool:
-            try:
-                return ask(small.url, "/", Authorization=bearer(small.url))[0] == 200
-            except (http.client.RemoteDisconnected, ConnectionError):
-                return False
-
-        wait_until(is_served, "the server serves a new client", LIMIT_S)
+def test_silent_connections_do_not_keep_out_clients(view: WebView) -> None:
+    parts = urlsplit(view.url)
+    place = (parts.hostname or "", parts.port or 0)
+    with ExitStack() as stack:
+        browser = stack.enter_context(closing(http.client.HTTPConnection(*place)))
+        browser.request("GET", "/", headers={"Authorization": bearer(view.url)})
+        assert browser.getresponse().read()
+        for _ in range(3 * listening.MAX_WAITING):
+            stack.enter_context(socket.create_connection(place))
+        browser.request("GET", "/state.json", headers={"Authorization": bearer(view.url)})
+        assert browser.getresponse().read(), "a connection with the key is never displaced"
+        began = time.monotonic()
+        assert ask(view.url, "/", Authorization=bearer(view.url))[0] == 200
+        assert time.monotonic() - began < listening.REQUEST_S
+        threads = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+        assert len(threads) < 2 * listening.MAX_WAITING
 
 
 def test_port_is_free_after_close(view: WebView) -> None:

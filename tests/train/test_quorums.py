@@ -21,7 +21,7 @@ from torchft.manager import ManagerClient, ManagerServer
 from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.train.lighthouse import (
-    LazyManagerServer,
+    LighthouseBeacon,
     ListedGroup,
     QuorumClient,
     QuorumRequest,
@@ -195,7 +195,9 @@ class Group:
     """A group's beacon, its requests, and their answers."""
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        self.beacon = LazyManagerServer(address, **{**SETTINGS, "replica_id": f"{name}:x"})
+        self.beacon = LighthouseBeacon(
+            address, serve_at="127.0.0.1", **{**SETTINGS, "replica_id": f"{name}:x"}
+        )
         self.name = name
         self.said = threading.Condition()
         self.late: list[set[str]] = []
@@ -312,7 +314,7 @@ def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Pl
 
 
 def test_there_must_be_one_to_be_asked() -> None:
-    nowhere = LazyManagerServer("none")
+    nowhere = LighthouseBeacon("none", bind="[::]:0")
     with pytest.raises(FftError, match="membership='lighthouse' needs"):
         QuorumClient(nowhere, Peer("0", 0, 1), 1.0, 1.0, None)  # type: ignore[arg-type]
     nowhere.shutdown()
@@ -321,4 +323,4 @@ def test_there_must_be_one_to_be_asked() -> None:
 @pytest.mark.parametrize("address", ["host:29510", "http://host", "http://host:port", "nonsense"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(FftError, match="must be like http://host:29510"):
-        LazyManagerServer(address)
+        LighthouseBeacon(address, bind="[::]:0")

@@ -13,6 +13,7 @@ from numpy import zeros
 from fft.errors import FftError
 from fft.train.paradigms.stages import output as link
 from fft.train.paradigms.stages.output import Unauthenticated, authenticate, cpu_copy, packed
+from fft.util.listening import Waiting
 
 KEY = b"k" * 32
 
@@ -51,6 +52,27 @@ def test_silent_peer_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = socket.socketpair()
     with theirs, pytest.raises(Unauthenticated):
         authenticate(mine, KEY, first=True)
+
+
+def test_displaced_peer_is_not_awaited() -> None:
+    """The descriptor that `Waiting` shuts down is still the peer's."""
+    mine, theirs = socket.socketpair()
+    waiting, found = Waiting(most=1), list[Unauthenticated]()
+
+    def meet() -> None:
+        try:
+            authenticate(mine, KEY, first=True)
+        except Unauthenticated as error:
+            found.append(error)
+
+    waiting.enter(mine, "a")
+    thread = threading.Thread(target=meet)
+    thread.start()
+    with theirs:
+        assert theirs.recv(1), "the challenge"
+        waiting.enter(theirs, "a")
+        thread.join(link._GREET_S / 2)
+        assert found
 
 
 @pytest.mark.parametrize("odd", [zeros(3), Path("x"), {1, 2}, torch.float32, object()])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -286,6 +287,39 @@ def test_silent_outside_connections_are_bounded(
         one.close()
     workers = [t for t in threading.enumerate() if t.name.startswith("fft-transfer")]
     assert len(workers) <= transfer_module.WORKERS + 2
+
+
+def test_silent_connections_do_not_keep_out_a_peer(make: Make) -> None:
+    """1,100 connections are opened at once, and more of them while the state is fetched."""
+    silent, weights = 1100, torch.randn(4_000_000)
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(raised[0], 2 * silent + 500), raised[1]))
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, {"a": weights}, LIMIT)
+    to = urlsplit(sender.metadata())
+    place, over = (to.hostname or "", to.port or 0), threading.Event()
+    with ExitStack() as undo:
+        for _ in range(silent):
+            undo.enter_context(socket.create_connection(place, 30))
+
+        def go_on() -> None:
+            while not over.wait(0.001):
+                undo.enter_context(socket.create_connection(place, 30))
+
+        flood = threading.Thread(target=go_on)
+        flood.start()
+        try:
+            began = time.monotonic()
+            got = receiver.recv_checkpoint(0, sender.metadata(), 1, LIMIT)
+            took = time.monotonic() - began
+        finally:
+            over.set()
+            flood.join()
+    resource.setrlimit(resource.RLIMIT_NOFILE, raised)
+    assert torch.equal(got["a"], weights)
+    assert took < transfer_module._HEAD_S, "no connection had to run into its deadline"
+    workers = [t for t in threading.enumerate() if t.name.startswith("fft-transfer")]
+    assert len(workers) <= 2 * (transfer_module.WORKERS + 1)
 
 
 class Exported:

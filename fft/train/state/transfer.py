@@ -2,7 +2,8 @@
 
 Replaces torchft's `HTTPTransport`, which unpickles any response of a URL. Opens one listening
 socket, a thread that accepts connections, and at most `WORKERS` threads that answer; `shutdown`
-ends them.
+ends them. A connection without an authentic request holds no worker for longer than `Waiting`
+and a deadline allow.
 
 A request has the form of HTTP: ``GET /<server>/<what>/<nonce>/<tag> HTTP/1.0``. ``server`` names
 this transfer object. ``what`` is a digest of the step and of the state's epoch and lineage.
@@ -45,12 +46,12 @@ from torchft.checkpointing import CheckpointTransport
 from fft.bus.addresses import HOW_TO_REACH, joined
 from fft.bus.token import JobToken, derive, mac
 from fft.errors import StateError
+from fft.util.listening import MAX_WAITING, Waiting, listening_on
 from fft.util.log_sampler import LogSampler
 
-WORKERS = 16
-"""Number of requests answered at the same time; further ones wait for a worker."""
-MAX_CONNECTIONS = 1024
-"""Maximum number of connections; further ones are closed at once."""
+WORKERS = 16 + MAX_WAITING
+"""Number of connections read or answered at the same time; further ones wait for a worker. At most
+`MAX_WAITING` of them have sent no authentic request."""
 FRAME_BYTES = 1024 * 1024
 MAX_BYTES = 256 * 2**30
 """Maximum size of a received state, in bytes."""
@@ -106,7 +107,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     Args:
         token: The job's token; None leaves only a checksum as protection.
-        address: IP address or name at which the other ranks reach this host.
+        address: IP address at which the other ranks reach this host; the socket listens there.
         timeout: Time that a request waits for its state to be offered.
         max_bytes: Maximum size of a received state, in bytes.
     """
@@ -140,9 +141,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         """Number of calls of `interrupt`, each of which ends the transfers of an epoch."""
         self._closed = False
         self._refused = LogSampler()
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self._waiting = Waiting()
+        self._listening = listening_on(address)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="fft-transfer")
         self._thread = threading.Thread(target=self._accept, name="fft-transfer", daemon=True)
         self._thread.start()
@@ -213,18 +213,18 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listening.accept()
+                connection, client = self._listening.accept()
             except OSError as error:
                 if not self._closed:
                     logger.error("this rank can no longer serve its state: %s", error)
                 return
             with self._changed:
-                taken = not self._closed and len(self._busy) < MAX_CONNECTIONS
-                if taken:
-                    self._busy.add(connection)
-                    self._pool.submit(self._answer, connection)
-            if not taken:
-                connection.close()
+                if self._closed:
+                    connection.close()
+                    return
+                self._busy.add(connection)
+                self._waiting.enter(connection, client[0])
+                self._pool.submit(self._answer, connection)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -236,6 +236,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         except Exception:  # a worker must not end silently
             logger.exception("sending state failed")
         finally:
+            self._waiting.leave(connection)
             with self._changed:
                 self._busy.discard(connection)
                 self._sending.discard(connection)
@@ -245,6 +246,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         try:
             head = _read_head(connection, time.monotonic() + _HEAD_S)
             what, nonce = self._authentic(head)
+            self._waiting.leave(connection)
             offer = self._wait_for(what, nonce, connection)
         except _NoRequest:
             return

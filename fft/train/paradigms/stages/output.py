@@ -40,6 +40,7 @@ from fft.train.data.source import DataSource, Due
 from fft.train.rank_context import RankContext
 from fft.train.watchers import Watchers
 from fft.util.kernel_limit import limit_in_kernel
+from fft.util.listening import Waiting, listening_on
 
 JOIN_S = 5.0
 """Limit in seconds for a thread of this module to end."""
@@ -104,17 +105,17 @@ def authenticate(end: socket.socket, key: bytes, first: bool) -> Connection:
     Raises:
         Unauthenticated: The other end has not authenticated; the connection is closed.
     """
-    limit_in_kernel(end, _GREET_S)
-    connection = Connection(end.detach())
-    steps = (deliver_challenge, answer_challenge)
-    try:
-        for step in steps if first else reversed(steps):
-            step(connection, key)
-    except (AuthenticationError, *LOST) as error:
-        connection.close()
-        raise Unauthenticated(str(error)) from error
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        limit_in_kernel(same, None)
+    with end:
+        limit_in_kernel(end, _GREET_S)
+        connection = Connection(os.dup(end.fileno()))
+        steps = (deliver_challenge, answer_challenge)
+        try:
+            for step in steps if first else reversed(steps):
+                step(connection, key)
+        except (AuthenticationError, *LOST) as error:
+            connection.close()
+            raise Unauthenticated(str(error)) from error
+        limit_in_kernel(end, None)
     return connection
 
 
@@ -194,12 +195,11 @@ class StageOutput:
         """The attempt in which `put` was called last."""
         self._source: DataSource | None = None
         self._key = key_of(rank)
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        host = own_address(self._rank.settings.bus_url)
+        self._waiting = Waiting()
+        self._listening = listening_on(host)
         self._thread = threading.Thread(target=self._accept, name="fft-flow", daemon=True)
         self._thread.start()
-        host = own_address(self._rank.settings.bus_url)
         address = [host, self._listening.getsockname()[1]]
         manager._torchft.store.set(address_key(rank.scope.name), json.dumps(address))
         manager._parts.paradigm.output = self
@@ -401,9 +401,10 @@ class StageOutput:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                end, _ = self._listening.accept()
+                end, client = self._listening.accept()
             except OSError:  # the listener is closed, or the client has disconnected already
                 continue
+            self._waiting.enter(end, client[0])
             threading.Thread(target=self._serve, args=(end,), name=_CONSUMER, daemon=True).start()
 
     def _serve(self, end: socket.socket) -> None:
@@ -415,6 +416,8 @@ class StageOutput:
                 "rejected a connection that did not authenticate by the job's token: %s", error
             )
             return
+        finally:
+            self._waiting.leave(end)
         with self._changed:
             if self._closed:
                 consumer.connection.close()
