@@ -470,6 +470,33 @@ class TransactionLoop:
             self._groups.average_in_group(tensor)
         return tensor
 
+    def share_statistics(self) -> None:
+        """Give all ranks, with the commit, the running statistics of the first contributing rank.
+
+        DDP broadcasts the buffers of its first process in the same way. A joiner has computed its
+        own with weights that are not the job's.
+        """
+        tensors = self._state.registered.statistics()
+        if not tensors or self.reported is not None or not self.paradigm.steps_together:
+            return
+        # as bytes, whose sum with zeros is exact for all types
+        parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        packed, torchft = torch.cat(parts), self._manager._torchft
+        if self._groups.has_shard_group and self.paradigm.items_per_step > 1:
+            if torchft.group_rank != 0:
+                packed.zero_()
+            self._groups.sum_in_group(packed)
+        if torchft.participating_replica_rank != 0:
+            packed.zero_()
+        self._reductions.share(packed)
+
+        def take() -> None:
+            for tensor, own in zip(tensors, packed.split([len(p) for p in parts]), strict=True):
+                # a copy, because the place in `packed` may not be aligned
+                tensor.detach().copy_(own.clone().view(tensor.dtype).view_as(tensor))
+
+        self._state.updates.take_statistics = take
+
     def batches(self, drawn: StepInput) -> Iterator[Any]:
         """See `Transaction.batches`."""
         if drawn.dealt is None:
@@ -753,9 +780,14 @@ class Transaction:
         self.closed = True
         if error is not None:
             return loop.handle_exception(self._plan, self._drawn, error)
-        if not self.is_stop and (mistake := loop.find_incomplete()) is not None:
-            loop.worker.step_aborted()
-            loop.raise_incomplete(self._plan, self._drawn, mistake)
+        if not self.is_stop:
+            if (mistake := loop.find_incomplete()) is not None:
+                loop.worker.step_aborted()
+                loop.raise_incomplete(self._plan, self._drawn, mistake)
+            try:
+                loop.share_statistics()
+            except Exception as failed:  # noqa: BLE001 - handled like one of the step function
+                return loop.handle_exception(self._plan, self._drawn, failed)
         command = loop.worker.vote_and_wait(
             skip=self.is_stop, last=self.is_last, consumes=self._consumption()
         )
