@@ -191,6 +191,7 @@ class FFTTrainerMixin(_Base):
         if txn is not None and txn.step != self._begun_step:
             self._begun_step = txn.step
             self._event("on_step_begin")
+            txn.keep_changes()  # of the callbacks
         return txn
 
     def _compute(self, model: Any, txn: fft.Transaction) -> _Computed:
@@ -256,6 +257,8 @@ class FFTTrainerMixin(_Base):
                 self.manager.stop()
         elif has_ended:
             self._event("on_epoch_begin")
+            if not self.args.dataloader_persistent_workers:
+                self._source.close()  # new data workers get what the callbacks have changed
 
     def _event(self, name: str) -> None:
         handler = getattr(self.callback_handler, name)

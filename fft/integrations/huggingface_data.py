@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import fft
+from fft.train.data.loaders import sample_order
 
 
 def loader_of(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader:
@@ -24,11 +25,12 @@ def loader_of(dataloader: Any, args: Any) -> fft.CursorLoader | fft.StreamLoader
 
     def batches(data_epoch: int) -> list[list[int]]:
         # Accelerate's BatchSamplerShard does not forward set_epoch to the sampler that it wraps
-        inner: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
-        for each in (dataloader, inner):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(data_epoch)
-        return list(dataloader.batch_sampler)
+        sampler = dataloader.batch_sampler
+        while inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(data_epoch)
+            sampler = inner
+        return sample_order(sampler, seed, data_epoch, dataloader.batch_sampler)
 
     workers, options = args.dataloader_num_workers, {}
     if workers:

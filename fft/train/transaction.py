@@ -491,11 +491,18 @@ class TransactionLoop:
         self._reductions.share(packed)
 
         def take() -> None:
-            for tensor, own in zip(tensors, packed.split([len(p) for p in parts]), strict=True):
+            shares = torch.split(packed, [len(part) for part in parts])
+            for tensor, own in zip(tensors, shares, strict=True):
                 # a copy, because the place in `packed` may not be aligned
                 tensor.detach().copy_(own.clone().view(tensor.dtype).view_as(tensor))
 
         self._state.updates.take_statistics = take
+
+    def keep_changes(self) -> None:
+        """See `Transaction.keep_changes`."""
+        if self._state.updates.in_body:
+            raise FftError("txn.keep_changes() inside `with txn:`; call it before")
+        self._state.registered.capture()
 
     def batches(self, drawn: StepInput) -> Iterator[Any]:
         """See `Transaction.batches`."""
@@ -752,6 +759,15 @@ class Transaction:
         """
         return self._loop.mean(value)
 
+    def keep_changes(self) -> None:
+        """Let a rollback keep what was changed between the beginning of this txn and ``with txn:``.
+
+        For code of a trainer that runs once for each step: learning rates, random numbers, modes. A
+        loop that repeats this code in each attempt must not call it. Raises FftError inside ``with
+        txn:``.
+        """
+        self._loop.keep_changes()
+
     def weigh(self, weight: float) -> None:
         """Weight this local step by ``weight`` in the next synchronization.
 
@@ -846,7 +862,7 @@ class UnregisteredStepGuard:
                 f"{name}.step() called inside `with txn:` on an unregistered optimizer with "
                 "parameters of the job: a rolled-back attempt would keep its update. "
                 "Register it: manager.register(model, [optimizer, …]); FFT steps it after "
-                "COMMIT"
+                "COMMIT. In a LightningModule, return it from configure_optimizers() instead"
             )
         if not self._has_warned:
             self._has_warned = True

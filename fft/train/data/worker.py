@@ -65,15 +65,22 @@ class Data(Protocol):
 
 
 class Samples:
-    """A map-style dataset."""
+    """A map-style dataset; its ``set_epoch`` is called if there are ``items`` in a data epoch."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any] | None, items: int = 0
+    ) -> None:
         self.origin = dataset
         self._collate = collate or torch.utils.data.default_collate
+        self._items = items if callable(getattr(dataset, "set_epoch", None)) else 0
+        self._epoch: int | None = None
 
     def read(self, request: Request) -> Any:
         samples: Any = request.samples
-        assert samples is not None
+        assert samples is not None and request.number is not None
+        if self._items and (epoch := request.number // self._items) != self._epoch:
+            self.origin.set_epoch(epoch)
+            self._epoch = epoch
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
