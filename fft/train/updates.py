@@ -105,7 +105,7 @@ class Updates:
             raise FftError(
                 "a registered scheduler was stepped or changed between two txns: FFT steps it "
                 "after each COMMIT, so the learning rate would be wrong; remove scheduler.step() "
-                "from the loop, or do not register the scheduler"
+                "from the loop, or register it in extra= to step it yourself"
             )
         self.in_body, self.take_statistics = True, None
 
