@@ -23,10 +23,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import fft
 from fft.integrations import huggingface_sharding as sharding
@@ -39,6 +38,14 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 _MANAGER_FILE = "fft_manager.pt"
 """File of a checkpoint with the position of the job. It is written last: without it the checkpoint
 is incomplete."""
+_OF_DDP = (
+    "ddp_backend",
+    "ddp_broadcast_buffers",
+    "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters",
+    "ddp_static_graph",
+)
+"""Arguments that have no effect; ``ddp_timeout`` has one."""
 _Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens add_metrics")
 """The results of a step function that its commit needs."""
 
@@ -70,6 +77,7 @@ class FFTTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse_unsupported(self.args, ranks())
+        _name_ignored(self.args)
         if ranks() > 1:
             sharding.make_alone(self.args)
         # without the plugin, because Accelerate would shard over a process group of its own
@@ -116,7 +124,7 @@ class FFTTrainerMixin(_Base):
                 f"{type(dataloader).__name__}"
             )
         values = super().set_initial_training_values(args, dataloader)
-        if isinstance(dataloader.dataset, IterableDataset):
+        if not has_length(dataloader):
             return values
         epochs, items, *others, max_steps = values  # for one process, which would take all items
         per_epoch = math.ceil(items / _workers())
@@ -191,6 +199,7 @@ class FFTTrainerMixin(_Base):
         if txn is not None and txn.step != self._begun_step:
             self._begun_step = txn.step
             self._event("on_step_begin")
+            txn.keep_changes()  # of the callbacks
         return txn
 
     def _compute(self, model: Any, txn: fft.Transaction) -> _Computed:
@@ -237,12 +246,12 @@ class FFTTrainerMixin(_Base):
         computed.add_metrics()
         state.global_step += 1
         state.epoch = state.global_step / state.max_steps
-        if isinstance(items, fft.CursorLoader):
+        if items.items_per_data_epoch is not None:
             state.epoch = txn.items.stop / items.items_per_data_epoch
 
     def _end_epoch(self, txn: fft.Transaction, report: Any) -> None:
         """End the data epoch, and the job, if it is time."""
-        has_ended = isinstance(self._source, fft.CursorLoader) and txn.ends_data_epoch
+        has_ended = self._source.items_per_data_epoch is not None and txn.ends_data_epoch
         if self.control.should_epoch_stop:
             raise fft.FftError(
                 "FFTTrainer: a callback has set control.should_epoch_stop, but FFT cannot skip "
@@ -256,6 +265,9 @@ class FFTTrainerMixin(_Base):
                 self.manager.stop()
         elif has_ended:
             self._event("on_epoch_begin")
+            source, keeps_workers = self._source, self.args.dataloader_persistent_workers
+            if isinstance(source, fft.CursorLoader) and not keeps_workers:
+                source.close()  # new data workers get what the callbacks have changed
 
     def _event(self, name: str) -> None:
         handler = getattr(self.callback_handler, name)
@@ -348,6 +360,13 @@ def _refuse_unsupported(args: Any, ranks: int) -> None:
     ):
         if is_wrong:
             raise fft.FftError(f"FFTTrainer: {text}")
+
+
+def _name_ignored(args: Any) -> None:
+    """Warn, in one process of the job, of arguments of torch's DDP, which FFT replaces."""
+    given = [name for name in _OF_DDP if getattr(args, name, None) is not None]
+    if given and os.environ.get("REPLICA_GROUP_ID", "0") == os.environ.get("RANK", "0") == "0":
+        logger.warning("FFTTrainer ignores %s: FFT replaces torch's DDP", ", ".join(given))
 
 
 def _newest_complete(folder: Path) -> str | None:

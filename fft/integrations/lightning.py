@@ -33,12 +33,15 @@ import fft
 from fft.errors import Drained, FftError
 from fft.integrations.lightning_parts import (
     Batches,
+    Inputs,
     Logs,
     TrainerState,
     averaged_models,
     refuse_unsupported,
 )
 from fft.integrations.processes import groups, process_group, ranks, shard_process_group
+from fft.train.state.plain_state import hyper_of, set_hyperparameters
+from fft.train.state.random_states import capture_random
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -89,6 +92,8 @@ class FFTStrategy(SingleDeviceStrategy):
         self._logs: Logs
         self._closures: list[Callable[[], Any]] = []
         """The closures of the open transaction, one for each micro-batch so far."""
+        self._inputs: Inputs
+        """The micro-batches of the open transaction, as the hooks have left them."""
         self._attempt: Generator[None, None, None] | None = None
         """The running step function. It is suspended between two micro-batches."""
         self._replay_index: int | None = None
@@ -135,7 +140,9 @@ class FFTStrategy(SingleDeviceStrategy):
                 "epochs in one call"
             )
         module, optimizers = self.lightning_module, self.optimizers
-        self._state, self._logs = TrainerState(trainer), Logs(trainer)
+        self._state = TrainerState(trainer, lambda: self._data.begin_epoch())
+        self._logs = Logs(trainer)
+        self._inputs = Inputs(self)
         extra: dict[str, Any] = {"lightning": self._state, **averaged_models(trainer)}
         if not module.automatic_optimization:
             # `training_step` steps them itself, several times in one transaction if it wants to
@@ -193,7 +200,6 @@ class FFTStrategy(SingleDeviceStrategy):
             raise Drained("this replica group has left the job before the end of trainer.fit()")
         rank_zero_only.rank = 0 if self.is_global_zero else 1
         self._state.begin()
-        self._logs.save()
 
     def _begin_again(self) -> None:
         """Begin the next transaction after a rollback: a replay, or a later step if the job
@@ -205,15 +211,26 @@ class FFTStrategy(SingleDeviceStrategy):
             raise Drained("the job reached its last step without this replica group") from None
         self._closures = closures
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Lightning calls this after the hooks that may change the batch
+        self._inputs.keep(batch, is_first=self._attempt is None)
+
+    def _begin_step(self) -> None:
+        """Save what a rollback restores: hooks have run since the transaction began."""
+        self._txn.keep_changes()
+        self._logs.save()
+        self._state.save_buffers()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._txn is None or not self._is_manual:
-            return super().training_step(*self._with_txn_batch(args), **kwargs)
+            return super().training_step(*self._inputs.of(self._replay_index, args), **kwargs)
         self._data.is_skipped = False
         is_replay = False
+        self._begin_step()
         while True:
             with self._txn:
                 self._replay_index = 0 if is_replay else None
-                output = super().training_step(*self._with_txn_batch(args), **kwargs)
+                output = super().training_step(*self._inputs.of(self._replay_index, args), **kwargs)
                 self._sync_logs()
             if self._txn.committed:
                 self._state.end()
@@ -230,7 +247,17 @@ class FFTStrategy(SingleDeviceStrategy):
         self._data.is_skipped = False
         results: list[Any] = []
 
+        if self._attempt is None:
+            self._begin_step()
+        rng = capture_random(None)
+        hyper = [hyper_of(group) for group in optimizer.param_groups]
+
         def run() -> None:
+            if self._replay_index is not None:  # hooks that run between two closures may set these
+                for restore in rng:
+                    restore()
+                for group, values in zip(optimizer.param_groups, hyper, strict=True):
+                    set_hyperparameters(group, values)
             results[:] = [closure()]
 
         self._closures.append(run)
@@ -266,7 +293,7 @@ class FFTStrategy(SingleDeviceStrategy):
                 self._replay_index = None
                 if done == size:
                     break
-                with self.manager.atomic():
+                with self.manager.atomic(), self._state.of_last_commit():
                     yield
                 if self._is_stopped:
                     self.manager.stop()
@@ -276,18 +303,6 @@ class FFTStrategy(SingleDeviceStrategy):
                 scaler.unscale_(optimizer)
             plugin._after_closure(self.lightning_module, optimizer)  # hooks, and clipping
             self._sync_logs()
-
-    def _with_txn_batch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of ``training_step`` with the batch of the open transaction."""
-        if self._replay_index is None:
-            return args  # as Lightning has drawn it
-        module, batch = self.lightning_module, self._txn.batch[self._replay_index]
-        batch = self.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = self.batch_to_device(batch, dataloader_idx=0)
-        results = self._trainer.fit_loop.epoch_loop._results
-        results.batch, results.batch_size = batch, None
-        return (batch, *args[1:])
 
     def _sync_logs(self) -> None:
         """Average the epoch's metrics with ``sync_dist=True`` in the last step of the epoch."""
@@ -356,6 +371,8 @@ class FFTStrategy(SingleDeviceStrategy):
     ) -> None:
         if self._txn is not None:
             checkpoint["fft"] = self.manager.state_dict()
+            if "loops" in checkpoint:  # not with save_weights_only=True
+                checkpoint["loops"]["fit_loop"] = self._state.counters()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -34,6 +35,9 @@ from torchmetrics import Metric
 
 import fft
 from fft.errors import FftError
+from fft.train.data.batch_copy import copied
+from fft.train.data.loaders import sample_order
+from fft.train.state.step_state import Buffer, capture_buffers, restore_buffers
 
 logger = logging.getLogger(__name__)
 _UNSUPPORTED = {
@@ -44,6 +48,10 @@ _UNSUPPORTED = {
     LearningRateFinder: "find the learning rate in a run without FFT",
 }
 """Unsupported callbacks, each with the fix for the error message."""
+
+
+class _Loader(fft.CursorLoader):
+    sets_epoch = False  # Lightning does not call it, but its users do
 
 
 class Batches:
@@ -102,7 +110,8 @@ class Batches:
         if dataloader.num_workers:
             options["prefetch_factor"] = dataloader.prefetch_factor
             options["multiprocessing_context"] = dataloader.multiprocessing_context
-        self.source = fft.CursorLoader(
+        self._keeps_workers = dataloader.persistent_workers
+        self.source = _Loader(
             dataloader.dataset,
             batch_size=None,
             order=order,
@@ -117,7 +126,13 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         # DataLoader draws this number, too; without it the dropout masks would differ from DDP's
         torch.empty((), dtype=torch.int64).random_()
+        self.begin_epoch()
         return self
+
+    def begin_epoch(self) -> None:
+        """End the data workers, as DataLoader does: new ones get what hooks of the epoch change."""
+        if not self._keeps_workers:
+            self.source.close()
 
     def __next__(self) -> Any:
         self.refuse_skipped()
@@ -178,15 +193,13 @@ def _ddp_order(
         size: Number of samples of an item.
     """
     sampler = dataloader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+    if type(sampler) is RandomSampler and not sampler.replacement:
         generator = torch.Generator().manual_seed(_seed() + data_epoch)
         own = torch.randperm(len(dataloader.dataset), generator=generator).tolist()
     elif isinstance(sampler, SequentialSampler):
         own = list(range(len(dataloader.dataset)))
     else:
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(data_epoch)
-        own = list(sampler)
+        own = sample_order(sampler, _seed(), data_epoch)
     total = -(-len(own) // world) * world
     own = (own * -(-total // len(own)))[:total]  # as DistributedSampler pads it
     ranks = [own[rank::world] for rank in range(world)]
@@ -198,6 +211,55 @@ def _collated(collate: Callable[[list[Any]], Any], size: int, samples: list[Any]
     return [collate(samples[i : i + size]) for i in range(0, len(samples), size)]
 
 
+class Inputs:
+    """The micro-batches of a step as Lightning's hooks have left them, which a replay gets again.
+
+    Lightning calls the hooks before the step function, once. If a replay has another batch, because
+    groups have left or joined, they are called for that batch.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._kept: list[Any] = []
+        self._place: Any = None
+        """The place of the micro-batches in the data."""
+
+    def keep(self, batch: Any, is_first: bool) -> None:
+        """Copy the next micro-batch, before the step function can change it."""
+        if is_first:
+            self._kept, self._place = [], self._place_now()
+        self._kept.append(copied(batch))
+
+    def _place_now(self) -> Any:
+        return self._strategy._txn.items.start, self._strategy.manager.participating_rank()
+
+    def of(self, number: int | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of ``training_step`` for micro-batch ``number`` of a replay, or
+        ``args`` if it is None."""
+        if number is None:
+            return args
+        strategy = self._strategy
+        loop = strategy._trainer.fit_loop.epoch_loop
+        if self._place != self._place_now():
+            self._kept, self._place = [None] * len(self._kept), self._place_now()
+        if self._kept[number] is None:
+            index = loop.batch_progress.current.ready - len(self._kept) + number
+            self._kept[number] = copied(self._prepared(strategy._txn.batch[number], index))
+        batch = copied(self._kept[number])
+        loop._results.batch, loop._results.batch_size = batch, None
+        return (batch, *args[1:])
+
+    def _prepared(self, batch: Any, index: int) -> Any:
+        """Return a batch after Lightning's hooks, in the order of its `_TrainingEpochLoop`."""
+        trainer, module = self._strategy._trainer, self._strategy.lightning_module
+        batch = self._strategy.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
+        call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
+        call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, index)
+        return batch
+
+
 class TrainerState:
     """The counters of Lightning's loops and the states of its schedulers and callbacks, registered
     with FFT.
@@ -206,10 +268,12 @@ class TrainerState:
     include this step's micro-batches, so `state_dict` returns the counters saved at its start.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, begin_epoch: Callable[[], None]) -> None:
+        self._trainer, self._begin_epoch = trainer, begin_epoch
         self._begun: dict[str, Any] | None = None
         """Counters at the begin of the open transaction; None between two transactions."""
+        self._buffers: list[Buffer] = []
+        """Buffers at the begin of the open transaction."""
 
     def begin(self) -> None:
         """Save the counters when the first attempt at a step begins; a replay keeps them."""
@@ -220,13 +284,38 @@ class TrainerState:
         """Note that the transaction is committed."""
         self._begun = None
 
+    def counters(self) -> dict[str, Any]:
+        """Return the counters of the loops at the last commit."""
+        return self._begun or self._trainer.fit_loop.state_dict()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return list(self._trainer.lightning_module.modules())
+
+    def save_buffers(self) -> None:
+        """Save the buffers before the first micro-batch of a step changes them."""
+        if self._trainer.accumulate_grad_batches > 1:
+            self._buffers = list(capture_buffers(self._modules()))
+
+    @contextlib.contextmanager
+    def of_last_commit(self) -> Iterator[None]:
+        """Put the buffers of the last commit into the model, between two micro-batches of a step.
+
+        A validation and a checkpoint there have the weights of the last commit, too.
+        """
+        own = list(capture_buffers(self._modules()))
+        restore_buffers(self._modules(), self._buffers)
+        try:
+            yield
+        finally:
+            restore_buffers(self._modules(), own)
+
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         callbacks = call._call_callbacks_state_dict(trainer)
         for state in callbacks.values():
             state.pop("current_score", None)  # `ModelCheckpoint` does not load it
         return {
-            "fit_loop": self._begun or trainer.fit_loop.state_dict(),
+            "fit_loop": self.counters(),
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             "callbacks": callbacks,
         }
@@ -240,10 +329,15 @@ class TrainerState:
         if loaded == (self._begun or now):
             return  # a rollback: only the step function has run since
         call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+        epoch = trainer.current_epoch
         loop.load_state_dict(loaded if self._begun is None else _advanced(loaded, self._begun, now))
         self._begun = self._begun and loaded
         _keep_running(loop)
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
+        if trainer.current_epoch != epoch:  # the hooks have run for another epoch
+            call._call_callback_hooks(trainer, "on_train_epoch_start")
+            call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+            self._begin_epoch()
 
 
 def _advanced(loaded: Any, before: Any, now: Any) -> Any:
@@ -341,8 +435,8 @@ def refuse_unsupported(trainer: Trainer, ranks: int) -> None:
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise FftError(
-            "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; vary "
-            "the data in the dataset or the sampler, by the number of the epoch"
+            "FFTStrategy: Trainer(reload_dataloaders_every_n_epochs=…) is not supported; change "
+            "the dataset in on_train_epoch_start(), which new data workers see, but not its length"
         )
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:

@@ -99,7 +99,7 @@ class TxnReductions:
             self._recomputation.before_reduction_by_script(tensor)
             self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
-        if self._injector is not None:
+        if self._injector is not None and tensor.is_floating_point():
             self._last = tensor
             if self._injector.poisons("before"):
                 _poison(tensor)
@@ -147,6 +147,10 @@ class TxnReductions:
         self._issue_for_fft(tensor, "mean", ReduceOp.AVG).wait()
         self._recomputation.results_used()
         self._raise_failure()
+
+    def share(self, packed: torch.Tensor) -> None:
+        """Replace ``packed`` by its sum over the groups before the vote; all but one have zeros."""
+        self._issue_for_fft(packed, "statistics", ReduceOp.SUM)
 
     def raise_if_failed(self) -> None:
         """Forget the completed reductions of the reducers.

@@ -470,6 +470,40 @@ class TransactionLoop:
             self._groups.average_in_group(tensor)
         return tensor
 
+    def share_statistics(self) -> None:
+        """Give all ranks, with the commit, the running statistics of the first contributing rank.
+
+        DDP broadcasts the buffers of its first process in the same way. A joiner has computed its
+        own with weights that are not the job's.
+        """
+        tensors = self._state.registered.statistics()
+        if not tensors or self.reported is not None or not self.paradigm.steps_together:
+            return
+        # as bytes, whose sum with zeros is exact for all types
+        parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        packed, torchft = torch.cat(parts), self._manager._torchft
+        if self._groups.has_shard_group and self.paradigm.items_per_step > 1:
+            if torchft.group_rank != 0:
+                packed.zero_()
+            self._groups.sum_in_group(packed)
+        if torchft.participating_replica_rank != 0:
+            packed.zero_()
+        self._reductions.share(packed)
+
+        def take() -> None:
+            shares = torch.split(packed, [len(part) for part in parts])
+            for tensor, own in zip(tensors, shares, strict=True):
+                # a copy, because the place in `packed` may not be aligned
+                tensor.detach().copy_(own.clone().view(tensor.dtype).view_as(tensor))
+
+        self._state.updates.take_statistics = take
+
+    def keep_changes(self) -> None:
+        """See `Transaction.keep_changes`."""
+        if self._state.updates.in_body:
+            raise FftError("txn.keep_changes() inside `with txn:`; call it before")
+        self._state.registered.capture()
+
     def batches(self, drawn: StepInput) -> Iterator[Any]:
         """See `Transaction.batches`."""
         if drawn.dealt is None:
@@ -725,6 +759,15 @@ class Transaction:
         """
         return self._loop.mean(value)
 
+    def keep_changes(self) -> None:
+        """Let a rollback keep what was changed between the beginning of this txn and ``with txn:``.
+
+        For code of a trainer that runs once for each step: learning rates, random numbers, modes. A
+        loop that repeats this code in each attempt must not call it. Raises FftError inside ``with
+        txn:``.
+        """
+        self._loop.keep_changes()
+
     def weigh(self, weight: float) -> None:
         """Weight this local step by ``weight`` in the next synchronization.
 
@@ -753,9 +796,14 @@ class Transaction:
         self.closed = True
         if error is not None:
             return loop.handle_exception(self._plan, self._drawn, error)
-        if not self.is_stop and (mistake := loop.find_incomplete()) is not None:
-            loop.worker.step_aborted()
-            loop.raise_incomplete(self._plan, self._drawn, mistake)
+        if not self.is_stop:
+            if (mistake := loop.find_incomplete()) is not None:
+                loop.worker.step_aborted()
+                loop.raise_incomplete(self._plan, self._drawn, mistake)
+            try:
+                loop.share_statistics()
+            except Exception as failed:  # noqa: BLE001 - handled like one of the step function
+                return loop.handle_exception(self._plan, self._drawn, failed)
         command = loop.worker.vote_and_wait(
             skip=self.is_stop, last=self.is_last, consumes=self._consumption()
         )
@@ -814,7 +862,7 @@ class UnregisteredStepGuard:
                 f"{name}.step() called inside `with txn:` on an unregistered optimizer with "
                 "parameters of the job: a rolled-back attempt would keep its update. "
                 "Register it: manager.register(model, [optimizer, …]); FFT steps it after "
-                "COMMIT"
+                "COMMIT. In a LightningModule, return it from configure_optimizers() instead"
             )
         if not self._has_warned:
             self._has_warned = True

@@ -54,6 +54,8 @@ class Updates:
         self._left_at: list[Any] | None = None
         """Positions of the schedulers after the last update, or None if they may have changed
         since."""
+        self.take_statistics: Callable[[], None] | None = None
+        """Writes the running statistics that all ranks take with the commit, or None."""
         self.after: list[Callable[[], object]] = []
         """The user's functions that `done` calls."""
         self._is_mine = False
@@ -103,9 +105,9 @@ class Updates:
             raise FftError(
                 "a registered scheduler was stepped or changed between two txns: FFT steps it "
                 "after each COMMIT, so the learning rate would be wrong; remove scheduler.step() "
-                "from the loop, or do not register the scheduler"
+                "from the loop, or register it in extra= to step it yourself"
             )
-        self.in_body = True
+        self.in_body, self.take_statistics = True, None
 
     def loaded(self) -> None:
         """Record that the state, including the schedulers, was loaded."""
@@ -151,6 +153,8 @@ class Updates:
 
     def apply(self) -> None:
         """Step optimizers, scaler and schedulers, and drop the gradients. `done` is called next."""
+        if self.take_statistics is not None:
+            self.take_statistics()
         self._is_mine = True
         try:
             for optimizer in self._optimizers:

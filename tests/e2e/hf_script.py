@@ -48,6 +48,22 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return (self._data[n] for n in range(len(self._data)))
 
 
+class SizedStream(Stream):
+    """The sequences of a stream, in an order from the global generator, with a length."""
+
+    def __init__(self, data: Sequences, shuffles: bool) -> None:
+        super().__init__(data)
+        self._shuffles = shuffles
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        count = len(self._data)
+        order = torch.randperm(count).tolist() if self._shuffles else range(count)
+        return (self._data[n] for n in order)
+
+
 class Events(TrainerCallback):
     """Records the events, and kills the process at ``kill_at``, once for a mark in ``out``."""
 
@@ -113,8 +129,8 @@ def main() -> None:
     data: Any = Sequences(options.pop("samples", 256), seed=1)
     if options.pop("permuted", False) and kind == "ddp":
         data = as_for_ddp(data, options["gradient_accumulation_steps"])
-    if options.pop("stream", False):
-        data = Stream(data)
+    if stream := options.pop("stream", None):
+        data = Stream(data) if stream == "endless" else SizedStream(data, stream == "shuffled")
     resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
     patience = options.pop("patience", None)
     export = options.pop("export", False)

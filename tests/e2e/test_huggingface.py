@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,8 +128,9 @@ def test_trainer_counts_logs_and_saves_each_committed_step_once(tmp_path: Path) 
             "save_strategy": "epoch",
             "eval_strategy": "epoch",
         },
+        {"num_train_epochs": 2, "samples": 64, "stream": "sized"},
     ],
-    ids=["shuffled", "accumulated"],
+    ids=["shuffled", "accumulated", "stream"],
 )
 def test_trainer_has_the_bits_and_events_of_ddp_under_faults(
     tmp_path: Path, options: dict[str, Any]
@@ -152,10 +154,23 @@ def test_killed_group_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
     assert other["events"][:2] == [["epoch_begin", 4], ["step_begin", 4]]
 
 
+@pytest.mark.multiprocess
+def test_stream_with_a_length_has_the_steps_of_its_epochs(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 2, "samples": 24, "stream": "shuffled"}
+    one, other = train(tmp_path, options | {"ddp_find_unused_parameters": False})
+    assert (one["step"], one["epoch"]) == (other["step"], other["epoch"]) == (6, 2.0)
+    ends = [event for event in one["events"] if event[0].startswith("epoch")]
+    assert ends == [["epoch_begin", 0], ["epoch_end", 3], ["epoch_begin", 3], ["epoch_end", 6]]
+    logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
+    ignored = "FFTTrainer ignores ddp_find_unused_parameters"
+    assert [log.count(ignored) for log in logs] == [1, 0]
+
+
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_stream_without_index_is_trained_and_rejoined(tmp_path: Path) -> None:
-    options = {"max_steps": 8, "samples": 64, "stream": True, "gradient_accumulation_steps": 2}
+@pytest.mark.parametrize("stream", ["endless", "shuffled"])
+def test_stream_without_index_is_trained_and_rejoined(tmp_path: Path, stream: str) -> None:
+    options = {"max_steps": 8, "samples": 64, "stream": stream, "gradient_accumulation_steps": 2}
     options |= {"permuted": True}
     undisturbed, _ = train(tmp_path / "whole", options)
     one, other = train(tmp_path / "killed", options, kind="both", faults=KILL)
@@ -339,6 +354,35 @@ def test_log_history_has_the_evaluation_on_start(
         (0, True),
         (2, False),
     ]
+
+
+class Shuffled(torch.utils.data.IterableDataset[int]):
+    """Shuffles by the global generator, at the beginning and between its rows."""
+
+    def __iter__(self) -> Iterator[int]:
+        rows = torch.randperm(8).tolist()
+        while rows:
+            yield rows.pop(int(torch.randint(len(rows), ())))
+
+
+def test_stream_that_shuffles_has_one_order_on_all_groups() -> None:
+    from fft.integrations.huggingface_data import Steps
+
+    def drawn(count: int, first: int = 0) -> list[int]:
+        steps = Steps(torch.utils.data.DataLoader(Shuffled(), batch_size=2), 1, seed=3)
+        steps.load_state_dict({"drawn": first})
+        found: list[int] = []
+        for (batch,), _ in zip(steps, range(count), strict=False):
+            found += batch.tolist()
+            torch.rand(7)  # of the training
+        return found
+
+    torch.manual_seed(0)
+    rows = drawn(8)
+    assert sorted(rows[:8]) == sorted(rows[8:]) == list(range(8)) and rows[:8] != rows[8:]
+    torch.manual_seed(1)
+    assert drawn(8) == rows
+    assert drawn(3, first=5) == rows[10:]
 
 
 def test_dataloader_without_a_dataset_is_refused() -> None:

@@ -31,6 +31,7 @@ GAN = Path(__file__).with_name("lightning_gan_script.py")
 FSDP = Path(__file__).with_name("lightning_fsdp_script.py")
 AVERAGE = Path(__file__).with_name("lightning_average_script.py")
 STOP = Path(__file__).with_name("lightning_stop_script.py")
+EPOCHS = Path(__file__).with_name("lightning_epochs_script.py")
 LIMIT_S = 200
 TRANSIENT = """
 faults:
@@ -41,6 +42,9 @@ faults:
 EXCEPTION = """
 faults:
   - {name: exception, kind: exception, step: 2, group: 1, rank: 0, phase: backward}
+"""
+KILL = """
+  - {name: kill, kind: kill, step: 12, group: 1, phase: backward}
 """
 KILL_AND_DRAIN = """
 faults:
@@ -191,3 +195,11 @@ def test_early_stop_and_lightnings_own_checkpoint_have_the_same_bits(tmp_path: P
         found[name] = first
     assert found["stop"] == found["2"] != found["1"]
     assert "step 32, epoch 2" in found["2"]
+
+
+@pytest.mark.long
+def test_epochs_and_statistics_have_the_bits_of_lightnings_ddp(tmp_path: Path) -> None:
+    with lightnings_ddp(tmp_path, str(EPOCHS), "ddp"):
+        traces = job(tmp_path, str(EPOCHS), "fft", plan=TRANSIENT + KILL.lstrip("\n"))
+    theirs, ours = results(tmp_path / "ddp.log"), results(*(traces / "logs").iterdir())
+    assert len(theirs) == len(ours) == 2 and {*theirs, *ours} == {theirs[0]}

@@ -16,7 +16,7 @@ pytest.importorskip("lightning", reason="the extra `lightning` is not installed"
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from fft.integrations.lightning import FFTStrategy
 
@@ -58,6 +58,58 @@ class StepsEverySecondBatch(Model):
 class GathersInValidation(Model):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("mean", self.all_gather(self.layer(batch)).mean(), sync_dist=True)
+
+
+class Hooked(LightningModule):
+    """Its hooks change, before each step, the batch, the learning rate and the random numbers."""
+
+    def __init__(self, fails: bool, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.layer, self.norm = torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(4)
+        self.drop, self.fails, self.starts = torch.nn.Dropout(), fails, 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + torch.rand(batch.shape) if self.trainer.training else batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.starts += 1
+        batch.mul_(torch.rand(()))
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + batch_idx // 2)
+
+    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        optimizer.param_groups[0]["weight_decay"] = torch.rand(()).item()
+        optimizer.step(closure=closure)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(self.drop(self.norm(batch.mul_(2)))).square().mean()
+        if self.fails and batch_idx == 5:
+            self.fails = False
+            raise RuntimeError("once")
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.layer(self.norm(batch)).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithNorm(Hooked):
+    """Without random numbers, which Lightning's checkpoints do not have."""
+
+    def __init__(self) -> None:
+        super().__init__(fails=False, manual=False)
+        self.drop = torch.nn.Identity()  # type: ignore[assignment]
+
+    on_after_batch_transfer = LightningModule.on_after_batch_transfer  # type: ignore[assignment]
+    on_train_batch_start = LightningModule.on_train_batch_start
+    optimizer_step = LightningModule.optimizer_step  # type: ignore[assignment]
 
 
 class StopsAfterBatch(Callback):
@@ -116,6 +168,39 @@ def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("accumulate, manual", [(1, False), (2, False), (1, True)])
+def test_repeated_step_has_what_the_hooks_before_it_have_changed(
+    trainer_of: TrainerOf, accumulate: int, manual: bool
+) -> None:
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        trainer, model = (
+            trainer_of(max_epochs=1, accumulate_grad_batches=accumulate),
+            Hooked(fails, manual),
+        )
+        trainer.fit(model, DataLoader(DATA, batch_size=2))
+        assert model.starts == 16 and not model.fails
+        found.append({name: value.tolist() for name, value in model.state_dict().items()})
+    assert found[0] == found[1]
+
+
+def test_checkpoint_between_two_micro_batches_is_that_of_the_last_commit(
+    trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    found, data = [], DataLoader(DATA, batch_size=2)
+    first = ModelCheckpoint(tmp_path, save_top_k=-1, monitor="loss", filename="{step}")
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 6}
+    for path, callback in ((None, first), (tmp_path / "step=1.ckpt", Callback())):
+        torch.manual_seed(1)
+        model = WithNorm()
+        trainer = trainer_of(max_epochs=2, callbacks=[callback], **options)
+        trainer.fit(model, data, data, ckpt_path=path, weights_only=False)
+        assert trainer.global_step == 8
+        found.append({name: value.tolist() for name, value in model.state_dict().items()})
+    assert found[0] == found[1]
+
+
 def test_validation_between_two_micro_batches_needs_no_group(
     trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +240,71 @@ def test_trainer_refuses_what_it_does_not_support(
 ) -> None:
     with pytest.raises(FftError, match=fix):
         trainer_of(max_epochs=1, **options).fit(Model(), DataLoader(DATA, batch_size=2))
+
+
+class ByEpoch(torch.utils.data.Dataset[torch.Tensor]):
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(self.epoch), 0.0, 0.0])
+
+
+class Sees(Model):
+    """Records the samples of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[list[float]]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.dataset.epoch = self.current_epoch
+        self.seen.append([])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen[-1] += batch[:, :2].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_vary_with_what_a_hook_of_the_epoch_sets(trainer_of: TrainerOf, workers: int) -> None:
+    trainer, model = trainer_of(max_epochs=3), Sees()
+    trainer.fit(model, DataLoader(ByEpoch(), batch_size=2, num_workers=workers))
+    assert model.seen == [[[i, epoch] for i in range(8)] for epoch in range(3)]
+
+
+def test_generator_of_a_dataloader_is_left_out_as_in_ddp(trainer_of: TrainerOf) -> None:
+    found = []
+    for generator in (None, torch.Generator()):
+        model, data = Sees(), ByEpoch()
+        options: Any = {"batch_size": 2, "generator": generator}
+        trainer_of(max_epochs=3).fit(model, DataLoader(data, shuffle=True, **options))
+        found.append(model.seen)
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+def test_generator_of_a_sampler_is_seeded_for_each_epoch(trainer_of: TrainerOf) -> None:
+    model = Sees()
+    sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator())
+    trainer_of(max_epochs=2).fit(model, DataLoader(ByEpoch(), batch_size=2, sampler=sampler))
+    first, second = ([index for index, _ in epoch] for epoch in model.seen)
+    assert len(first) == len(second) == 8 and first != second
+
+
+class StepsOptimizerOfItsOwn(Hooked):
+    def __init__(self) -> None:
+        super().__init__(fails=False, manual=True)
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return self.own
+
+
+def test_optimizer_that_lightning_does_not_know_is_refused(trainer_of: TrainerOf) -> None:
+    with pytest.raises(FftError, match=r"return it from configure_optimizers\(\)"):
+        trainer_of(max_epochs=1).fit(StepsOptimizerOfItsOwn(), DataLoader(DATA, batch_size=2))
 
 
 def test_batch_sampler_is_refused(trainer_of: TrainerOf) -> None:

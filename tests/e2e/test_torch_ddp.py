@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stage import WIDTH, Member, aborts, batch_of, job, weights
+from stage import WIDTH, Member, aborts, batch_of, job, records, weights
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -289,3 +289,45 @@ def test_arguments_of_register_in_the_wrong_order_are_told(tmp_path: Path) -> No
 
     with job(tmp_path, 1) as made, pytest.raises(FftError, match="expected the model first"):
         made.run(work, register=False)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_all_groups_take_the_statistics_of_the_first_as_ddp_does(
+    tmp_path: Path, joins: bool
+) -> None:
+    own: dict[tuple[str, int], torch.Tensor] = {}
+    taken: dict[tuple[str, int], torch.Tensor] = {}
+    left, started = ["a fault"], []
+
+    def work(member: Member) -> None:
+        manager, group, net = member.manager, member.group, Net()
+        manager.register(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        manager.sync_gradients(net)
+        steps = 60 if joins else 6
+        for txn in manager.transactions(fft.CursorLoader(Numbers(), batch_size=8), steps):
+            with txn:
+                net(batch_of(txn.batch)).backward()
+                own[group, txn.step] = net.norm.running_var.clone()
+                if group == "0" and txn.step == 4 and left:
+                    left.clear()
+                    raise RuntimeError("after forward")
+            if txn.committed:
+                taken[group, txn.step] = net.norm.running_var.clone()
+            if joins and group == "0" and txn.step == 5:
+                started.append(made.member("1", register=False).start(work))
+
+    with job(tmp_path, 1 if joins else 2) as made:
+        made.run(work, register=False)
+        for member in started:
+            member.end()
+            assert member.error is None, repr(member.error)
+        made.audit()
+    assert aborts(tmp_path)
+    learned = [r["learners"] for r in records(tmp_path) if r["kind"] == "epoch" and r["learners"]]
+    assert learned == ([["1"]] if joins else [])
+    both = [step for group, step in taken if group == "1"]
+    assert len(both) > 3
+    for step in both:
+        assert torch.equal(taken["0", step], own["0", step])
+        assert torch.equal(taken["1", step], own["0", step])
+        assert not torch.equal(own["1", step], own["0", step]), "each group has other samples"

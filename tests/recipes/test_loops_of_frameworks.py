@@ -1,4 +1,4 @@
-"""Test of the recipes for Accelerate and Fabric: the scripts of their pages under faults."""
+"""Tests of the recipes of whole scripts: those of the pages under faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from forked_run import fft
 
 from fft.launch.exit_status import ExitStatus
@@ -39,3 +40,38 @@ def test_script_of_the_page_survives_faults(tmp_path: Path, name: str) -> None:
     lines = [line for log in (traces / "logs").iterdir() for line in log.read_text().splitlines()]
     logged = [int(line.split()[1][:-1]) for line in lines if line.startswith("step ")]
     assert logged == list(range(100)), "one rank writes each committed step once"
+
+
+KILL = "  - {name: kill, kind: kill, step: 60, group: 1, phase: backward}\n"
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_script_with_epochs_has_the_same_bits_under_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snippet = re.findall(
+        r"```python\n(.*?)```", (PAGES / "epochs.md").read_text("utf-8"), re.DOTALL
+    )[0]
+    assert "min_replica_size=1" in snippet
+    script, plan = tmp_path / "train.py", tmp_path / "plan.yaml"
+    # the job waits for the killed group, whose absence would change the batches
+    script.write_text(snippet.replace("min_replica_size=1", "min_replica_size=2"), "utf-8")
+    plan.write_text(PLAN + KILL)
+    found = []
+    for name, more in (("calm", []), ("faults", ["--faults", str(plan)])):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        options = ["--groups", "2", "--no-progress", "--no-lighthouse", *more]
+        traces = folder / "run"
+        command = ["run", "--trace-dir", str(traces), *options, str(script)]
+        done = fft(*command, folder=folder, within=200.0)
+        assert done.returncode == ExitStatus.COMPLETE, done.stdout + done.stderr
+        assert "did not fire" not in done.stderr and audit_dir(traces).ok
+        text = "".join(log.read_text() for log in (traces / "logs").iterdir())
+        epochs = re.findall(r"^epoch (\d): loss (\S+)$", text, re.MULTILINE)
+        assert [number for number, _ in epochs] == ["1", "2", "3", "4"]
+        best = torch.load(folder / "best.pt", weights_only=True)
+        found.append((epochs, {key: value.tolist() for key, value in best.items()}))
+    assert found[0] == found[1]

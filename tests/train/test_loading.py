@@ -540,3 +540,29 @@ def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item(
         assert trainer.stdout.read() == ""
     finally:
         trainer.close()
+
+
+class ByEpoch(torch.utils.data.Dataset[int]):
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_set_epoch_of_the_dataset_is_called_with_the_data_epoch_of_each_item(count: int) -> None:
+    loader = fft.CursorLoader(ByEpoch(), batch_size=4, num_workers=count)
+    try:
+        for number in range(6):
+            taken = loader.take(Due(number, number, 1))
+            assert taken.tolist() == [number // 2] * 4
+        assert loader[0].tolist() == [0] * 4, "an earlier item again"
+        assert loader[5].tolist() == [2] * 4
+    finally:
+        loader.close()

@@ -294,7 +294,9 @@ class CursorLoader(_Loader):
     generators are restored afterwards.
 
     Args:
-        dataset: An object with ``len()`` and ``[index]``; ``__getitems__`` is used if it exists.
+        dataset: An object with ``len()`` and ``[index]``; ``__getitems__`` is used if it exists. If
+            it has ``set_epoch``, each process calls it with the number of the data epoch before it
+            reads the first item of another one.
         batch_size: Number of samples per item, that is, for one rank in one step. None if
             ``sampler`` or ``order`` gives whole batches: a list of sample indexes for each.
         seed: Seed of the order and of the generators; equal on all ranks.
@@ -325,6 +327,9 @@ class CursorLoader(_Loader):
         DataError: The dataset has no full batch, or an option is unknown.
         ValueError: torch refuses an option.
     """
+
+    sets_epoch = True
+    """Whether the method ``set_epoch`` of the dataset is called, if it has one."""
 
     def __init__(
         self,
@@ -365,7 +370,7 @@ class CursorLoader(_Loader):
         if own is not None:
             identity["order"] = made.digest(0)
         items = None if data_epochs is None else data_epochs * made.items
-        data = Samples(dataset, collate_fn or collate)
+        data = Samples(dataset, collate_fn or collate, made.items if self.sets_epoch else 0)
         self._order = made
         self.items_per_data_epoch = made.items
         """Number of items in one data epoch, over all ranks of all groups."""
@@ -654,7 +659,7 @@ def order_of(
 
     def indexes(which: int) -> _Epoch:
         with seeded(f"{seed}/order", which):
-            found = _sample_order(sampler, seed, which) if order is None else order(which)
+            found = sample_order(sampler, seed, which) if order is None else order(which)
             return _in_batches(found, which) if in_batches else _Epoch(_as_indexes(found, which))
 
     return indexes
@@ -693,16 +698,21 @@ def _as_indexes(found: Any, which: int) -> torch.Tensor:
     )
 
 
-def _sample_order(sampler: Any, seed: int, which: int) -> Iterable[int]:
-    """Return the indexes of ``sampler`` in data epoch ``which``."""
+def sample_order(sampler: Any, seed: int, which: int, order: Any = None) -> list[Any]:
+    """Return the indexes of ``sampler`` in data epoch ``which``.
+
+    Args:
+        order: An iterable that reads ``sampler``, such as a batch sampler, to iterate over instead.
+    """
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(which)
+    order = sampler if order is None else order
     if not hasattr(sampler, "generator"):
-        return list(sampler)
+        return list(order)
     before = sampler.generator
     sampler.generator = torch.Generator().manual_seed(seed * 1_000_003 + which)
     try:
-        return list(sampler)
+        return list(order)
     finally:
         sampler.generator = before

@@ -201,6 +201,7 @@ class StreamSource(Identified):
         self._loader = loader
         self._of = of
         self.identify = identify
+        self.items_per_data_epoch: int | None = getattr(loader, "items_per_data_epoch", None)
         self._iterator: Iterator[Any] | None = None
         self._start: int | None = None
         self._items: list[Any] = []

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.queues import Queue
 from types import FrameType
@@ -65,15 +65,22 @@ class Data(Protocol):
 
 
 class Samples:
-    """A map-style dataset."""
+    """A map-style dataset; its ``set_epoch`` is called if there are ``items`` in a data epoch."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any] | None, items: int = 0
+    ) -> None:
         self.origin = dataset
         self._collate = collate or torch.utils.data.default_collate
+        self._items = items if callable(getattr(dataset, "set_epoch", None)) else 0
+        self._epoch: int | None = None
 
     def read(self, request: Request) -> Any:
         samples: Any = request.samples
-        assert samples is not None
+        assert samples is not None and request.number is not None
+        if self._items and (epoch := request.number // self._items) != self._epoch:
+            self.origin.set_epoch(epoch)
+            self._epoch = epoch
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
@@ -274,6 +281,29 @@ def seeded(seed: int | str, number: int) -> Iterator[None]:
         yield
 
 
+def with_own_generators(items: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
+    """Yield ``items``, which draw from the global generators as if nothing else did.
+
+    The generators are seeded from (``seed``, ``number``) for the first one, and continue where the
+    item before has left them.
+    """
+    iterator: Iterator[Any] | None = None
+    states: tuple[Any, ...] = ()
+    while True:
+        with _kept_generators():
+            if iterator is None:
+                _seed(seed, number)
+                iterator = iter(items)
+            else:
+                _set_states(states)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            states = _states()
+        yield item
+
+
 def _seed(seed: int | str, number: int) -> None:
     """Seed the global generators for one item, except CUDA's: samples are read on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
@@ -286,10 +316,18 @@ def _seed(seed: int | str, number: int) -> None:
 @contextmanager
 def _kept_generators() -> Iterator[None]:
     with _random_lock:
-        state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        states = _states()
         try:
             yield
         finally:
-            torch.set_rng_state(state[0])
-            random.setstate(state[1])
-            np.random.set_state(state[2])
+            _set_states(states)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

@@ -449,6 +449,13 @@ class StepState:
                 if buffer is not None and not isinstance(module, _NormBase):
                     yield name, buffer
 
+    def statistics(self) -> list[torch.Tensor]:
+        """Return the tensors of the running statistics of normalization layers, in order."""
+        modules = (module for model in self._models for module in model.modules())
+        layers = (module for module in modules if isinstance(module, _NormBase))
+        buffers = (buffer for layer in layers for buffer in layer._buffers.values())
+        return [leaf for b in buffers if b is not None for leaf in leaves_of(b)]
+
     def progress(self) -> dict[str, Any]:
         """Copy the state besides weights and optimizer state, as plain data.
 
