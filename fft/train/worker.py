@@ -11,14 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from fft.engine.loop import Command, Engine
-from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
-from fft.messages.causes import NO_CAUSE, Cause
+from fft.errors import BusError, Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import Fault, Record
+from fft.messages.protocol import STOP, Fault, NoStep, Record, encode
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
 from fft.train.commits import CommitExecutor
@@ -33,6 +34,10 @@ from fft.train.state.step_state import TornState
 from fft.train.voting import Voter
 
 logger = logging.getLogger(__name__)
+
+_ALONE_S = 0.5
+"""Seconds for which a rank without a step function waits for the decision, before it sends where it
+is. Ranks that reach the same place meanwhile decide without that message."""
 
 
 class Limit:
@@ -89,6 +94,10 @@ class Worker:
         """The open txn, or None between two txns."""
         self.voted: Literal["step", "skip"] | None = None
         """This rank's vote in the open txn while the decision is pending, or None."""
+        self._in_step = False
+        """Whether the main thread is in a step function, up to its vote."""
+        self._no_step: NoStep | None = None
+        """The newest message of a rank that takes part in a txn without a step function."""
         self._begun = 0
         """Number of txns that this process has started."""
         self._finish: Finish | None = None
@@ -191,6 +200,50 @@ class Worker:
         """
         self._job.executor.unwound()
 
+    def step_begun(self) -> None:
+        """Record that a step function begins on this thread."""
+        self._in_step = True
+        self._raise_no_step()
+
+    def step_dropped(self) -> None:
+        """Record that this thread is no longer in a step function."""
+        self._in_step = False
+
+    def no_step(self, message: NoStep) -> None:
+        """Implement ``Host.no_step``. Engine thread only."""
+        self._no_step = message
+        self._raise_no_step()
+
+    def _raise_no_step(self) -> None:
+        """Report a fault if another rank takes part in the open step without a step function.
+
+        Both threads call it after they have written what they know, so one of them has both.
+        """
+        message, txn = self._no_step, self.txn
+        if message is None or txn is None or message.token != txn.token or not self._in_step:
+            return
+        is_stop = message.place == STOP
+        code = CauseCode.STOPPED if is_stop else CauseCode.BLOCK_BESIDE_STEP
+        text = f"{message.peer}: {message.place}, {self._job.peer}: a step"
+        if not is_stop:
+            text = f"the ranks are not in the same live block ({text})"
+        self._job.post(Fault(txn.token, text, code, "no_step"))
+
+    def _wait_without_step(self, engine: Engine, place: str) -> Command:
+        """Return the engine's next command. If it takes long, send that this rank is at ``place``.
+
+        One message is enough: every rank in a step of this txn receives it.
+        """
+        with suppress(TimeoutError):
+            return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
+        txn, sent = self.txn, self._no_step
+        if txn is not None and (sent is None or sent.token != txn.token):
+            try:
+                engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
+            except BusError as error:  # the timeouts of the ranks in a step remain
+                logger.warning("could not send that this rank is at %s: %s", place, error)
+        return self._wait(engine, None)
+
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """Return the engine's next command. Raises TimeoutError, which names the awaited ranks."""
         left = None if limit is None else limit.left()
@@ -247,6 +300,7 @@ class Worker:
 
     def _close_txn(self) -> None:
         self.txn = self.voted = None
+        self._in_step = False
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
@@ -265,6 +319,7 @@ class Worker:
         self._compare_updates(plan)
         if not self._reductions.raises:  # FFT's own loop starts them with the step function
             self._voter.begin_reducers()
+            self.step_begun()
         self._watchers.txn_begun(plan.step)
         try:
             self._voter.ask(plan)
@@ -322,6 +377,7 @@ class Worker:
         limit: Limit | None = None,
         consumes: dict[str, Any] | None = None,
         block: str = "",
+        place: str = "",
     ) -> Apply | None:
         """Vote and wait for the decision.
 
@@ -334,6 +390,7 @@ class Worker:
             limit: Deadline of the call, or None.
             consumes: See `Voter.vote`.
             block: The entry or the end of a live block, which is the whole txn; empty for a step.
+            place: ``NoStep.place`` if this rank has run no step function; then without ``limit``.
 
         Returns:
             The commit to apply, or None after an ABORT or the end of the job.
@@ -348,10 +405,10 @@ class Worker:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._rollback = Rollback()  # torchft's loop does not take it
             self._voter.vote(plan, skip, last, consumes, block)
-            self.voted = "skip" if skip else "step"
+            self.voted, self._in_step = "skip" if skip else "step", False
             # no vote was cast if the fetched state is missing; then the txn is rolled back
             self.step_aborted()
-        command = self._wait(engine, limit)
+        command = self._wait_without_step(engine, place) if place else self._wait(engine, limit)
         self._close_txn()
         self._voter.end()
         if isinstance(command, Apply):
