@@ -547,7 +547,7 @@ class EngineHost:
 
     def no_step(self, message: NoStep) -> None:
         if (parts := self._parts()) is not None:
-            parts.worker.no_step(message)
+            parts.worker.step.receive(message)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -91,11 +91,9 @@ class TransactionLoop:
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
         """The last txn of the job has committed."""
-        self.ends_job = True
-        """Whether a last step completes the job; not if the script stops it because this rank was
-        asked to leave."""
-        self._is_stopping = False
-        """The script has stopped the job: the next txn ends it without a step."""
+        self._stops: Literal["", "early", "asked"] = ""
+        """Why the next txn ends the job without a step: the script has stopped it, before or after
+        this rank was asked to leave."""
         self._txn: Transaction | None = None
         """The newest txn that was yielded."""
         self._manager, self._watchers = rank.manager, rank.watchers
@@ -242,12 +240,12 @@ class TransactionLoop:
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
-            is_last = drawn.is_last or last_step or self._is_stopping
+            is_last = drawn.is_last or last_step or bool(self._stops)
             self._voter.note_data(drawn)
             txn = Transaction(self, plan, drawn, is_last, _place(drawn))
             if is_last:
                 self._voter.compare_now()
-            if self._is_stopping:
+            if self._stops:
                 self._end_without_step(txn)
                 continue
             self._txn = txn
@@ -280,13 +278,12 @@ class TransactionLoop:
     def _stop_with_next(self) -> None:
         local = self.job.local
         is_asked = self._manager.asked_to_leave or (local and self.job.peer in local.leaving)
-        self.ends_job = not (is_asked and not self._is_stopping)
-        self._is_stopping = True
+        self._stops = self._stops or ("asked" if is_asked else "early")
         self._manager.drain(reason="the training was stopped")
 
     def _follow_stop(self, rollback: Rollback) -> None:
         """Stop with the rank that has called ``stop`` after the same step."""
-        if self._is_stopping:
+        if self._stops:
             return
         logger.warning(
             "another rank has called manager.stop() after step %d (%s): this rank stops there, too",
@@ -298,7 +295,7 @@ class TransactionLoop:
     def _drop_step(self, txn: Transaction) -> None:
         """Let the open txn end the job without a step."""
         txn.is_stop = txn.is_last = True
-        self.worker.step_dropped()
+        self.worker.step.end()
         self._voter.compare_now()
         # the vote's manifest must contain a reduction; no tensor is sent
         self._reductions.manifest.add(torch.empty(0), "stop")
@@ -453,11 +450,10 @@ class TransactionLoop:
     @guarded
     def enter_step(self, plan: StartTxn) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
-        self.worker.has_reported = False
         self._state.updates.begin_step()
         self.results.begin(plan)
-        if not self._is_stopping:
-            self.worker.step_begun()
+        if not self._stops:
+            self.worker.step.begin(plan)
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine
@@ -479,6 +475,11 @@ class TransactionLoop:
         self._state.updates.in_body = False
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
+
+    @property
+    def completes_job(self) -> bool:
+        """Whether the last txn completes the job, and is no drain."""
+        return self._stops != "asked"
 
     @property
     def is_rolled_back(self) -> bool:
@@ -801,7 +802,7 @@ class Transaction:
             loop.raise_incomplete(self._plan, self._drawn, mistake)
         command = loop.worker.vote_and_wait(
             skip=self.is_stop,
-            last=self.is_last and loop.ends_job,
+            last=self.is_last and loop.completes_job,
             consumes=self._consumption(),
             place=STOP if self.is_stop else "",
         )

@@ -27,6 +27,7 @@ from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
+from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
 from fft.train.rollback_hooks import Hooks
@@ -69,6 +70,52 @@ class Rollback(NamedTuple):
     members: tuple[str, ...] = ()
 
 
+class StepPresence:
+    """Whether the main thread is in a step function, in which it would wait in vain for ranks that
+    take part in its txn without one.
+
+    Attributes:
+        has_reported: Whether the user called ``report_error`` in the running step function.
+        message: The newest message of a rank without a step function, or None.
+    """
+
+    def __init__(self, job: Participation) -> None:
+        self.has_reported = False
+        self.message: NoStep | None = None
+        self._job = job
+        self._txn: StartTxn | None = None
+        """The txn of the running step function, up to its vote."""
+
+    def begin(self, txn: StartTxn) -> None:
+        """Record that a step function of ``txn`` begins on this thread."""
+        self.has_reported, self._txn = False, txn
+        self._compare()
+
+    def end(self) -> None:
+        """Record that this thread is no longer in a step function. Idempotent."""
+        self._txn = None
+
+    def receive(self, message: NoStep) -> None:
+        """Implement ``Host.no_step``. Engine thread only."""
+        self.message = message
+        self._compare()
+
+    def _compare(self) -> None:
+        """Report a fault if the message concerns the running step function.
+
+        Both threads call it after they have written what they know, so one of them has both.
+        """
+        message, txn = self.message, self._txn
+        if message is None or txn is None or message.token != txn.token:
+            return
+        is_stop = message.place == STOP
+        code = CauseCode.STOPPED if is_stop else CauseCode.BLOCK_BESIDE_STEP
+        text = f"{message.peer}: {message.place}, {self._job.peer}: a step"
+        if not is_stop:
+            text = f"the ranks are not in the same live block ({text})"
+        self._job.post(Fault(txn.token, text, code, "no_step"))
+
+
 class Worker:
     """The mediator between the engine and the user's training loop, on the main thread."""
 
@@ -88,16 +135,11 @@ class Worker:
         self._healer, self._voter, self._leaving = healer, voter, leaving
         self._commits, self._join = commits, join
         self.hooks = Hooks(rank.job)
-        self.has_reported = False
-        """Whether the user called ``report_error`` in the running step function."""
+        self.step = StepPresence(rank.job)
         self.txn: StartTxn | None = None
         """The open txn, or None between two txns."""
         self.voted: Literal["step", "skip"] | None = None
         """This rank's vote in the open txn while the decision is pending, or None."""
-        self._in_step = False
-        """Whether the main thread is in a step function, up to its vote."""
-        self._no_step: NoStep | None = None
-        """The newest message of a rank that takes part in a txn without a step function."""
         self._begun = 0
         """Number of txns that this process has started."""
         self._finish: Finish | None = None
@@ -200,35 +242,6 @@ class Worker:
         """
         self._job.executor.unwound()
 
-    def step_begun(self) -> None:
-        """Record that a step function begins on this thread."""
-        self._in_step = True
-        self._raise_no_step()
-
-    def step_dropped(self) -> None:
-        """Record that this thread is no longer in a step function."""
-        self._in_step = False
-
-    def no_step(self, message: NoStep) -> None:
-        """Implement ``Host.no_step``. Engine thread only."""
-        self._no_step = message
-        self._raise_no_step()
-
-    def _raise_no_step(self) -> None:
-        """Report a fault if another rank takes part in the open step without a step function.
-
-        Both threads call it after they have written what they know, so one of them has both.
-        """
-        message, txn = self._no_step, self.txn
-        if message is None or txn is None or message.token != txn.token or not self._in_step:
-            return
-        is_stop = message.place == STOP
-        code = CauseCode.STOPPED if is_stop else CauseCode.BLOCK_BESIDE_STEP
-        text = f"{message.peer}: {message.place}, {self._job.peer}: a step"
-        if not is_stop:
-            text = f"the ranks are not in the same live block ({text})"
-        self._job.post(Fault(txn.token, text, code, "no_step"))
-
     def _wait_without_step(self, engine: Engine, place: str) -> Command:
         """Return the engine's next command. If it takes long, send that this rank is at ``place``.
 
@@ -236,7 +249,7 @@ class Worker:
         """
         with suppress(TimeoutError):
             return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
-        txn, sent = self.txn, self._no_step
+        txn, sent = self.txn, self.step.message
         if txn is not None and (sent is None or sent.token != txn.token):
             try:
                 engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
@@ -300,7 +313,7 @@ class Worker:
 
     def _close_txn(self) -> None:
         self.txn = self.voted = None
-        self._in_step = False
+        self.step.end()
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
@@ -319,7 +332,7 @@ class Worker:
         self._compare_updates(plan)
         if not self._reductions.raises:  # FFT's own loop starts them with the step function
             self._voter.begin_reducers()
-            self.step_begun()
+            self.step.begin(plan)
         self._watchers.txn_begun(plan.step)
         try:
             self._voter.ask(plan)
@@ -405,7 +418,8 @@ class Worker:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._rollback = Rollback()  # torchft's loop does not take it
             self._voter.vote(plan, skip, last, consumes, block)
-            self.voted, self._in_step = "skip" if skip else "step", False
+            self.voted = "skip" if skip else "step"
+            self.step.end()
             # no vote was cast if the fetched state is missing; then the txn is rolled back
             self.step_aborted()
         command = self._wait_without_step(engine, place) if place else self._wait(engine, limit)
@@ -429,7 +443,7 @@ class Worker:
             return
         manager = self._manager
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
-            self.has_reported = True
+            self.step.has_reported = True
         first, manager._torchft.errored = manager._torchft.errored is None, Reported(error)
         if self.txn is None:
             logger.warning(
