@@ -80,6 +80,7 @@ from fft.messages.protocol import (
     Decision,
     Drain,
     Event,
+    NoStep,
     Peer,
     Record,
     ScopeRecord,
@@ -150,6 +151,9 @@ class Host(Protocol):
 
     def decided(self, record: Record) -> None:
         """Handle a decided record of the job; it may be passed more than once."""
+
+    def no_step(self, message: NoStep) -> None:
+        """Report a fault if the main thread is in a step function of the txn of ``message``."""
 
     def command(self, command: OperatorCommand) -> None:
         """Handle an operator's command, which may not concern this process. Never raises."""
@@ -432,6 +436,8 @@ class EngineCore:
             yield from self._carry_out(effect)
         if (after.dead, after.suspected) != (before.dead, before.suspected):
             self._host.members_lost()
+        if isinstance(event, NoStep):
+            self._host.no_step(event)
         if isinstance(event, Decision) and event.record is not None:
             self._host.decided(event.record)
             self._ballots.decided(event.record)

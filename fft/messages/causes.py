@@ -33,6 +33,8 @@ class CauseCode(StrEnum):
     MANIFESTS_DIFFER = "manifests_differ"
     DATA_DIFFERS = "data_differs"
     BLOCKS_DIFFER = "blocks_differ"
+    BLOCK_BESIDE_STEP = "block_beside_step"
+    STOPPED = "stopped"
     GRADIENTS_DIFFER = "gradients_differ"
     REPLICAS_DIFFER = "replicas_differ"
     NOT_REPRODUCIBLE = "not_reproducible"
@@ -71,6 +73,7 @@ _COUNTED = frozenset(
         CauseCode.MANIFESTS_DIFFER,
         CauseCode.DATA_DIFFERS,
         CauseCode.BLOCKS_DIFFER,
+        CauseCode.STOPPED,
         CauseCode.GRADIENTS_DIFFER,
         CauseCode.NOT_REPRODUCIBLE,
         CauseCode.RESULT_REFUSED,

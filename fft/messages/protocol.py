@@ -37,6 +37,8 @@ MAX_MESSAGE = 1024 * 1024
 
 ENTRY = "entry of "
 """Beginning of the ``block`` of a vote that enters a live block and does not end it."""
+STOP = "manager.stop()"
+"""``NoStep.place`` of a rank that has stopped the training."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -287,6 +289,20 @@ class Here:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class NoStep:
+    """The sender takes part in the txn of ``token`` without a step function, at ``place``.
+
+    A rank whose main thread is in a step function of that txn can only wait for it in vain.
+    """
+
+    peer: Peer
+    token: Token
+    place: Text
+    """The entry of a live block, or `manager.stop`."""
+    type: Literal["no_step"] = "no_step"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Leave:
     """The sender leaves on its own account; peers need not wait for it."""
 
@@ -524,7 +540,7 @@ class Timer:
     type: Literal["timer"] = "timer"
 
 
-BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Suspect | Drain | Decision
+BusMessage = Join | Ack | Ready | Begin | Here | NoStep | Leave | Death | Suspect | Drain | Decision
 Event = (
     BusMessage
     | ScopeRecord

@@ -10,7 +10,7 @@ from typing import Any
 from fft.engine.calls import Call
 from fft.engine.core import Command, EngineCore, Posted, Wiring
 from fft.messages.commands import Command as OperatorCommand
-from fft.messages.protocol import Event, Peer, Record
+from fft.messages.protocol import Event, NoStep, Peer, Record
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.state import Local
 from fft.prove.clock import Clock
@@ -34,6 +34,9 @@ class InertHost:
 
     def decided(self, record: Record) -> None:
         """See ``Host.decided``."""
+
+    def no_step(self, message: NoStep) -> None:
+        """See ``Host.no_step``."""
 
     def command(self, command: OperatorCommand) -> None:
         """See ``Host.command``."""

@@ -61,6 +61,8 @@ class RankView:
     """Its group was asked to leave."""
     votes_last: bool = False
     """Its newest vote reports that no step follows the present one."""
+    skips: bool = False
+    """Its newest vote asks to skip a step, as the vote of a rank that stops the training does."""
     at_end: bool = False
     """It left with the commit of its last step, or because its shard had no more data: by itself,
     whether or not it was asked to leave."""
@@ -346,6 +348,9 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         event = _mapping(record.get("event"))
         if event.get("type") == "prepared":
             view.votes_last = event.get("last") is True
+            view.skips = event.get("skip") is True and not _mapping(event.get("manifest")).get(
+                "block"
+            )
         state, role = record.get("to"), _role(record)
         if isinstance(state, str) and role is not None:
             was = view.role

@@ -9,6 +9,7 @@ fault is received once, by the live processes, and needs no claim.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import queue
 import signal
@@ -38,6 +39,7 @@ from fft.messages.fault_plans import (
 )
 
 Claim = Callable[[str], bool]
+logger = logging.getLogger(__name__)
 
 
 class InjectedFault(RuntimeError):
@@ -160,7 +162,8 @@ class Injector:
         """
         self._admit()
         for fault in list(self._armed):
-            if _fires_at(fault, phase) and self._claim_firing(fault):
+            due = _fires_at(fault, phase) or self._is_missed(fault, phase)
+            if due and self._claim_firing(fault):
                 self._carry_out(fault, self._announce(fault, phase))
         if phase == "before_allreduce" and self._delays > 0 and not self._delayed:
             self._delayed = True
@@ -254,6 +257,23 @@ class Injector:
             place = getattr(fault, "phase", None)
             if place in phases and _fires_at(fault, place) and self._claim_firing(fault):
                 self._carry_out(fault, self._announce(fault, "backward"))
+
+    def _is_missed(self, fault: Fault, phase: str) -> bool:
+        """Return whether no hook can fire the fault in a model, because none is registered.
+
+        It fires at the first point of the txn that the injector reaches without hooks.
+        """
+        place = getattr(fault, "phase", None)
+        if self._hooks or place not in MODEL_PHASES or phase not in ("before_allreduce", "vote"):
+            return False
+        logger.warning(
+            "injected fault %r fires at %s, not in %s: no model is registered; call "
+            "manager.register(model, optimizer), also in a torchft loop",
+            fault.name,
+            phase,
+            place,
+        )
+        return True
 
     def _admit(self) -> None:
         """Take in added faults, and arm those that are due in the current txn."""

@@ -116,7 +116,7 @@ class LiveBlocks:
             members = self._members_of(plan)
             command = self._vote(f"{ENTRY}{place}")
             if command is None:
-                self._raise_if_out_of_order(place, members)
+                self._raise_if_out_of_order(plan, place, members)
             elif not command.record.change:
                 return members
 
@@ -127,7 +127,8 @@ class LiveBlocks:
         return epoch.peers if epoch is not None and epoch.epoch == plan.token.epoch else ()
 
     def _vote(self, block: str, last: bool = False) -> Apply | None:
-        command = self._worker.vote_and_wait(skip=True, last=last, block=block)
+        at = block if block.startswith(ENTRY) else ""
+        command = self._worker.vote_and_wait(skip=True, last=last, block=block, place=at)
         if command is not None:
             self._commits.apply_block(command)
         return command
@@ -210,6 +211,19 @@ class LiveBlocks:
             with suppress(BusError):  # for processes that join or are late
                 self._job.bus.write(_REFUSAL, text.encode())
             return RestartRefused(text)
+        if cause.code == CauseCode.BLOCK_BESIDE_STEP:
+            uncommitted = (
+                ". The transaction before this block was not committed: enter a block only if "
+                "txn.committed"
+            )
+            return LiveBlockFailed(
+                f"the live block at {place} was not entered: {cause.finding}. These ranks do not "
+                "reach the block before they have run their step, as a group does that has just "
+                "come back. Go on with the next transaction, in which all take this step"
+                f"{uncommitted if self._loop.is_rolled_back else ''}",
+                failed,
+                self._members,
+            )
         names = ", ".join(map(str, failed)) or "none"
         members = ", ".join(map(str, self._members))
         return LiveBlockFailed(
@@ -250,10 +264,23 @@ class LiveBlocks:
                 "transactions, after `with txn:` or after should_commit()"
             )
 
-    def _raise_if_out_of_order(self, place: str, members: tuple[Peer, ...]) -> None:
-        """Raise LiveBlockMisuse if a live member entered another block or a step, or did not enter
-        in time."""
-        _, cause = self._rolled_back(self._worker.continue_epoch())
+    def _raise_if_out_of_order(self, plan: StartTxn, place: str, members: tuple[Peer, ...]) -> None:
+        """Raise an error if a live member entered another block or a step, or did not enter in
+        time.
+
+        Raises:
+            LiveBlockFailed: A member is in a step, as after a return to the job; it repeats it.
+            StepRetriesExceeded: This rank has met members in a step here before.
+            LiveBlockMisuse: A member entered another block, or none in time.
+        """
+        following, cause = self._rolled_back(self._worker.continue_epoch())
+        if cause.code == CauseCode.BLOCK_BESIDE_STEP:
+            self._members = members
+            failure = self._failure(following, cause, place)
+            self._loop.raise_if_retries_exceeded(
+                plan, None, failure, plan.step, f"live block at {place}"
+            )
+            raise failure
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
         if cause.code == CauseCode.NO_DECISION:
@@ -261,9 +288,9 @@ class LiveBlocks:
             raise LiveBlockMisuse(
                 f"live block at {place}: within vote_window = {window:g} s not all members "
                 f"({', '.join(map(str, members))}) have entered it. Every process must enter "
-                "every block, in the same order: move the block out of `if rank == …:`. If the "
-                "code between two blocks takes longer, raise the window: "
-                "timeouts={'vote_window': seconds}"
+                "every block, in the same order: move the block out of `if rank == …:`, and enter "
+                "it only if txn.committed. If the code between two blocks takes longer, raise the "
+                "window: timeouts={'vote_window': seconds}"
             )
 
 

@@ -578,10 +578,11 @@ class ManagerFFT(TorchftInterface):
     def stop(self) -> None:
         """End the job after the newest commit, for early stopping.
 
-        Call it on all ranks of all groups after the same step: between two txns, or in a step
-        function before its first reduction, whose step is then dropped. The iterator of
-        `transactions` then ends: all groups compare their replicas, take the final checkpoint and
-        leave together, without another step. `drain` leaves with one more commit instead.
+        Call it between two txns, or in a step function before its first reduction, whose step is
+        then dropped. One rank is enough: the others stop after the same step, and a step that they
+        have begun is rolled back. The iterator of `transactions` then ends: all groups compare
+        their replicas, take the final checkpoint and leave together, without another step. `drain`
+        leaves with one more commit instead.
 
         Raises:
             FftError: groups of this spec take local steps, or are independent stages.

@@ -42,7 +42,7 @@ from fft.engine.loop import Engine
 from fft.errors import ConfigError, FftError, NoState, TxnAborted
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command, RollCall, fresh_id
-from fft.messages.protocol import Fault, Peer, RankEntry, Record, Start
+from fft.messages.protocol import Fault, NoStep, Peer, RankEntry, Record, Start
 from fft.operate.client import JobClient, OperatorError
 from fft.operate.entering import JobStart, enter
 from fft.protocol.active import at_most
@@ -544,6 +544,10 @@ class EngineHost:
     def decided(self, record: Record) -> None:
         if (parts := self._parts()) is not None:
             parts.commits.on_record(record)
+
+    def no_step(self, message: NoStep) -> None:
+        if (parts := self._parts()) is not None:
+            parts.worker.step.receive(message)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:

@@ -8,6 +8,7 @@ cannot help.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,14 @@ from fft.train.updates import Updates
 Reaction = Literal["replay", "stop", "skip"]
 
 NOT_FINITE = "the gradients contain NaN or inf"
+
+_MANY_SKIPS = 10
+"""Skips in a row because of NaN or inf after which a warning is logged. A scaler that starts with
+torch's default scale finds a fitting one after fewer."""
+_MOST_SKIPS = 100
+"""Such skips in a row after which the job ends."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,8 @@ class ResultJudge:
         self.on_nonfinite = on_nonfinite
         self.vetoes: list[Veto] = []
         self._metrics: dict[str, float] = {}
+        self._skipped: list[tuple[int, int | None, int]] = []
+        """Positions in the data of the batches skipped in a row because of NaN or inf."""
 
     def refuse_torchft_loop(self) -> None:
         """Raise FftError if there are vetoes, which a loop written for torchft does not call."""
@@ -114,6 +125,37 @@ class ResultJudge:
                 group added up their norms.
         """
         self.recomputation.compare()
+        skips = self._skips(plan, updates, inner_step)
+        if skips and not are_finite(updates.gradients()):
+            self._count_skip((plan.cursor, plan.lease, inner_step), updates.parameters())
+        else:
+            self._skipped.clear()
+        return skips
+
+    def _count_skip(
+        self, batch: tuple[int, int | None, int], weights: Sequence[torch.Tensor]
+    ) -> None:
+        """Count a skip because of NaN or inf.
+
+        Raises:
+            ResultRefused: No skip can help: the weights are not finite, or skips do not end.
+        """
+        if batch not in self._skipped:  # an attempt may be repeated
+            self._skipped.append(batch)
+        count = len(self._skipped)
+        if count in (1, _MANY_SKIPS, _MOST_SKIPS) and not are_finite(weights):
+            why = "the weights contain NaN or inf, so the gradients of every batch do. Resume"
+            raise ResultRefused(f"{why} from a checkpoint with finite weights", ends_job=True)
+        why = (
+            f"the gradients of {count} batches in a row contain NaN or inf, but the weights are "
+            "finite: the loss function, the learning rate or the data is wrong"
+        )
+        if count >= _MOST_SKIPS:
+            raise ResultRefused(why, ends_job=True)
+        if count == _MANY_SKIPS:
+            logger.warning("%s. The job ends after %d such batches", why, _MOST_SKIPS)
+
+    def _skips(self, plan: StartTxn, updates: Updates, inner_step: int) -> bool:
         must_skip, gradients = updates.must_skip(), updates.gradients()
         if not self.vetoes:
             return must_skip or (

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,6 +31,7 @@ from fft.errors import (
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
+from fft.messages.protocol import STOP
 from fft.trace.inputs import SHARD_ENDED
 from fft.train import accelerator
 from fft.train.commits import CommitExecutor, nothing
@@ -57,6 +58,10 @@ logger = logging.getLogger(__name__)
 _MOST_WRONG = 8
 """Attempts in a row at one step with wrong gradients after which a rank gives up. The diagnosis
 starts earlier, and attempts are then separated by pauses."""
+_SKIP_ADVICE = (
+    'Such a batch is left out if the veto returns "skip" or, for NaN and inf, with '
+    'config=fft.ManagerConfig(on_nonfinite="skip"). '
+)
 _WRONG_GRADIENTS: dict[CauseCode, tuple[type[FftError], str]] = {
     CauseCode.GRADIENTS_DIFFER: (
         GradientsDiffer,
@@ -86,8 +91,9 @@ class TransactionLoop:
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
         """The last txn of the job has committed."""
-        self._is_stopping = False
-        """The script has stopped the job: the next txn ends it without a step."""
+        self._stops: Literal["", "early", "asked"] = ""
+        """Why the next txn ends the job without a step: the script has stopped it, before or after
+        this rank was asked to leave."""
         self._txn: Transaction | None = None
         """The newest txn that was yielded."""
         self._manager, self._watchers = rank.manager, rank.watchers
@@ -234,12 +240,12 @@ class TransactionLoop:
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
-            is_last = drawn.is_last or last_step or self._is_stopping
+            is_last = drawn.is_last or last_step or bool(self._stops)
             self._voter.note_data(drawn)
             txn = Transaction(self, plan, drawn, is_last, _place(drawn))
             if is_last:
                 self._voter.compare_now()
-            if self._is_stopping:
+            if self._stops:
                 self._end_without_step(txn)
                 continue
             self._txn = txn
@@ -265,14 +271,31 @@ class TransactionLoop:
                 "manager.stop(): the groups of this spec are not at the same step, so that no step "
                 "is the last one of all; call manager.drain(), which leaves with the next commit"
             )
-        self._is_stopping = True
-        self._manager.drain(reason="the training was stopped")
+        self._stop_with_next()
         if self._txn is not None and self._manager.is_in_txn:
             self._drop_step(self._txn)
+
+    def _stop_with_next(self) -> None:
+        local = self.job.local
+        is_asked = self._manager.asked_to_leave or (local and self.job.peer in local.leaving)
+        self._stops = self._stops or ("asked" if is_asked else "early")
+        self._manager.drain(reason="the training was stopped")
+
+    def _follow_stop(self, rollback: Rollback) -> None:
+        """Stop with the rank that has called ``stop`` after the same step."""
+        if self._stops:
+            return
+        logger.warning(
+            "another rank has called manager.stop() after step %d (%s): this rank stops there, too",
+            rollback.step,
+            rollback.cause.finding,
+        )
+        self._stop_with_next()
 
     def _drop_step(self, txn: Transaction) -> None:
         """Let the open txn end the job without a step."""
         txn.is_stop = txn.is_last = True
+        self.worker.step.end()
         self._voter.compare_now()
         # the vote's manifest must contain a reduction; no tensor is sent
         self._reductions.manifest.add(torch.empty(0), "stop")
@@ -281,18 +304,17 @@ class TransactionLoop:
         """Run the last txn of a stopped job, which compares the replicas and changes no state.
 
         Raises:
-            StepRetriesExceeded: It was rolled back twice: other groups have not stopped.
+            StepRetriesExceeded: Each of several attempts was rolled back.
         """
         with txn:
             self._drop_step(txn)
         if txn.committed:
             return
         error = FftError(
-            f"manager.stop() after step {txn.step}: the groups did not leave together. Call it on "
-            "all ranks of all groups after the same step. Decide by values that are equal there, "
-            "such as txn.mean(…) or an evaluation on the same data"
+            f"manager.stop() after step {txn.step}: the groups did not leave together, because "
+            "other ranks do not vote in this transaction, or each attempt was rolled back"
         )
-        if (why := self.step_failures.failed(txn.step, (), error)) is not None:
+        if (why := self.step_failures.failed(txn.step, txn.epoch, error)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
@@ -330,6 +352,9 @@ class TransactionLoop:
             return
         if cause.code == CauseCode.BLOCKS_DIFFER:
             raise different_blocks(cause)
+        if cause.code == CauseCode.STOPPED:
+            self._follow_stop(rollback)
+            return
         if cause.code == CauseCode.DATA_DIFFERS:
             raise self._unequal(rollback)
         if cause.code == CauseCode.RESULT_ENDS_JOB:
@@ -376,11 +401,11 @@ class TransactionLoop:
     def _refused(self, rollback: Rollback) -> ResultRefused:
         """Return the error for a step whose result some rank has refused."""
         words = rollback.cause.finding.removeprefix(f"{ResultRefused.__name__}: ")
+        advice = "" if self.results.on_nonfinite == "skip" else _SKIP_ADVICE
         error = ResultRefused(
             f"step {rollback.step} was not committed: {words}. The state and the checkpoints are "
-            'those of the steps before it. Such a batch is left out if the veto returns "skip" or, '
-            'for NaN and inf, with config=fft.ManagerConfig(on_nonfinite="skip"); the traces have '
-            "the losses and norms (fft report)"
+            f"those of the steps before it. {advice}The traces have the losses and norms (fft "
+            "report)"
         ).with_traceback(traceback_of_caller())
         self.job.note_error(error)
         return error
@@ -425,9 +450,10 @@ class TransactionLoop:
     @guarded
     def enter_step(self, plan: StartTxn) -> None:
         """Prepare the step function: start the reducers, and allow interruptions."""
-        self.worker.has_reported = False
         self._state.updates.begin_step()
         self.results.begin(plan)
+        if not self._stops:
+            self.worker.step.begin(plan)
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._voter.begin_reducers()
         interrupter, engine = self._watchers.interrupter, self.job.engine
@@ -449,6 +475,16 @@ class TransactionLoop:
         self._state.updates.in_body = False
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
+
+    @property
+    def completes_job(self) -> bool:
+        """Whether the last txn completes the job, and is no drain."""
+        return self._stops != "asked"
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether the newest txn of the script was not committed on this rank."""
+        return self._txn is not None and self._txn.closed and not self._txn.committed
 
     @property
     def reported(self) -> Exception | None:
@@ -768,6 +804,14 @@ class Transaction:
         """
         self._loop.keep_changes()
 
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on a rank that contributes to this step.
+
+        All ranks get the same answer, so they may decide by it, for example to leave the loop. The
+        rules of `mean` apply.
+        """
+        return bool(self.mean(float(flag)) > 0)
+
     def weigh(self, weight: float) -> None:
         """Weight this local step by ``weight`` in the next synchronization.
 
@@ -805,7 +849,10 @@ class Transaction:
             except Exception as failed:  # noqa: BLE001 - handled like one of the step function
                 return loop.handle_exception(self._plan, self._drawn, failed)
         command = loop.worker.vote_and_wait(
-            skip=self.is_stop, last=self.is_last, consumes=self._consumption()
+            skip=self.is_stop,
+            last=self.is_last and loop.completes_job,
+            consumes=self._consumption(),
+            place=STOP if self.is_stop else "",
         )
         if command is not None:
             loop.step_failures.committed()

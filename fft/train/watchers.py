@@ -10,17 +10,24 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from statistics import median
 
 from fft.bus import ErrorBus
+from fft.bus.resubscribing import ResubscribingListener
+from fft.errors import BusError
 from fft.health.death_mutex import Hold, hold
-from fft.health.detectors.trainer import MonitorConfig
+from fft.health.detectors.trainer import MonitorConfig, ProgressConfig
 from fft.health.monitor_client import MonitorClient, supervisor_socket
-from fft.messages.protocol import Peer
+from fft.messages.progress import SpeedReport, decode_report
+from fft.messages.protocol import Peer, UnreadableMessage
 from fft.train.interrupt import Interrupter
 from fft.train.progress_reporter import ProgressReporter
 
 logger = logging.getLogger(__name__)
+
+_OWN_STEPS = ProgressConfig().samples
+"""Commits after which the monitor judges this rank by its own steps."""
 
 
 class Watchers:
@@ -32,6 +39,9 @@ class Watchers:
         self.interrupter: Interrupter | None = None
         self.monitor: MonitorClient | None = None
         self.speed: ProgressReporter | None = None
+        self._others: ResubscribingListener | None = None
+        """Listener to the speeds of the other ranks, until this rank has some of its own."""
+        self._commits = 0
         self._hold: Hold | None = None
 
     def watch(
@@ -51,6 +61,10 @@ class Watchers:
     ) -> ProgressReporter:
         """Publish progress reports of this rank on ``bus``."""
         self.speed = ProgressReporter(bus, peer, interval_s, scope=scope)
+        if (monitor := self.monitor) is not None:
+            expected = ExpectedStep(peer, monitor.pulse.expect)
+            with suppress(BusError):  # then only this rank's own steps count
+                self._others = ResubscribingListener(bus, "progress", expected.take, str(peer))
         return self.speed
 
     # --- the main thread ---
@@ -80,6 +94,9 @@ class Watchers:
         """Record that the txn was committed, by ``ranks`` ranks in all."""
         if self.speed is not None:
             self.speed.committed(step, ranks)
+        self._commits += 1
+        if self._commits >= _OWN_STEPS:
+            self._stop_listening()
 
     def txn_ended(self, committed: bool) -> None:
         """Record that the main thread has finished the txn."""
@@ -115,8 +132,14 @@ class Watchers:
 
     def end_reports(self) -> None:
         """Stop the progress reports within 1 s. Idempotent."""
+        self._stop_listening()
         if self.speed is not None:
             self.speed.close()
+
+    def _stop_listening(self) -> None:
+        others, self._others = self._others, None
+        if others is not None:
+            others.close()
 
     def close(self) -> None:
         """Stop interrupter and monitor, after everything that may still hang. Idempotent."""
@@ -127,6 +150,24 @@ class Watchers:
             self.monitor = None
         if self._hold is not None:
             self._hold.release()
+
+
+class ExpectedStep:
+    """The median time of a step on the other ranks of the job, by their newest reports."""
+
+    def __init__(self, peer: Peer, expect: Callable[[float], None]) -> None:
+        self._peer, self._expect = peer, expect
+        self._times: dict[tuple[str, int], float] = {}
+
+    def take(self, payload: bytes) -> None:
+        """Take a message of the topic ``progress``."""
+        try:
+            report = decode_report(payload)
+        except UnreadableMessage:  # observers log it
+            return
+        if isinstance(report, SpeedReport) and (report.group, report.rank) != self._peer[:2]:
+            self._times[report.group, report.rank] = report.compute
+            self._expect(median(self._times.values()))
 
 
 HangCallback = Callable[[str], None]

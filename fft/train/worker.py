@@ -11,14 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from fft.engine.loop import Command, Engine
-from fft.errors import Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
-from fft.messages.causes import NO_CAUSE, Cause
+from fft.errors import BusError, Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import Fault, Record
+from fft.messages.protocol import STOP, Fault, NoStep, Record, encode
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
 from fft.trace.format import IDLE
@@ -27,6 +28,7 @@ from fft.train.drain_clock import waiting_for
 from fft.train.error_reports import Reported, code_of, error_of, text_of
 from fft.train.healing import Healer
 from fft.train.leaving import Leaving
+from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_context import RankContext
 from fft.train.rollback_hooks import Hooks
@@ -34,6 +36,10 @@ from fft.train.state.step_state import TornState
 from fft.train.voting import Voter
 
 logger = logging.getLogger(__name__)
+
+_ALONE_S = 0.5
+"""Seconds for which a rank without a step function waits for the decision, before it sends where it
+is. Ranks that reach the same place meanwhile decide without that message."""
 
 
 class Limit:
@@ -69,6 +75,52 @@ _IDLE_S = 1.0
 """Time of the script between two transactions, such as an evaluation, from which it is traced."""
 
 
+class StepPresence:
+    """Whether the main thread is in a step function, in which it would wait in vain for ranks that
+    take part in its txn without one.
+
+    Attributes:
+        has_reported: Whether the user called ``report_error`` in the running step function.
+        message: The newest message of a rank without a step function, or None.
+    """
+
+    def __init__(self, job: Participation) -> None:
+        self.has_reported = False
+        self.message: NoStep | None = None
+        self._job = job
+        self._txn: StartTxn | None = None
+        """The txn of the running step function, up to its vote."""
+
+    def begin(self, txn: StartTxn) -> None:
+        """Record that a step function of ``txn`` begins on this thread."""
+        self.has_reported, self._txn = False, txn
+        self._compare()
+
+    def end(self) -> None:
+        """Record that this thread is no longer in a step function. Idempotent."""
+        self._txn = None
+
+    def receive(self, message: NoStep) -> None:
+        """Implement ``Host.no_step``. Engine thread only."""
+        self.message = message
+        self._compare()
+
+    def _compare(self) -> None:
+        """Report a fault if the message concerns the running step function.
+
+        Both threads call it after they have written what they know, so one of them has both.
+        """
+        message, txn = self.message, self._txn
+        if message is None or txn is None or message.token != txn.token:
+            return
+        is_stop = message.place == STOP
+        code = CauseCode.STOPPED if is_stop else CauseCode.BLOCK_BESIDE_STEP
+        text = f"{message.peer}: {message.place}, {self._job.peer}: a step"
+        if not is_stop:
+            text = f"the ranks are not in the same live block ({text})"
+        self._job.post(Fault(txn.token, text, code, "no_step"))
+
+
 class Worker:
     """The mediator between the engine and the user's training loop, on the main thread."""
 
@@ -88,8 +140,7 @@ class Worker:
         self._healer, self._voter, self._leaving = healer, voter, leaving
         self._commits, self._join = commits, join
         self.hooks = Hooks(rank.job)
-        self.has_reported = False
-        """Whether the user called ``report_error`` in the running step function."""
+        self.step = StepPresence(rank.job)
         self.txn: StartTxn | None = None
         """The open txn, or None between two txns."""
         self.voted: Literal["step", "skip"] | None = None
@@ -198,6 +249,21 @@ class Worker:
         """
         self._job.executor.unwound()
 
+    def _wait_without_step(self, engine: Engine, place: str) -> Command:
+        """Return the engine's next command. If it takes long, send that this rank is at ``place``.
+
+        One message is enough: every rank in a step of this txn receives it.
+        """
+        with suppress(TimeoutError):
+            return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
+        txn, sent = self.txn, self.step.message
+        if txn is not None and (sent is None or sent.token != txn.token):
+            try:
+                engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
+            except BusError as error:  # the timeouts of the ranks in a step remain
+                logger.warning("could not send that this rank is at %s: %s", place, error)
+        return self._wait(engine, None)
+
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """Return the engine's next command. Raises TimeoutError, which names the awaited ranks."""
         left = None if limit is None else limit.left()
@@ -254,6 +320,7 @@ class Worker:
 
     def _close_txn(self) -> None:
         self.txn = self.voted = None
+        self.step.end()
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
@@ -272,6 +339,7 @@ class Worker:
         self._compare_updates(plan)
         if not self._reductions.raises:  # FFT's own loop starts them with the step function
             self._voter.begin_reducers()
+            self.step.begin(plan)
         self._watchers.txn_begun(plan.step)
         try:
             self._voter.ask(plan)
@@ -329,6 +397,7 @@ class Worker:
         limit: Limit | None = None,
         consumes: dict[str, Any] | None = None,
         block: str = "",
+        place: str = "",
     ) -> Apply | None:
         """Vote and wait for the decision.
 
@@ -341,6 +410,7 @@ class Worker:
             limit: Deadline of the call, or None.
             consumes: See `Voter.vote`.
             block: The entry or the end of a live block, which is the whole txn; empty for a step.
+            place: ``NoStep.place`` if this rank has run no step function; then without ``limit``.
 
         Returns:
             The commit to apply, or None after an ABORT or the end of the job.
@@ -356,9 +426,10 @@ class Worker:
             self._rollback = Rollback()  # torchft's loop does not take it
             self._voter.vote(plan, skip, last, consumes, block)
             self.voted = "skip" if skip else "step"
+            self.step.end()
             # no vote was cast if the fetched state is missing; then the txn is rolled back
             self.step_aborted()
-        command = self._wait(engine, limit)
+        command = self._wait_without_step(engine, place) if place else self._wait(engine, limit)
         self._close_txn()
         self._voter.end()
         if isinstance(command, Apply):
@@ -379,7 +450,7 @@ class Worker:
             return
         manager = self._manager
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
-            self.has_reported = True
+            self.step.has_reported = True
         first, manager._torchft.errored = manager._torchft.errored is None, Reported(error)
         if self.txn is None:
             logger.warning(

@@ -1,6 +1,7 @@
 """One group of a small job in torchft's loop; group 1 hangs once. `fft run` starts it.
 
-``hang_loop_worker.py STEPS OUT``: the hang ends by itself when group 0 has continued alone, or
+``hang_loop_worker.py STEPS OUT [joiner]``: with ``joiner`` it is killed, and its successor hangs in
+its first step. The hang ends by itself when group 0 has continued alone, or
 after `PATIENCE_S`. The job ends when both groups train together again. It leaves its observations
 in the folder OUT.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -56,6 +58,8 @@ def go_on(out: Path) -> None:
 def main() -> None:
     """Train."""
     steps, out, group = int(sys.argv[1]), Path(sys.argv[2]), os.environ["REPLICA_GROUP_ID"]
+    joiner = sys.argv[3:] == ["joiner"]
+    hang_limit = 600.0 if joiner else 3.0
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -66,7 +70,7 @@ def main() -> None:
         min_replica_size=1,
         replica_id=group,
         init_sync=False,
-        timeouts={"join_window": 30.0, "hang_limit": 3.0, "hang_grace": 60.0},
+        timeouts={"join_window": 30.0, "hang_limit": hang_limit, "hang_grace": 60.0},
         digest="commit",
     )
     manager.register(model, inner)
@@ -79,6 +83,9 @@ def main() -> None:
         assert monitor is not None and monitor.begun.wait(60.0), "its monitor does not start"
         if manager.num_participants() < 2:
             time.sleep(LONELY_S)
+        if joiner and group == "1" and step >= SETTLED and not (out / "joiner").exists():
+            (out / "joiner").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         if group == "1" and step >= SETTLED and not (out / "hangs").exists():
             hang(out)
         x = data[(2 * step + int(group)) % len(data)]

@@ -1,12 +1,15 @@
 """A rank of a small job whose script is wrong: ``mistake_worker.py WHERE STEPS``.
 
 ``WHERE`` is the place of the mistake: ``start``, ``body``, ``body1`` (in group 1 only), ``data``,
-``after`` the loop, or ``none``. `fft run` starts it.
+``after`` the loop, or ``none``. With ``stop`` group 1 alone decides to stop early; with ``any`` all
+agree on that; with ``term`` a handler of the SIGTERM that group 1 sends to `fft run` decides it.
+`fft run` starts it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -48,8 +51,21 @@ def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
     return model(x).square().mean()
 
 
+def is_stopping(txn: fft.Transaction, requests: list[int]) -> bool:
+    """Return whether this rank wants to stop after the step, and request it in group 1 for once."""
+    is_due = GROUP == "1" and txn.step == BAD_STEP
+    if WHERE == "any":
+        return txn.any(is_due)
+    if WHERE == "term" and is_due and not requests:
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not requests:
+            signal.sigtimedwait([], 0.01)
+    return bool(requests) or (WHERE == "stop" and is_due)
+
+
 def main() -> None:
     """Train."""
+    requests: list[int] = []
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=None,
@@ -63,16 +79,21 @@ def main() -> None:
     model = nn.Linear(4, 1)
     manager.register(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     manager.sync_gradients(model)
+    if WHERE == "term":
+        signal.signal(signal.SIGTERM, lambda number, _: requests.append(number))
     try:
         loader = fft.CursorLoader(Numbers(), batch_size=2)
         for txn in manager.transactions(loader, max_steps=STEPS):
             with txn:
                 loss_of(model, txn.batch, txn.step).backward()
+                stops = is_stopping(txn, requests)
+            if txn.committed and stops:
+                manager.stop()
     finally:
         manager.shutdown()
     if WHERE == "after":
         raise ValueError("what comes after the loop is wrong")
-    print(f"done at step {manager.current_step()}")
+    print(f"done at step {manager.current_step()}: {manager.digest()}")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,16 @@ def test_rank_hanging_in_torchft_loop_is_excluded_until_it_returns(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.multiprocess
+def test_joiner_hanging_in_its_first_step_is_excluded(tmp_path: Path) -> None:
+    """It has no steps of its own, so the steps of the other group give the limit."""
+    out = tmp_path / "hung"
+    hung_job(out, 20, "joiner", worker=LOOP_WORKER, ranks=1)
+    assert json.loads((out / "hung").read_text())["went_on"], "the other group waited for it"
+    assert any("of the other ranks, at least 10 s" in cause for cause in causes(out)), causes(out)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
 def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path: Path) -> None:
     ended = hung_job(tmp_path / "hung", 150, "lock", "gil", "stop")
     assert {rank["steps"] for rank in ended.values()} == {150}

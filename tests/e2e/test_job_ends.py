@@ -122,3 +122,31 @@ def test_a_group_killed_after_its_last_vote_is_not_started_again(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "group 1 ended with SIGKILL, and was no longer needed" in done.stderr
     assert starts(traces, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "outcome", "rollbacks"),
+    [
+        ("stop", 0, "complete, at step 3", {"stopped"}),
+        ("any", 0, "complete, at step 3", set()),
+        ("term", 75, "drained before its end, at step 3", {"stopped"}),
+    ],
+)
+def test_job_stops_on_all_groups_after_the_step_at_which_one_decides_it(
+    tmp_path: Path, where: str, status: int, outcome: str, rollbacks: set[str]
+) -> None:
+    traces = tmp_path / "run"
+    done = run(traces, where, 400)
+    logs = [log.read_text() for log in sorted(traces.glob("logs/*.log"))]
+    text = "\n".join([done.stdout, done.stderr, *logs])
+    assert done.returncode == status and f"the job has ended: {outcome}" in text, text
+    ends = {line for log in logs for line in log.splitlines() if "done at" in line}
+    assert len(logs) == 2 and len(ends) == 1 and ends.pop().startswith("done at step 3:"), text
+    found = records(traces)
+    aborts = {
+        r["code"]
+        for r in found
+        if r.get("event", {}).get("type") == "decision" and r.get("code", "none") != "none"
+    }
+    assert aborts <= rollbacks, aborts
+    assert audit_dir(traces).ok

@@ -16,6 +16,7 @@ from fft.errors import LiveBlockMisuse
 from fft.trace.report import refusals
 
 SCRIPT = Path(__file__).with_name("live_script.py")
+STEPS = Path(__file__).with_name("live_steps_script.py")
 
 
 def start(arguments: list[str], folder: Path) -> Job:
@@ -114,3 +115,39 @@ def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
     found = judged(tmp_path)
     assert found.commits == 4 + 2 * 3
     assert refusals(tmp_path) is None, "a live block is not a step whose batches were skipped"
+
+
+def run_with_steps(folder: Path, place: str) -> tuple[str, str]:
+    """Run `live_steps_script.py`; return the logs of the survivor and of the replacement."""
+    traces = folder / "run"
+    options = ["--groups", "2", "--trace-dir", str(traces)]
+    done = run_fft("run", *options, str(STEPS), place, str(folder), folder=folder, within=120)
+    logs = [log.read_text() for log in sorted((traces / "logs").iterdir())]
+    text = "\n".join([done.stdout, done.stderr, *logs])
+    assert done.returncode == 0 and len(logs) == 3, text
+    judged(traces)
+    survivor, _, returned = logs
+    ends = [line for log in (survivor, returned) for line in log.splitlines() if "done at" in line]
+    assert len(ends) == 2 and ends[0] == ends[1] and "done at step 12:" in ends[0], text
+    return survivor, returned
+
+
+@pytest.mark.multiprocess
+def test_members_in_a_block_take_the_step_of_a_group_that_returns(tmp_path: Path) -> None:
+    survivor, returned = run_with_steps(tmp_path, "after")
+    assert "entered 1" in survivor and "entered 2" in survivor and "entered 2" in returned
+    for line in survivor.splitlines():
+        if "failed:" in line and "not entered" in line:
+            assert "0/0#1: entry of live_steps_script.py:" in line and "1/0#2: a step" in line
+            assert "Go on with the next transaction" in line and "txn.committed" not in line
+            break
+    else:
+        raise AssertionError(f"no entry met the step of the group that returned:\n{survivor}")
+
+
+@pytest.mark.multiprocess
+def test_group_that_returns_to_a_block_takes_the_step_of_the_members(tmp_path: Path) -> None:
+    survivor, returned = run_with_steps(tmp_path, "before")
+    assert "entered 2" in survivor and "failed:" not in survivor
+    assert returned.count("failed:") == 1 and "entered" not in returned.replace("not entered", "")
+    assert "1/0#2: entry of live_steps_script.py:" in returned and "0/0#1: a step" in returned

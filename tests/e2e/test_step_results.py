@@ -21,6 +21,7 @@ from torch import nn
 from waiting import wait_until
 
 import fft
+import fft.train.step_results as step_results
 from fft.errors import FftError, ResultRefused, StepRetriesExceeded
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal
@@ -67,11 +68,16 @@ def _run(made: Job, spoil: Body, **settings: Any) -> list[Member]:
     return made.run(lambda member: _train(member, spoil), **settings)
 
 
-def _errors(made: Job, spoil: Body, **settings: Any) -> list[BaseException | None]:
+def _errors(
+    made: Job,
+    spoil: Body = _unspoilt,
+    train: Callable[[Member], None] | None = None,
+    **settings: Any,
+) -> list[BaseException | None]:
     """Run all groups to their end; return their errors."""
     members = [made.member(str(g), **settings) for g in range(made.groups)]
     for member in members:
-        member.start(lambda member: _train(member, spoil))
+        member.start(train or (lambda member: _train(member, spoil)))
     for member in members:
         member.end()
     return [member.error for member in members]
@@ -168,6 +174,36 @@ def test_skip_consumes_the_batch_on_all_groups_and_is_reported(tmp_path: Path) -
         assert text.startswith("refused results; steps skipped, whose batches had no update: 1\n")
         assert f"step {BAD}, skip: the gradients contain NaN or inf, on " in text
         assert "1/0 (norm nan, loss nan)" in text
+
+
+def test_skips_end_the_job_if_the_weights_are_not_finite(tmp_path: Path) -> None:
+    def train(member: Member) -> None:
+        with torch.no_grad():  # as a checkpoint with bad weights does, on both groups
+            for parameter in member.model.parameters():
+                parameter.fill_(float("nan"))
+        _train(member, _unspoilt)
+
+    with job(tmp_path, 2) as made:
+        for error in _errors(made, train=train, on_nonfinite="skip"):
+            assert isinstance(error, ResultRefused), repr(error)
+            assert "the weights contain NaN or inf" in str(error)
+            assert "a checkpoint with finite weights" in str(error)
+            assert 'on_nonfinite="skip"' not in str(error), "this advice cannot help"
+
+
+def test_skips_in_a_row_are_bounded_and_blame_the_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_results, "_MANY_SKIPS", 2)
+    monkeypatch.setattr(step_results, "_MOST_SKIPS", 3)
+    with job(tmp_path, 2) as made:
+        for error in _errors(made, _nan_at(10_000), on_nonfinite="skip"):
+            assert isinstance(error, ResultRefused), repr(error)
+            assert "the gradients of 3 batches in a row contain NaN or inf" in str(error)
+            assert "but the weights are finite" in str(error)
+        assert len([r for r in records(tmp_path) if r["kind"] == "commit" and r["skip"]]) == 2
+        assert _finite(made)
+    assert "of 2 batches in a row" in caplog.text and "ends after 3" in caplog.text
 
 
 def test_skipped_step_leaves_no_trace_in_buffers_or_registered_state(tmp_path: Path) -> None:

@@ -25,9 +25,20 @@ from fft.engine.calls import Buses, Publish
 from fft.engine.core import EngineCore
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
+from fft.messages.causes import Cause
 from fft.messages.commands import Evict, encode_command
-from fft.messages.effects import Broadcast, Decide, Heal, SetTimer
-from fft.messages.protocol import Begin, Drain, GroupEntry, Healed, Peer, RankEntry, Record, encode
+from fft.messages.effects import Broadcast, Decide, Heal, Restore, SetTimer
+from fft.messages.protocol import (
+    Begin,
+    Drain,
+    GroupEntry,
+    Healed,
+    Peer,
+    RankEntry,
+    Record,
+    Token,
+    encode,
+)
 from fft.messages.wire import (
     Packed,
     Wire,
@@ -279,6 +290,25 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
     assert bus.read(list_name(second)) is None, "that of the attempt that lost is removed"
     assert bus.read(list_name(third)) == encode_register(third.members)
     assert bus.key_count() == 2, "the head, and the list of the epoch"
+
+
+def test_engine_keeps_a_command_that_replaces_the_one_being_taken() -> None:
+    with MemoryBus(f"engine-{uuid.uuid4().hex}") as bus:
+        config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
+        participant, trace = Participant(table_of(SPEC), config), TraceWriter(None, config.me)
+        engine = Engine(participant, participant.initial(), Buses(bus), trace, Nothing())
+        first, second = (Restore(Token(1, txn), Cause()) for txn in (1, 2))
+        engine.put(first)
+        taken = engine.wait_command(limit=0.0)
+        engine.put(second)  # by the engine thread, before the main thread takes the first one
+        engine.take(taken)
+        assert taken is first and engine.wait_command(limit=0.0) is second
+        engine.take(second)
+        assert not engine.has_command()
+        engine.put(first)
+        engine.put(Restore(first.token, Cause()))  # equal, and another command
+        engine.take(first)
+        assert engine.has_command()
 
 
 def core_of(peer: Peer) -> EngineCore:

@@ -16,6 +16,7 @@ from fft.health.detectors.trainer import (
     Moved,
     ProgressConfig,
     ProgressDetector,
+    Stopped,
     Waiting,
 )
 
@@ -67,6 +68,33 @@ def test_until_there_are_three_step_times_only_the_maximum_counts() -> None:
     assert "too few steps" in detector.verdict(now + 60.1).reason
     detector, now = after_steps(3)
     assert level(detector, now + 1.3) is Level.YELLOW
+
+
+def test_first_steps_are_judged_by_those_of_the_other_ranks() -> None:
+    config = ProgressConfig(max_s=600.0, grace_s=10.0)
+    detector, now = after_steps(0, config=config)
+    assert detector.threshold() == 600.0, "nothing is known"
+    detector.expected_s = 0.2
+    assert detector.threshold() == 10.0, "not 5 × 0.2 s: a first step loads what others use"
+    detector.expected_s = 4.0
+    assert level(detector, now + 19.9) is Level.GREEN
+    verdict = detector.verdict(now + 20.1)
+    assert verdict.level is Level.YELLOW
+    assert "threshold 20.00 s, from 5 × the median 4 s of the other ranks" in verdict.reason
+    detector.observe(Ended(now + 21, committed=False))  # the rank was left out, and comes back
+    detector.observe(Begun(now + 22, 7))
+    assert detector.threshold() == 40.0, "an alarm doubles it, at whatever step it comes back"
+    timed, _ = after_steps(3, config=config)
+    timed.expected_s = 4.0
+    assert timed.threshold() == pytest.approx(1.2), "its own steps count from here on"
+
+
+def test_stopped_process_is_found_as_soon_with_the_steps_of_others() -> None:
+    detector, now = after_steps(0)
+    detector.expected_s = 0.01
+    detector.observe(Stopped(now, True))
+    assert level(detector, now + 0.9) is Level.GREEN
+    assert level(detector, now + 1.1) is Level.YELLOW
 
 
 def test_the_threshold_has_a_floor_and_a_ceiling() -> None:

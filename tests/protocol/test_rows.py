@@ -712,7 +712,9 @@ def different_live_blocks(other: str, named: str) -> Job:
     job.settle()
     abort = next(r for r in job.history if r.kind == "abort")
     assert f"in the same live block (0/0#1: entry of a.py:1, 1/0#1: {named})" in abort.cause
-    assert abort.code == CauseCode.BLOCKS_DIFFER and not abort.skip
+    is_step = named == "a step"
+    code = CauseCode.BLOCK_BESIDE_STEP if is_step else CauseCode.BLOCKS_DIFFER
+    assert abort.code == code and not abort.skip
     return job
 
 

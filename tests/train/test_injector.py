@@ -80,6 +80,34 @@ def test_a_commanded_fault_waits_for_its_step_and_its_place() -> None:
         one.at("vote")
 
 
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("point", ["before_allreduce", "vote"])
+def test_fault_in_a_model_fires_without_a_registered_model(
+    place: str, point: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[InjectedFault] = []
+    plan = FaultPlan(faults=[fault("exception", rank=0, phase=place)])
+    one = Injector(plan, "0", 0, 1, lambda key: True, told.append)
+    one.begin(3, 1, 0)
+    with pytest.raises(InjectedFault, match=f"exception at {point}, step 3"):
+        one.at(point)
+    assert [each.phase for each in told] == [point]
+    assert f"not in {place}: no model is registered; call manager.register(" in caplog.text
+    one.at(point)
+
+
+def test_fault_in_a_registered_model_fires_in_the_model_only() -> None:
+    one = injector(fault("exception", rank=0, phase="backward"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one.attach(model)
+    one.begin(3, 1, 0)
+    one.at("before_allreduce")
+    one.at("vote")
+    with pytest.raises(InjectedFault, match="exception at backward"):
+        model(torch.ones(1, 2)).sum().backward()
+    one.detach()
+
+
 def test_next_is_never_the_optimizer_step() -> None:
     one = injector(fault("exception", rank=0, phase="next"))
     one.begin(3, 1, 0)

@@ -28,6 +28,7 @@ from fft.messages.progress import (
 from fft.messages.protocol import Peer, UnreadableMessage
 from fft.trace.checkpoint_notes import report_of
 from fft.train.progress_reporter import ProgressReporter, interval_from
+from fft.train.watchers import ExpectedStep
 
 LIMIT_S = 30.0
 ME = Peer("1", 0, 3)
@@ -222,3 +223,19 @@ def test_no_interval_no_thread() -> None:
         pacer = ProgressReporter(mine, ME, 0.0)
         assert not [t for t in set(threading.enumerate()) - before if t.name == "fft-progress"]
         pacer.close()
+
+
+def test_expected_step_is_the_median_of_the_other_ranks_newest_reports() -> None:
+    expected: list[float] = []
+    taken = ExpectedStep(ME, expected.append)
+    reports = [
+        SpeedReport("0", 0, 1, 7, 2.0),
+        SpeedReport("1", 0, 2, 7, 90.0),  # of an earlier process in this place
+        SpeedReport("2", 0, 1, 7, 4.0),
+        SpeedReport("0", 0, 1, 9, 6.0),
+        TraceReport("0", 0, 1, "no space"),
+    ]
+    for report in reports:
+        taken.take(encode_report(report))
+    taken.take(b"no report")
+    assert expected == [2.0, 3.0, 5.0]

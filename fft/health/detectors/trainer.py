@@ -134,9 +134,11 @@ class ProgressConfig:
         factor: Threshold as a multiple of the median step time.
         window: Number of step times in the median.
         samples: Number of txns that must be committed before the median is used; until then the
-            limit is ``max_s``. An observer may have seen fewer of them, since short ones end
-            between looks.
+            limit follows the steps of other ranks, or is ``max_s``. An observer may have seen
+            fewer of them, since short ones end between looks.
         look_s: Maximum time between two looks of the observer that counts.
+        first_s: Minimum of the threshold while it follows the steps of other ranks, because the
+            first steps of a process load what the later ones use.
     """
 
     max_s: float = 600.0
@@ -146,6 +148,7 @@ class ProgressConfig:
     window: int = 32
     samples: int = 3
     look_s: float = math.inf
+    first_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 < self.min_s <= self.max_s < math.inf:
@@ -161,6 +164,8 @@ class ProgressDetector:
 
     def __init__(self, config: ProgressConfig | None = None) -> None:
         self.config = config or ProgressConfig()
+        self.expected_s = 0.0
+        """Median time of a step on the other ranks of the job; 0 if it is unknown."""
         self._attention = Attention(self.config.look_s)
         self._times: deque[float] = deque(maxlen=self.config.window)
         self._step: int | None = None
@@ -211,8 +216,10 @@ class ProgressDetector:
             self._worked.now(event.at, self._attention)
 
     def _begin(self, at: float, step: int) -> None:
-        if step != self._step:
-            self._alarms = 0
+        if step != self._step and self._is_timed:
+            self._alarms = (
+                0  # a joiner's first steps keep it, since they have no times of their own
+            )
         self._step, self._begun_at = step, at
 
     def _end(self, at: float, committed: bool, took: float | None) -> None:
@@ -234,9 +241,10 @@ class ProgressDetector:
     def threshold(self) -> float:
         """Return the maximum time without a move in the present state, in seconds."""
         config = self.config
-        if self._atomic or not self.in_txn or not self._is_timed:
+        if self._atomic or not self.in_txn or not (self._is_timed or self.expected_s):
             return config.max_s
-        return min(config.max_s, self._base() * 2.0 ** min(self._alarms, 64))
+        base = self._base() if self._is_timed else max(config.first_s, self._base())
+        return min(config.max_s, base * 2.0 ** min(self._alarms, 64))
 
     @property
     def _is_timed(self) -> bool:
@@ -244,7 +252,8 @@ class ProgressDetector:
 
     def _base(self) -> float:
         """Return the time that a txn may stand still, by the timed steps; at least ``min_s``."""
-        middle = median(self._times) if self._times else 0.0
+        middle = median(self._times) if self._is_timed else self.expected_s
+        middle = middle or (median(self._times) if self._times else 0.0)
         return max(self.config.min_s, self.config.factor * middle)
 
     def verdict(self, now: float) -> Verdict:
@@ -303,6 +312,10 @@ class ProgressDetector:
             return f"in an atomic section; the maximum is {config.max_s:g} s"
         if not self.in_txn:
             return f"outside every txn; the maximum is {config.max_s:g} s"
+        if not self._is_timed and self.expected_s:
+            first, doubled = config.first_s, f", doubled {self._alarms} ×" if self._alarms else ""
+            text = f"{config.factor:g} × the median {self.expected_s:.2g} s of the other ranks"
+            return f"threshold {threshold:.2f} s, from {text}, at least {first:g} s{doubled}"
         if not self._is_timed:
             return f"the maximum is {config.max_s:g} s; too few steps were timed for a shorter one"
         return f"threshold {threshold:.2f} s = {self._derived(threshold)}"
@@ -349,10 +362,11 @@ class _Since:
 
 # --- pulse ---
 
-_MAGIC: Final = 0x1_4646_5450  # "FFTP", with the version of this layout before it
+_MAGIC: Final = 0x2_4646_5450  # "FFTP", with the version of this layout before it
 _BEAT, _MOVED, _MARKED, _BEGUN, _ENDED, _TOOK = range(1, 7)
 _STEP, _COMMITS, _OPEN, _WAITING, _ATOMIC, _LEFT, _DOOMED = range(7, 14)
-_SLOTS: Final = 14
+_EXPECTED: Final = 14
+_SLOTS: Final = 15
 _BYTES: Final = 8 * _SLOTS
 _COLLECTS: Final = 4
 
@@ -368,6 +382,7 @@ class Reading:
         begun: Time at which the newest txn began.
         ended: Time at which the last txn ended.
         took: Duration of the last committed txn.
+        expected: Median duration of a step on the other ranks.
         step: Step of the newest txn.
         commits: Number of committed txns.
         in_txn: Whether a txn is open.
@@ -382,6 +397,7 @@ class Reading:
     begun: float = 0.0
     ended: float = 0.0
     took: float = 0.0
+    expected: float = 0.0
     step: int = 0
     commits: int = 0
     in_txn: bool = False
@@ -427,6 +443,11 @@ class Pulse:
     def moved(self) -> None:
         """Record that the main thread ran a bytecode just now."""
         self._times[_MOVED] = self._clock()
+
+    def expect(self, seconds: float) -> None:
+        """Record how long a step takes on the other ranks of the job."""
+        if self.fd >= 0:
+            self._times[_EXPECTED] = seconds
 
     # --- main thread ---
 
@@ -520,6 +541,7 @@ class PulseReader:
             begun=times[_BEGUN],
             ended=times[_ENDED],
             took=times[_TOOK],
+            expected=times[_EXPECTED],
             step=counts[_STEP],
             commits=counts[_COMMITS],
             in_txn=counts[_OPEN] > 0,
@@ -633,6 +655,7 @@ class Monitor:
 
     def observe(self, event: Look) -> None:
         """Take one look."""
+        self._progress.expected_s = event.reading.expected
         self._progress.observe(Looked(event.at, event.starved))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)

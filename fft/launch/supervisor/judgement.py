@@ -230,7 +230,7 @@ class Judgement:
             return None
         if others is not None:
             return others
-        if self.asked_to_end and not at_end:
+        if (self.asked_to_end and not at_end) or _were_stopped(ended, view):
             return ExitStatus.DRAINED
         drained = [group for group in ended if group not in at_end and _was_asked(group, view)]
         if ended and len(drained) == len(ended):
@@ -390,6 +390,15 @@ def _untrained(group: Group) -> str:
 def _was_asked(group: Group, view: JobView) -> bool:
     """Return whether the group was drained: by an operator, a signal or a notice."""
     return any(rank.asked for rank in view.of(group.name))
+
+
+def _were_stopped(ended: Sequence[Group], view: JobView) -> bool:
+    """Return whether all groups left with `manager.stop` because one of them was asked to leave."""
+    ranks = [rank for group in ended for rank in view.of(group.name) if rank.role == "terminal"]
+    stopped = ranks and all(rank.skips for rank in ranks) and len({r.step for r in ranks}) == 1
+    return bool(stopped) and any(
+        _was_asked(group, view) and not _is_at_end(group, view) for group in ended
+    )
 
 
 def _is_at_end(group: Group, view: JobView) -> bool:

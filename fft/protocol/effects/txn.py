@@ -156,6 +156,13 @@ def note_blocks(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def note_beside_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember that some of the ranks are in a step, which they repeat."""
+    s.cause = replace(s.cause, code=CauseCode.BLOCK_BESIDE_STEP)
+    return ()
+
+
+@action
 def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the ranks that have drawn different data as the cause."""
     assert isinstance(event, Ballot)

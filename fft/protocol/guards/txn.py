@@ -72,6 +72,12 @@ def blocks_differ(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def beside_a_step(s: Local, c: Config, event: Event) -> bool:
+    """At least one vote is for a step."""
+    return isinstance(event, Ballot) and not all(v.manifest.block for v in event.votes)
+
+
+@guard
 def in_live_block(s: Local, c: Config, event: Event) -> bool:
     """The votes are those of a live block."""
     return isinstance(event, Ballot) and any(v.manifest.block for v in event.votes)

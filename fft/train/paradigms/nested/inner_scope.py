@@ -38,6 +38,7 @@ from fft.messages.protocol import (
     Fault,
     Healed,
     HealFailed,
+    NoStep,
     Peer,
     Prepared,
     Record,
@@ -368,6 +369,9 @@ class _Host:
 
     def decided(self, record: Record) -> None:
         """Do nothing, because the job scope detects hangs."""
+
+    def no_step(self, message: NoStep) -> None:
+        """Do nothing, because this scope has no live blocks."""
 
     def command(self, command: OperatorCommand) -> None:
         """Do nothing, because operators send commands to the job only."""

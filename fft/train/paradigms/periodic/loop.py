@@ -272,7 +272,7 @@ class InnerTransaction(Transaction):
             StepRetriesExceeded: The step function ended too early or stepped a scheduler.
         """
         updates = self._periodic.state.updates
-        if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
+        if self._loop.worker.step.has_reported and (reported := self._loop.reported) is not None:
             return reported  # excludes errors of the overlapped reduction
         mistake = updates.scheduled_in_body()
         if mistake is None and not updates.have_gradients:
