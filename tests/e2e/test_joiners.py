@@ -89,7 +89,7 @@ perturbed = threading.Event()
 def slow_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a state only while a step function perturbs parameters, or after half a second."""
     perturbed.clear()
-    save = transfer._streaming_save
+    save = transfer._streaming_save  # type: ignore[attr-defined]
 
     def slowly(state: Any, out: Any) -> None:
         if isinstance(out, transfer._FrameWriter):
