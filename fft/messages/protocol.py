@@ -103,7 +103,8 @@ class Vote:
     skip: bool = False
     """The user skips the optimizer step of this txn; a commit is then a skip on all ranks."""
     digest: str | None = None
-    """Digest of the voter's parameters and optimizer state at the start of the txn, if taken."""
+    """Digest of the voter's state, if taken: of parameters and optimizer state at the start of the
+    txn, or in the first txns with a joiner, at the vote, of all that is equal on all groups."""
     seen: tuple[Seen, ...] = ()
     """Positions of the scopes that the data flow binds the voter's scope to."""
 
@@ -402,7 +403,7 @@ class Prepared:
     Attributes:
         yes: Every reduction completed, and none can still write.
         skip: The user wants no optimizer step in this txn.
-        digest: Digest of the parameters and the optimizer state at the start of the txn, if taken.
+        digest: See `Vote.digest`.
     """
 
     token: Token
@@ -412,7 +413,7 @@ class Prepared:
     skip: bool = False
     digest: str | None = None
     edited: bool = False
-    """The step function has modified reduced gradients."""
+    """Step functions may change the state, so that joiners must have it before they compute."""
     last: bool = False
     """No step follows this one; repeated in each attempt."""
     code: CauseCode = CauseCode.NONE

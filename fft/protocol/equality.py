@@ -1,16 +1,18 @@
 """Compare replicas by the digests in the votes of one txn. Pure.
 
-A vote may have two digests: of the state that the txn began with, and of the gradients that its
-commit would apply. A rank whose vote has no digest is not compared. Only ranks of one number hold
-the same shard, so each rank is compared only with the ranks of its number in the other groups.
+A vote may have two digests: of the state, and of the gradients that the commit would apply. A
+digest may have named parts, which are lines of the form ``name=digest``. A rank whose vote has no
+digest is not compared. Only ranks of one number hold the same shard, so each rank is compared only
+with the ranks of its number in the other groups.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from fft.messages.protocol import Peer, Vote
+from fft.protocol.state import Config, Local, fetchers
 
 _NAMED = 32
 """Maximum number of ranks that a text names."""
@@ -21,7 +23,7 @@ Digest = Callable[[Vote], str | None]
 
 
 def state_digest(vote: Vote) -> str | None:
-    """Return the digest of the state that the txn began with."""
+    """Return the digest of the state."""
     return vote.digest
 
 
@@ -86,6 +88,38 @@ def divergent_ranks(
     return tuple(sorted(odd))
 
 
+def divergent_joiners(
+    votes: Iterable[Vote], joiners: Collection[Peer], digest: Digest = state_digest
+) -> tuple[Peer, ...]:
+    """Return the joiners whose digest differs from that of the ranks that had the state.
+
+    Returns:
+        Empty if there is no such joiner, or if the others of some rank number differ as well.
+    """
+    odd: list[Peer] = []
+    for held in differing(votes, digest).values():
+        right = {taken for peer, taken in held.items() if peer not in joiners}
+        if len(right) != 1:
+            return ()
+        odd += [peer for peer, taken in held.items() if taken not in right]
+    return tuple(sorted(odd))
+
+
+def ranks_to_heal(s: Local, c: Config, votes: Iterable[Vote]) -> tuple[Peer, ...] | None:
+    """Return the ranks whose state counts as lost because the states in the votes differ.
+
+    In the first txn of an epoch these are its joiners, if they alone differ. Otherwise they are
+    the divergent ranks, if the policy is to heal them.
+
+    Returns:
+        None if the job must end.
+    """
+    votes = tuple(votes)
+    if found := divergent_joiners(votes, fetchers(s)):
+        return found
+    return divergent_ranks(votes) if c.on_divergence == "heal" else None
+
+
 def minority(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...]:
     """Return the divergent ranks; empty if the digests of some rank number have no majority."""
     return divergent_ranks(votes, digest) or ()
@@ -126,15 +160,24 @@ def not_repeating(votes: Iterable[Vote]) -> tuple[Peer, ...]:
 
 
 def digests_text(found: Mapping[int, Mapping[Peer, str]]) -> str:
-    """Return a text that lists the participants by digest, for each rank number."""
+    """Return a text that lists the participants by digest, for each rank number and each part."""
     lines = []
     for rank, held in sorted(found.items()):
-        by_digest: dict[str, list[Peer]] = {}
-        for peer, digest in sorted(held.items()):
-            by_digest.setdefault(digest, []).append(peer)
-        parts = [f"{digest} on {_names(peers)}" for digest, peers in by_digest.items()]
-        lines.append(f"rank {rank}: {'; '.join(parts)}")
+        parts = {peer: _parts(digest) for peer, digest in sorted(held.items())}
+        for name in sorted({name for those in parts.values() for name in those}):
+            by_digest: dict[str, list[Peer]] = {}
+            for peer, those in parts.items():
+                by_digest.setdefault(those.get(name, "nothing"), []).append(peer)
+            if len(by_digest) > 1:
+                texts = [f"{digest} on {_names(peers)}" for digest, peers in by_digest.items()]
+                lines.append(f"rank {rank}: {name}{': ' if name else ''}{'; '.join(texts)}")
     return ", ".join(lines)
+
+
+def _parts(digest: str) -> dict[str, str]:
+    """Return the parts of a digest by name; a digest without parts is one without a name."""
+    lines = (line.rpartition("=") for line in digest.splitlines())
+    return {name: value for name, _, value in lines}
 
 
 def _names(peers: list[Peer]) -> str:

@@ -138,7 +138,7 @@ class Local:
     """Number of rollbacks since the last commit."""
     paused: bool = False
     edits: bool = False
-    """The last step function that voted had changed reduced gradients."""
+    """Step functions may change the state, by the last vote."""
     skip: bool = False
     """The current txn is a skip, by its COMMIT or by this participant's ABORT."""
     bus_down: bool = False
@@ -212,6 +212,15 @@ def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
 def learners(s: Local) -> tuple[str, ...]:
     """Return the groups that fetch their state while the others compute the current txn."""
     return s.epoch.learners if s.epoch is not None and s.token.txn == 1 else ()
+
+
+def fetchers(s: Local) -> frozenset[Peer]:
+    """Return the members that fetch the state of the epoch whose first txn is open."""
+    if s.epoch is None or s.token.txn != 1:
+        return frozenset()
+    return frozenset(
+        Peer(g.group, r.rank, r.inc) for g in s.epoch.members for r in g.ranks if not r.current
+    )
 
 
 def contributors(s: Local, c: Config) -> list[str]:

@@ -24,6 +24,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.equality import divergent_ranks
 from fft.protocol.forming import next_epoch
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
@@ -188,6 +189,11 @@ def _all_contribute(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 # --- states that differ ---------------------------------------------------------------------------
+
+
+def _minority_known(s: Local, c: Config, event: Event) -> bool:
+    assert isinstance(event, Ballot)
+    return c.on_divergence == "heal" and divergent_ranks(event.votes) is not None
 
 
 def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -562,6 +568,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "Those whose states agree fetch the state of the one that differs.",
         "divergence",
         small(groups=3, corrupt=1, digests=True, heals=True),
+        participant=planted(actions={"propose_odd": _give_up_most}),
+    ),
+    Mutant(
+        "joiner_ends_the_job",
+        "A joiner whose state is not that of all others ends the job, as an old member would.",
+        "divergence",
+        small(torn=1, corrupt=1, commits=2, digests=True),
+        participant=planted({"odd_ones_known": _minority_known}),
+    ),
+    Mutant(
+        "joiner_keeps_its_state",
+        "The others fetch from a joiner whose state differs from theirs.",
+        "divergence",
+        small(torn=1, corrupt=1, commits=2, digests=True),
         participant=planted(actions={"propose_odd": _give_up_most}),
     ),
     # in doubt

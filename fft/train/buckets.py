@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torchft.manager import _ManagedFuture
 
-from fft.train.local_tensors import local_of, same_bits, version_of
+from fft.train.local_tensors import local_of
 
 BUCKET_MB = 25.0
 """Default maximum size of a bucket in MiB, equal to that of DDP (``bucket_cap_mb``)."""
@@ -79,8 +79,6 @@ class Slot:
     stride: tuple[int, ...]
     in_place: bool
     """Whether ``parameter.grad`` is a view of the buffer, not a copy."""
-    copy: tuple[int, int] | None = None
-    """For a copy: id of the tensor that holds the reduced gradient, and its edit count."""
 
 
 @dataclass(eq=False)
@@ -107,7 +105,6 @@ class Bucket:
     again: bool = False
     """A gradient arrived after the bucket was issued, so the bucket must be reduced again."""
     work: Work | Future[Any] | None = None
-    version: int = -1
     """Version counter of the buffer after its reduction. In-place edits of the gradients increase
     the counter."""
 
@@ -203,32 +200,6 @@ class Bucket:
             if copies:
                 torch._foreach_copy_(copies, views)
 
-    def note(self, pristine: dict[Slot, torch.Tensor] | None) -> None:
-        """Record the state for `is_edited`. If ``pristine`` is given, it receives copies."""
-        self.version = self.flat()._version
-        for slot in self.slots:
-            grad = slot.parameter.grad
-            if not slot.in_place:
-                slot.copy = _mark(grad)
-            if pristine is not None and grad is not None:
-                pristine[slot] = local_of(grad).clone()
-
-    def is_edited(self, pristine: dict[Slot, torch.Tensor] | None) -> bool:
-        """Return whether a gradient has changed since `note`. Pass the same ``pristine``."""
-        return any(self._is_edited(slot, pristine) for slot in self.slots)
-
-    def _is_edited(self, slot: Slot, pristine: dict[Slot, torch.Tensor] | None) -> bool:
-        grad = slot.parameter.grad
-        if pristine is not None:
-            before = pristine.get(slot)
-            if grad is None or before is None:
-                return grad is not before
-            return not same_bits(local_of(grad), before)
-        if slot.in_place:
-            at_home = grad is None or self._is_view(slot, grad)
-            return not at_home or (self.buffer is not None and self.buffer._version != self.version)
-        return slot.copy != _mark(grad)
-
     def _is_view(self, slot: Slot, grad: torch.Tensor) -> bool:
         if self.buffer is None or not slot.in_place:
             return False
@@ -309,11 +280,6 @@ def _placed_as(parameter: torch.Tensor) -> torch.Tensor | None:
     if grad.placements != parameter.placements:
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)
     return grad
-
-
-def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return a value that changes when a gradient is edited in place or replaced."""
-    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _tensor_of(value: Any) -> torch.Tensor:

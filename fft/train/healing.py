@@ -22,7 +22,7 @@ from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.trace.format import progress_in_words
 from fft.train.error_reports import code_of, text_of
 from fft.train.rank_context import RankContext
-from fft.train.rank_state import RankState
+from fft.train.rank_state import FetchedStateDiffers, RankState
 from fft.train.state.transfer import PeerUnreachable, StateTransfer, UnloadableState
 from fft.util.error_places import fingerprint, may_pass
 
@@ -179,6 +179,10 @@ class Healer:
         """The fetch in progress beside the step function."""
         self._compared: list[int] = []
         """Steps of the epochs in which ``extra`` and buffers were compared with another group's."""
+        self.has_joiners = False
+        """A member has fetched its state, and no step was committed since."""
+        self._rejections: list[str] = []
+        """Why fetched states were found to differ from the others', since the last commit here."""
         self._export_error: Hashable = None
         """Fingerprint of the error that failed the last export, or None if it succeeded."""
 
@@ -193,6 +197,8 @@ class Healer:
         here."""
         epoch = command.record.epoch
         touched = False
+        entries = (rank for group in command.record.members for rank in group.ranks)
+        self.has_joiners |= not all(rank.current for rank in entries)
         # before the groups connect: from then on peers may request the new state
         self.exchange.withdraw()
         try:
@@ -205,20 +211,38 @@ class Healer:
                 self._begin_background_fetch(command)
                 return
             if command.fetch_from is not None:
+                if len(self._rejections) > 1:
+                    raise FetchedStateDiffers("; then: ".join(self._rejections))
                 payload, size = self.exchange.fetch(command)
                 touched = True
-                self._state.load(payload, command.record, keep_gradients=False)
                 source = command.record.members[command.fetch_from].group
+                self._state.load(payload, command.record, source, keep_gradients=False)
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._job.executor.report(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # If the state does not fit here, or no living peer is reachable, another attempt would
             # only abort the others again.
-            if touched or isinstance(error, _PERMANENT_ERRORS) or self._is_cut_off(error):
+            if isinstance(error, _PERMANENT_ERRORS) or self._is_final(error, touched):
                 raise
             return
         self._healed(command.record, size, source)
+
+    def _is_final(self, error: Exception, touched: bool) -> bool:
+        """Whether this process must end: the error has changed the state, or is here again."""
+        if isinstance(error, FetchedStateDiffers):
+            self.rejected(str(error))
+            return len(self._rejections) > 1
+        return touched or self._is_cut_off(error)
+
+    def rejected(self, why: str) -> None:
+        """Note that the fetched state was found to differ from the others'."""
+        self._rejections.append(why)
+
+    def committed(self) -> None:
+        """Note the commit of a step of this rank, whose state is therefore that of the others."""
+        self.has_joiners = False
+        self._rejections.clear()
 
     def _is_cut_off(self, error: Exception) -> bool:
         """Whether this process could not reach one living peer in two epochs in a row.
@@ -284,6 +308,18 @@ class Healer:
             Healed(record.epoch, size, source, self._state.digest_for_audit())
         )
 
+    @property
+    def joiners_wait(self) -> bool:
+        """Whether a joiner must have its state before its first step function runs.
+
+        A step function may change any part of the state, also one that a donor is sending. A digest
+        for the audit is that of the state before the step function.
+        """
+        if self._learners == "never":
+            return True
+        declared = self._learners == "always" and not self._state.traces_digests
+        return self._state.paradigm.steps_use_state and not declared
+
     def _may_overlap_fetch(self, command: Heal) -> bool:
         """Whether to fetch while the other groups compute; otherwise they wait for the fetch.
 
@@ -292,12 +328,10 @@ class Healer:
         """
         state = self._state
         late = command.fetch_from is not None and self._job.peer.group in command.record.learners
-        # the step function would update such state, beyond buffers, from a wrong start
-        may = self._learners == "always"
-        may = may or (self._learners == "auto" and not state.paradigm.changes_extra)
         own = state.registered_state is not None and self.exchange.transfer is not None
         own = own and not self._manager._torchft.user_state_dicts
-        return late and may and own and (state.source is None or state.source.in_any_order)
+        is_fit = own and (state.source is None or state.source.in_any_order)
+        return late and is_fit and not self.joiners_wait
 
     def _begin_background_fetch(self, command: Heal) -> None:
         engine = self._job.engine
@@ -323,12 +357,12 @@ class Healer:
         try:
             payload, size = fetch.result()
             touched = True
-            self._state.load(payload, record, keep_gradients=True)
+            self._state.load(payload, record, fetch.source, keep_gradients=True)
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
             self._job.executor.report(_heal_failed(record, error, torn=touched))
             self._job.note_error(error)
-            if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
+            if isinstance(error, UnloadableState) or self._is_final(error, touched):
                 raise
             return False
         self._healed(record, size, fetch.source)

@@ -16,7 +16,7 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
-from fft.errors import ConfigError, FftError
+from fft.errors import ConfigError, FftError, StateError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.files import Scope
@@ -27,6 +27,7 @@ from fft.train.local_tensors import bits_of, write_data
 from fft.train.paradigms.paradigm import Paradigm, SharedState
 from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
+from fft.train.state.plain_state import digest_of, parts_of, unlike_places
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import reshard
 from fft.train.state.step_state import Rewindable, StepState
@@ -72,6 +73,16 @@ class CheckpointHooks:
         """Called when this rank has left the job without an error. Idempotent."""
 
 
+class FetchedStateDiffers(StateError):
+    """The state of a joiner is not that of the group it was fetched from; the message names the
+    entry."""
+
+
+def _is_own(part: str) -> bool:
+    """Whether groups may differ in a part of the exported state."""
+    return part in ("buffers", "extra", "progress")
+
+
 class RankState:
     """The state of one rank. Before ``register`` it consists only of the user's load and save
     functions."""
@@ -91,8 +102,6 @@ class RankState:
         self._entries_checked: int | None = None
         """Number of optimizer state entries at the last check for values that cannot be sent, or
         None before the first check."""
-        self.has_extra = False
-        """Objects other than model, optimizer, schedule and scaler are registered."""
         self.source: DataSource | ShardedSource | None = None
         self.loader: Any = None
         """The loader that the source draws from; it knows which items were drawn but not
@@ -118,7 +127,6 @@ class RankState:
     ) -> None:
         """See ``ManagerFFT.register``; replaces what was registered before."""
         others = dict(extra)
-        self.has_extra = bool(others)
         if scaler is not None:
             if SCALER in others:
                 raise FftError(
@@ -367,8 +375,15 @@ class RankState:
             "data": self.source.export(position) if self.source is not None else None,
         }
 
-    def load(self, payload: dict[str, Any], record: Record, keep_gradients: bool) -> None:
-        """Load a peer's export. Raises FftError if no object is registered for it."""
+    def load(
+        self, payload: dict[str, Any], record: Record, source: str, keep_gradients: bool
+    ) -> None:
+        """Load the export of a rank of group ``source``.
+
+        Raises:
+            FftError: No object is registered for it.
+            FetchedStateDiffers: The loaded state is not the one that was sent.
+        """
         loads = self._manager._torchft.load_state_dict_fns
         missing = [key for key in loads if key not in payload["user"]]
         if missing:
@@ -384,7 +399,31 @@ class RankState:
         self.paradigm.load_shared(payload["state"], keep_gradients)
         if self.source is not None:
             self.source.load(payload["data"], record.cursor * self.paradigm.items_per_step)
+        if (shared := self.shared) is not None:
+            place = next(unlike_places(payload["state"], shared.export()), None)
+            if place is not None:
+                raise FetchedStateDiffers(
+                    f"{place} of this rank differs from that of group {source} after its state was "
+                    "loaded: load_state_dict() must restore every entry that state_dict() returns, "
+                    "or the object must not be registered"
+                )
         self.lost = None
+
+    def digest_for_first_vote(self, computed_meanwhile: bool) -> str | None:
+        """Digest of all that is equal on all groups, by part, for the first votes with a joiner.
+
+        Args:
+            computed_meanwhile: A joiner has fetched its state while step functions ran, so that
+                registered objects and buffers must be equal, too.
+        """
+        if (shared := self.shared) is None:
+            return None
+        parts = {n: digest_of(v) for n, v in parts_of(shared.export()) if not _is_own(n)}
+        more = self.paradigm.digests_to_compare() or {}
+        if not computed_meanwhile:
+            is_due = self._settings.config.check_buffers
+            more = {n: d for n, d in more.items() if is_due and n.startswith("buffers ")}
+        return "\n".join(f"{name}={digest}" for name, digest in sorted((parts | more).items()))
 
     def close(self) -> None:
         """Remove the hooks from the optimizers. Idempotent. (The source is closed separately.)"""

@@ -255,7 +255,6 @@ class Reducer:
         """Whether gradients were reduced in this step function."""
         self._is_eager = True
         """Whether buckets are issued while backward is running."""
-        self._pristine: dict[Slot, torch.Tensor] | None = None
         self._parameters.update()
         self._lay_out()
 
@@ -266,12 +265,8 @@ class Reducer:
 
     # --- called by the manager ---
 
-    def begin(self, exact: bool = False) -> None:
-        """Prepare for a step function: reset the state of earlier backwards and update the layout.
-
-        Args:
-            exact: Keep copies of the reduced gradients, so that `edited` detects every change.
-        """
+    def begin(self) -> None:
+        """Reset the state of earlier backwards and update the layout, for a step function."""
         self.update_layout()
         self._come_last()
         self._forget()
@@ -279,7 +274,6 @@ class Reducer:
         for bucket in self._layout.buckets:
             bucket.detach_if_shared()
         self._is_unreduced, self._refused, self._is_reduced = False, None, False
-        self._pristine = {} if exact else None
 
     def reset(self) -> None:
         """Reset after a rollback.
@@ -339,15 +333,6 @@ class Reducer:
                 "txn.batches was left early"
             )
         return None
-
-    def edited(self) -> bool:
-        """Return whether the step function has changed gradients since their reduction.
-
-        The check uses torch's version counters, which miss edits through ``.data``, unless `begin`
-        was called with ``exact``. Sparse gradients always count as edited.
-        """
-        layout = self._layout
-        return bool(layout.sparse) or any(b.is_edited(self._pristine) for b in layout.buckets)
 
     # --- layout ---
 
@@ -549,7 +534,6 @@ class Reducer:
             flags, count = self._flags, len(bucket.slots)
             tail = bucket.flat()[bucket.size :] if flags is None else flags[offset : offset + count]
             bucket.scatter(tail)
-            bucket.note(self._pristine)
             offset += count
         self._flags = None
 

@@ -50,8 +50,6 @@ class TxnReductions:
         """The hooks of the reducers reference the manager in a cycle that the garbage collector
         cannot see; `close` breaks it."""
         self.manifest = ManifestBuilder()
-        self.has_user_reductions = False
-        """User code has issued a reduction in this txn, besides the reducers."""
         self._is_for_fft = False
         """Whether the reduction that is being issued is FFT's, and not the script's."""
         self._works: list[Work] = []
@@ -66,24 +64,17 @@ class TxnReductions:
         """Names of the models that the reducers reduce."""
         return ", ".join(reducer.model for reducer in self.reducers)
 
-    @property
-    def were_edited(self) -> bool:
-        """Whether reduced gradients may have been edited in this txn; true if user code reduces."""
-        by_hand = not self.reducers or self.has_user_reductions
-        return by_hand or any(reducer.edited() for reducer in self.reducers)
-
     def begin(self) -> None:
         """Reset for a new txn."""
         self._works.clear()
         self._is_cancelled = False
-        self.has_user_reductions = False
         self._last = None
         self.manifest = ManifestBuilder()
 
-    def begin_reducers(self, exact: bool) -> None:
-        """Prepare the reducers for a step function; for ``exact`` see `Reducer.begin`."""
+    def begin_reducers(self) -> None:
+        """Prepare the reducers for a step function."""
         for reducer in self.reducers:
-            reducer.begin(exact=exact)
+            reducer.begin()
 
     def issue(self, reduce: Callable[..., Work], tensor: torch.Tensor, *how: Any) -> Work:
         """All-reduce by torchft's ``reduce(tensor, should_quantize, reduce_op)``, and note it.
@@ -97,7 +88,6 @@ class TxnReductions:
         self._raise_failure()
         if not self._is_for_fft:
             self._recomputation.before_reduction_by_script(tensor)
-            self.has_user_reductions = True
         self.manifest.add(tensor, how[-1])
         if self._injector is not None and tensor.is_floating_point():
             self._last = tensor

@@ -80,9 +80,10 @@ class ManagerConfig(BaseModel):
     learners: Learners = "auto"
     """Whether a joining group runs its first step function while it still fetches the state.
 
-    ``auto``: it does, unless step functions change reduced gradients, for example by clipping: the
-    change might depend on the weights, which are not the job's yet. ``always``: the change depends
-    only on the gradients. ``never``: the group waits for the state first.
+    ``auto``: only where step functions do not compute on that state, as with ``fft.LocalSGD`` and
+    ``fft.DiLoCo``. ``always``: step functions change gradients at most, by nothing but gradients,
+    and no part of the state (with ``digest="commit"`` the group waits all the same). ``never``: the
+    group waits for the state first.
     """
     max_body_failures: int | None = None
     """Number of consecutive failures of this rank's step function at one step after which the error

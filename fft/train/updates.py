@@ -130,14 +130,6 @@ class Updates:
         """Whether any optimizer has a gradient."""
         return any(map(_has_gradients, self._optimizers))
 
-    @property
-    def were_unscaled(self) -> bool:
-        """Whether the step function has called ``scaler.unscale_()``."""
-        return self._scaler is not None and any(
-            self._scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
-            for optimizer in self._optimizers
-        )
-
     def must_skip(self) -> bool:
         """Unscale the reduced gradients; return whether the scaler requires this step to be
         skipped."""

@@ -43,23 +43,26 @@ class Voter:
         """The planned end of FFT's own loop."""
         self._consumes: dict[str, Any] | None = None
         """The data that the commit of the open txn consumes, in FFT's own loop."""
-        self._learners = rank.settings.config.learners
-        self._began_without_state = False
-        """The step function of this txn began before the state was fetched."""
+        self._compares_at_vote = False
+        """The vote of this txn compares the whole state, as the step function leaves it."""
         self._data: str | None = None
         """Digest of the data that this txn has drawn."""
         self._shard = ""
         """Name of the shard of the data that this rank draws from."""
         self._equality: str | None = None
-        """Digest of the state that this txn began with, if the replicas are compared in it."""
+        """Digest of the state, if the replicas are compared in this txn (`Vote.digest`)."""
 
-    def begin(self, step: int) -> None:
-        """Start a txn that attempts ``step``."""
+    def begin(self, plan: StartTxn) -> None:
+        """Start the txn of ``plan``.
+
+        The first votes of a joiner compare the whole state, as the step function has left it.
+        """
         self._data, self._shard = None, ""
-        self._began_without_state = self._healer.background_fetch is not None
-        # a joiner that is still fetching has no state to compare
-        checks = None if self._began_without_state else self._state.checks
-        self._equality = None if checks is None else checks.digest(step)
+        checks = self._state.checks
+        is_on = checks is not None and bool(checks.every)
+        self._compares_at_vote = is_on and self._healer.has_joiners
+        is_due = checks is not None and not self._compares_at_vote
+        self._equality = checks.digest(plan.step) if checks is not None and is_due else None
 
     def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""
@@ -73,13 +76,13 @@ class Voter:
 
     def compare_now(self) -> None:
         """Compare the replicas in this txn, even if that is not due: it is the last of the job."""
-        checks = None if self._began_without_state else self._state.checks
-        if checks is not None and self._equality is None:
+        checks = self._state.checks
+        if checks is not None and self._equality is None and not self._compares_at_vote:
             self._equality = checks.now()
 
     def begin_reducers(self) -> None:
         """Start the reducers for a step function."""
-        self._reductions.begin_reducers(exact=self._began_without_state)
+        self._reductions.begin_reducers()
 
     def ask(self, plan: StartTxn) -> None:
         """Request the preconditions of the txn that begins; its vote waits for them.
@@ -128,7 +131,6 @@ class Voter:
             self._state.registered_state.note_edits()
         if not self._has_state():
             return
-        edited = not block and self._check_edits()
         # an inf in one shard is enough: the engine combines the skip flags of all ranks
         is_step = not block and self._manager._torchft.errored is None
         skip = skip or (is_step and self._must_skip(plan))
@@ -137,6 +139,10 @@ class Voter:
         if error is not None:
             failed = error.original_exception
             cause, code = text_of(failed), code_of(failed)
+        if self._compares_at_vote and not block and self._manager._torchft.errored is None:
+            epoch = self._job.local.epoch if self._job.local is not None else None
+            overlaps = epoch is not None and bool(epoch.learners)
+            self._equality = self._state.digest_for_first_vote(overlaps)
         own = self._gradients() if error is None and not skip and not block else None
         repeats = self._recomputation.repeats(own)
         build = self._reductions.manifest.build
@@ -145,7 +151,8 @@ class Voter:
         yes = error is None
         if yes:
             self._state.checkpoints.before_vote(plan, last, skip)
-        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last, code)
+        waits = self._healer.joiners_wait
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code)
         self._job.executor.report(vote)
         self.inject("after_vote")
 
@@ -211,24 +218,6 @@ class Voter:
             return True
         with self._watchers.waiting():  # the fetch has its own limits
             return self._healer.load_fetched()
-
-    def _check_edits(self) -> bool:
-        """Return whether the step function changed reduced gradients, for example by clipping.
-
-        If it did so before the state was fetched, report an error: the vote is NO, and the replay
-        waits for the state first.
-        """
-        edited = self._state.paradigm.has_edited()
-        is_fine = self._learners == "always" or self._manager._torchft.errored is not None
-        if edited and self._began_without_state and not is_fine:
-            self._manager.report_error(
-                RuntimeError(
-                    "the step function changed reduced gradients while this group was still "
-                    "fetching its state; it repeats the step with the state (learners='always' "
-                    "declares that the change depends on gradients alone)"
-                )
-            )
-        return edited and self._learners != "always"
 
     def inject(self, phase: str) -> None:
         """Inject the planned fault of ``phase``, if any, as a reported error."""

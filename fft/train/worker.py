@@ -335,7 +335,7 @@ class Worker:
             # FFT's own loop captures after it loads the batch, which may consume RNG state
             self._state.registered_state.capture()
         self.txn = plan
-        self._voter.begin(plan.step)
+        self._voter.begin(plan)
         self._compare_updates(plan)
         if not self._reductions.raises:  # FFT's own loop starts them with the step function
             self._voter.begin_reducers()
@@ -368,6 +368,9 @@ class Worker:
             groups = tuple(entry.group for entry in members(local))
             self._rollback = Rollback(command.cause, local.step, groups)
         self._give_up_txn()
+        is_mine = self._job.peer in command.cause.accused
+        if is_mine and command.cause.code == CauseCode.REPLICAS_DIFFER:
+            self._healer.rejected(command.cause.text)
         self._groups.unwind(
             command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
         )
@@ -434,6 +437,8 @@ class Worker:
         self._voter.end()
         if isinstance(command, Apply):
             engine.take(command)
+            if not block:
+                self._healer.committed()
             self._voter.committed()
             self._commits.decided(command.record, plan, consumes=not block)
             return command

@@ -442,6 +442,7 @@ def join_late(
     body: Callable[[Member, fft.Transaction], None],
     steps: Sequence[object],
     loader: Callable[[], Any] = lambda: None,
+    **settings: Any,
 ) -> None:
     """Let group 2 join after some steps; all leave when ``body`` has put four of its into
     ``steps``.
@@ -461,9 +462,9 @@ def join_late(
             member.manager.drain()
 
     for group in "01":
-        two.member(group).start(lambda m: m.train(None, loader(), watched))
+        two.member(group, **settings).start(lambda m: m.train(None, loader(), watched))
     assert reached.wait(30)
-    two.member("2").start(lambda m: m.train(None, loader(), watched))
+    two.member("2", **settings).start(lambda m: m.train(None, loader(), watched))
     for member in two.members:
         member.end()
         assert member.error is None, repr(member.error)
@@ -485,7 +486,7 @@ def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> 
     two.audit()
 
 
-def test_joiner_computes_while_fetching_and_counts_from_the_next_step(
+def test_joiner_that_need_not_wait_computes_while_fetching_and_counts_from_the_next_step(
     two: Job,
 ) -> None:
     seen: list[tuple[int, int | None, int, bool]] = []
@@ -496,7 +497,7 @@ def test_joiner_computes_while_fetching_and_counts_from_the_next_step(
             place = (manager.participating_rank(), manager.num_participants())
             seen.append((txn.step, *place, own))
 
-    join_late(two, body, seen)
+    join_late(two, body, seen, learners="always", digest="never")
     first, second = seen[:2]
     assert first[1:] == (None, 2, True), "its state had not come yet, and it gave no gradients"
     assert second == (first[0] + 1, 2, 3, False)
@@ -535,7 +536,7 @@ def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job)
                 failing.set()
                 raise RuntimeError("bad luck")
 
-    join_late(two, body, starts)
+    join_late(two, body, starts, learners="always", digest="never")
     assert starts[:2] == [None, 2]
     assert not [t for t in threading.enumerate() if t.name == "fft-learning"]
     same_weights(*two.members)

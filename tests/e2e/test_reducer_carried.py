@@ -203,29 +203,6 @@ def test_gradients_that_a_failed_attempt_left_unreduced_are_none_of_the_replay(
     assert tries == [0, 0, 1]
 
 
-def test_whether_edits_are_looked_for_exactly_is_that_of_the_txn_alone(tmp_path: Path) -> None:
-    """Otherwise a new joiner would report another result than the others of the same step
-    function."""
-    told: list[bool] = []
-
-    def work(member: Member) -> None:
-        model = Net()
-        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        member.manager.sync_gradients(model)
-        (reducer,) = member.manager._parts.reductions.reducers
-        exactly = iter([False, True, False, True])
-        for txn in member.manager.transactions(in_order(), max_steps=4):
-            with txn:
-                reducer.begin(next(exactly))
-                model(txn.batch).backward()
-                model.hidden.weight.grad.data.mul_(0.5)  # type: ignore[union-attr]
-                told.append(reducer.edited())
-
-    with job(tmp_path, 1) as made:
-        made.run(work, register=False, digest="never")
-    assert told == [False, True, False, True]
-
-
 def test_ranks_with_unlike_shards_of_one_model_have_the_same_buckets() -> None:
     """A rank whose shard is smaller, or empty, issues as many reductions as its mates."""
 

@@ -21,8 +21,11 @@ from waiting import wait_until
 from fft.launch import script_runner
 from fft.launch.supervisor import reforming
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.groups import Group
 from fft.launch.supervisor.reforming import Spares
 from fft.launch.supervisor.script import Script
+from fft.trace.tail import JobView, RankView
 
 SCRIPT = """\
 '''What the script is.'''
@@ -208,3 +211,36 @@ def test_next_spare_is_called_for_a_successor_that_took_no_part(
         for actor in (*stage.enter(2).values(), actors["0", "0"], actors["0", "1"]):
             actor.order("exit 0")
         assert job.verdict().ok
+
+
+@pytest.mark.parametrize(
+    ("lost_commits", "mate_commits", "may"), [(1, 1, True), (1, 0, False), (0, 1, False)]
+)
+def test_rank_is_replaced_only_if_it_and_a_mate_have_committed(
+    tmp_path: Path, lost_commits: int, mate_commits: int, may: bool
+) -> None:
+    """Without a mate that has committed, no process of the group has a state to go on with."""
+    script = tmp_path / "waits.py"
+    script.write_text("import sys; sys.stdin.read()\nimport time; time.sleep(60)\n")
+    groups, view = [Group(name, 2) for name in "01"], JobView()
+    commits = {("0", 0): mate_commits, ("0", 1): lost_commits, ("1", 0): 1, ("1", 1): 1}
+    for (name, rank), count in commits.items():
+        seen = RankView(1, commits=count, role="training", reforms=True)
+        view.ranks[name, rank] = seen
+    config = RunConfig([str(script)], 2, 2, tmp_path)
+    try:
+        for group in groups:
+            for rank in range(2):
+                log = tmp_path / f"{group.name}-{rank}.log"
+                start = Script([str(script)])
+                group.children.append(Child(group.name, rank, 1, start, dict(os.environ), log))
+        no_launcher: Any = None  # nothing is started
+        mender = reforming.Reforming(config, no_launcher)
+        lost = groups[0].children[1]
+        assert mender.may_replace(groups[0], lost, view, groups) is may
+    finally:
+        for group in groups:
+            for child in group.children:
+                child.signal(signal.SIGKILL)
+                child.exit_code()
+                child.reap()

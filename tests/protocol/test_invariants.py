@@ -325,13 +325,13 @@ def both_vote_in_the_aborted(h: History, a: str, b: str) -> None:
         h.moves[peer].insert(at, after(vote=vote)(voted))
 
 
-@breaks("divergence", "record 3 ends the job, though no replicas differ")
+@breaks("divergence", "record 3 ends the job, though no replicas differ, or joiners alone do")
 def the_job_ends_without_a_reason(h: History) -> str:
     both_vote_in_the_aborted(h, "a", "a")
     return change(h, A, brings("abort", ABORTED), gives_up(diverged=True))
 
 
-@breaks("divergence", f"record 3 gives up {B}, which are no minority")
+@breaks("divergence", f"record 3 gives up {B}: no joiners, and no minority")
 def one_of_two_is_given_up(h: History) -> str:
     both_vote_in_the_aborted(h, "a", "b")
     return change(h, A, brings("abort", ABORTED), gives_up(odd=(B,)))

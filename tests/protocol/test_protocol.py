@@ -25,6 +25,7 @@ from fft.messages.protocol import (
     Manifest,
     Prepared,
     Ready,
+    Record,
     Stop,
     Suspect,
     Timer,
@@ -926,20 +927,33 @@ def test_nothing_is_committed_before_a_learner_has_its_state() -> None:
     assert job.kinds()[-2:] == ["abort", "epoch"], "a YES without the state is none"
 
 
-def test_a_learner_brings_no_digest() -> None:
-    """Its state was a different one when its txn began, and replicas are not compared for that."""
+def refused_for_differing(job: Job) -> list[Record]:
+    return [r for r in job.history if r.code == CauseCode.REPLICAS_DIFFER]
+
+
+def test_divergent_joiner_fetches_again_without_a_majority() -> None:
+    """Two groups have no majority, but only one of them has just fetched its state."""
     job, late = joined()
-    job.compute([late], digest="of what it had")
-    assert late.inbox, "its state and its YES"
-    while late.local.vote is None:
-        job.deliver(late)
-    assert late.local.vote.digest is None
-    job.compute([job.node("0")], digest="of the job")
+    others = [n for n in job.live() if n is not late]
+    job.compute([late], digest="parameters=1\noptimizers[0].lr=a")
+    job.compute(others, digest="parameters=1\noptimizers[0].lr=b")
     job.settle()
-    assert job.steps() == {2} and "abort" not in job.kinds()[-2:] and clean(job) == []
-    job.compute(digest="of the job")  # from the step after, it brings one
+    (record,) = refused_for_differing(job)
+    assert record.odd == (late.peer,) and not record.diverged
+    assert f"optimizers[0].lr: b on {others[0].peer}" in record.cause
+    assert f"a on {late.peer}" in record.cause and "parameters" not in record.cause
+    job.compute(digest="the same")
     job.settle()
-    assert {n.local.step for n in job.live()} == {3} and clean(job) == []
+    assert {n.local.step for n in job.live()} == {2} and clean(job) == []
+
+
+def test_joiner_is_not_to_blame_if_the_others_differ_too() -> None:
+    job, _ = joined(3)
+    for node in job.live():
+        job.compute([node], digest=f"of {node.peer.group}")
+    job.settle()
+    (record,) = refused_for_differing(job)
+    assert record.diverged and record.odd == () and not job.live()
 
 
 def test_after_a_rollback_a_learner_is_waited_for() -> None:

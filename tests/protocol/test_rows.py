@@ -561,13 +561,14 @@ def a_learner_gets_its_state_in_the_barrier() -> Job:
     return job
 
 
-def a_learner_is_compared_with_nobody() -> Job:
-    """Its digest belongs to weights that are not the job's."""
+def a_joiner_has_another_state() -> Job:
+    """It alone loses its state, since the others held theirs before."""
     job = learner()
     job.compute([job.node("0")], digest="the job's")
     job.compute([job.node("1")], digest="its own")
     job.settle()
-    assert job.kinds()[-1] == "commit"
+    assert job.kinds()[-2:] == ["abort", "epoch"] and job.history[-2].odd == (job.node("1").peer,)
+    job.step()
     return job
 
 
@@ -1096,7 +1097,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "a learner gets its state in the barrier": a_learner_gets_its_state_in_the_barrier,
     "behind in COMMIT": lambda: behind_in_commit(torn=False),
     "behind in COMMIT, and torn": lambda: behind_in_commit(torn=True),
-    "a learner is compared with nobody": a_learner_is_compared_with_nobody,
+    "a joiner has another state": a_joiner_has_another_state,
     "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,

@@ -10,7 +10,7 @@ from fft.messages.effects import Decide, Effect, ReadHead
 from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
 from fft.protocol import apart
 from fft.protocol.effects.base import action
-from fft.protocol.equality import differing, digests_text, divergent_ranks
+from fft.protocol.equality import differing, digests_text, ranks_to_heal
 from fft.protocol.flow import may_leave
 from fft.protocol.forming import next_epoch
 from fft.protocol.state import (
@@ -208,7 +208,7 @@ def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose an ABORT that names the divergent ranks, whose state then counts as lost."""
     assert isinstance(event, Ballot)
-    odd = divergent_ranks(event.votes)
+    odd = ranks_to_heal(s, c, event.votes)
     assert odd is not None, "the row is guarded by odd_ones_known"
     s.proposed = True
     yield Decide(s.head, replace(abort_record(s, c), odd=odd, accused=odd))

@@ -88,10 +88,7 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remove the digest from the vote, because the state was fetched during the txn.
-
-    The state is a copy of one that it would be compared with.
-    """
+    """Remove the digest of a rank that fetched its state; tables of older traces name it."""
     assert s.vote is not None, "it is noted"
     s.vote = replace(s.vote, digest=None)
     return ()

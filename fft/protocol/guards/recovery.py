@@ -134,8 +134,8 @@ def learners_can_follow(s: Local, c: Config, event: Event) -> bool:
 
     After a rollback all must have the state first: a group that is behind has lost its state, and
     the same gradients must count again. A group that joins after a commit has contributed none yet.
-    If step functions change gradients, a fetching group would change them with weights that are not
-    the job's. Groups that rules have chosen contribute to every step, so they have the state first.
+    If step functions may change the state, a fetching group would do so on a state that is not the
+    job's. Groups that rules have chosen contribute to every step, so they have the state first.
     """
     record = next_epoch(s, c)
     if record is None or s.head is None or s.head.kind != "commit" or s.edits:

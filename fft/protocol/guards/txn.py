@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Ballot, Decision, Event, Manifest, Prepared
-from fft.protocol.equality import differing, divergent_ranks, gradient_digest, unequal_data
+from fft.protocol.equality import differing, gradient_digest, ranks_to_heal, unequal_data
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import Config, Local, committed, learners, member_peers
 
@@ -38,7 +38,7 @@ def is_healed(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def learned_meanwhile(s: Local, c: Config, event: Event) -> bool:
-    """This group fetched its state while the others computed this txn."""
+    """This group fetched its state in this txn; tables of older traces name it."""
     return c.me.group in learners(s)
 
 
@@ -109,9 +109,8 @@ def digests_fit(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def odd_ones_known(s: Local, c: Config, event: Event) -> bool:
-    """A majority shows which ranks diverge, and the policy is to heal them."""
-    heals = c.on_divergence == "heal"
-    return heals and isinstance(event, Ballot) and divergent_ranks(event.votes) is not None
+    """The votes show which ranks diverge: joiners, or a minority if the policy is to heal it."""
+    return isinstance(event, Ballot) and ranks_to_heal(s, c, event.votes) is not None
 
 
 @guard

@@ -22,7 +22,7 @@ from fft.messages.protocol import (
     Ready,
 )
 from fft.protocol.invariants.claims import Claim, Given, Holds, Move, Same, Yes, voted
-from fft.protocol.state import member_peers
+from fft.protocol.state import fetchers, member_peers
 
 
 def shard_unity(move: Move) -> Iterator[Claim]:
@@ -67,9 +67,11 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
 
 
 def divergence(move: Move) -> Iterator[Claim]:
-    """5: no txn is committed if its voters' states or reduced gradients differ; only a minority
-    loses its state, or is accused. Without a majority, a rank is accused that did not repeat its
-    own gradients, if another of its number did.
+    """5: no txn is committed if its voters' states or reduced gradients differ.
+
+    Only joiners that alone differ from the others, or else a minority, lose their state. Only a
+    minority is accused of its gradients or, without a majority, a rank that did not repeat its own
+    if another of its number did.
 
     This holds as far as votes contain digests.
     """
@@ -88,15 +90,15 @@ def divergence(move: Move) -> Iterator[Claim]:
             wrong = partial(_are_wrong, odd, members)
             yield Given(votes, text, lambda *yes: wrong(yes), needed=False)
     elif outcome == "abort" and head is not None and (head.odd or head.diverged):
-        odd, at = head.odd, head.n
-        text = f"record {at} ends the job, though no replicas differ"
+        odd, at, late = head.odd, head.n, fetchers(move.before)
+        text = f"record {at} ends the job, though no replicas differ, or joiners alone do"
         if head.diverged:
-            yield Given(votes, text, lambda *yes: bool(_apart(members, _states(yes))), needed=False)
-        text = f"record {at} gives up {', '.join(map(str, odd))}, which are no minority"
+            ends = partial(_ends_job, late, members)
+            yield Given(votes, text, lambda *yes: ends(_states(yes)), needed=False)
+        text = f"record {at} gives up {', '.join(map(str, odd))}: no joiners, and no minority"
         if odd:
-            yield Given(
-                votes, text, lambda *yes: _are_few(odd, members, _states(yes)), needed=False
-            )
+            lost = partial(_may_lose, odd, late, members)
+            yield Given(votes, text, lambda *yes: lost(_states(yes)), needed=False)
         if move.peer in odd:
             text = f"{move.peer} keeps a state that record {at} gives up"
             yield Holds(move.after.lineage == "", text)
@@ -138,6 +140,33 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], digests: _Digests) 
         if len(set(rest)) != 1 or 2 * len(rest) <= len(held):
             return False
     return True
+
+
+def _joiners_alone(late: Collection[Peer], members: Sequence[Peer], digests: _Digests) -> set[Peer]:
+    """Return the joiners that differ from the others of their number, if the others are alike."""
+    odd: set[Peer] = set()
+    for rank in _apart(members, digests):
+        taken = [(p, d) for p, d in zip(members, digests, strict=True) if p.rank == rank and d]
+        right = {digest for peer, digest in taken if peer not in late}
+        if len(right) != 1:
+            return set()
+        odd |= {peer for peer, digest in taken if digest not in right}
+    return odd
+
+
+def _may_lose(
+    odd: Collection[Peer], late: Collection[Peer], members: Sequence[Peer], digests: _Digests
+) -> bool:
+    """Whether these ranks may lose their state: the joiners that differ, else a minority."""
+    if alone := _joiners_alone(late, members, digests):
+        return alone == set(odd)
+    return _are_few(odd, members, digests)
+
+
+def _ends_job(late: Collection[Peer], members: Sequence[Peer], digests: _Digests) -> bool:
+    """Whether states differ in another way than that joiners differ from all others."""
+    apart = _apart(members, digests)
+    return bool(apart) and not _joiners_alone(late, members, digests)
 
 
 def _are_wrong(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:

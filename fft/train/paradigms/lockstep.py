@@ -71,9 +71,6 @@ class Lockstep(Paradigm[TransactionLoop]):
             "set FFT_SPEC"
         )
 
-    def has_edited(self) -> bool:
-        return self._rank.state.updates.were_unscaled or self._rank.reductions.were_edited
-
     def reduced(self) -> list[torch.Tensor]:
         return [leaf for g in self._rank.state.updates.gradients() for leaf in leaves_of(g)]
 
@@ -83,10 +80,6 @@ class Lockstep(Paradigm[TransactionLoop]):
     def digests_to_compare(self) -> dict[str, str] | None:
         step = self._rank.state.registered_state
         return None if step is None else step.compared_digests()
-
-    @property
-    def changes_extra(self) -> bool:
-        return self._rank.state.has_extra
 
     def restore(self) -> None:
         self._rank.state.restore()

@@ -170,9 +170,10 @@ class Paradigm(ABC, Generic[LoopT]):
             FftError: the ranks of a group hold no stages, or the schedule does not fit.
         """
 
-    @abstractmethod
-    def has_edited(self) -> bool:
-        """Return whether the step function of the open txn has changed reduced gradients."""
+    @property
+    def steps_use_state(self) -> bool:
+        """Whether step functions compute on the state that a joiner fetches, and may change it."""
+        return True
 
     @abstractmethod
     def reduced(self) -> list[torch.Tensor]:
@@ -197,14 +198,6 @@ class Paradigm(ABC, Generic[LoopT]):
 
         Raises:
             TypeError: a value cannot be sent to a joiner.
-        """
-
-    @property
-    @abstractmethod
-    def changes_extra(self) -> bool:
-        """Whether a txn of the job may change registered objects other than model and optimizers.
-
-        A joiner whose state is still on its way takes no part in such a txn.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ This module accesses only the given optimizers, by reference.
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fft.errors import StateMismatch
-from fft.train.local_tensors import leaves_of, like
+from fft.train.local_tensors import leaves_of, like, same_bits
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.tensor_subclasses import (
     check_entry,
@@ -263,6 +264,49 @@ def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_of(inner, f"{place}[{i}]")
 
 
+def parts_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an exported state by name, each hyperparameter as one part."""
+    for key, value in state.items():
+        if key != "optimizers":
+            each = enumerate(value) if isinstance(value, list) else None
+            yield from ((f"{key}[{i}]", v) for i, v in each) if each else ((key, value),)
+            continue
+        for i, optimizer in enumerate(value):
+            for name, part in optimizer.items():
+                if name != "param_groups":
+                    yield f"optimizers[{i}].{name}", part
+            groups = optimizer["param_groups"]
+            for name in sorted({name for group in groups for name in group}):
+                yield f"optimizers[{i}].{name}", [group.get(name) for group in groups]
+
+
+def _same_fingerprint(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return fingerprint([one]) == fingerprint([other])
+
+
+def unlike_places(sent: Any, here: Any, place: str = "") -> Iterator[str]:
+    """Yield the places at which two exported states differ.
+
+    A hyperparameter that only ``here`` has is no difference: ``sent`` may come from an older torch.
+    """
+    if isinstance(sent, torch.Tensor) and isinstance(here, torch.Tensor):
+        form, other = ((t.dtype, t.shape, t.layout) for t in (sent, here))
+        is_direct = sent.device == here.device and sent.layout == torch.strided
+        equal = same_bits if is_direct else _same_fingerprint
+        if form != other or not equal(sent, here):
+            yield place
+    elif isinstance(sent, Mapping) and isinstance(here, Mapping):
+        only_here = () if "param_groups" in place else here.keys() - sent.keys()
+        for key in (*sent, *sorted(only_here, key=repr)):
+            at = f"{place}[{key!r}]" if place else str(key)
+            yield from unlike_places(sent.get(key, ...), here.get(key, ...), at)
+    elif isinstance(sent, (list, tuple)) and type(sent) is type(here) and len(sent) == len(here):
+        for i, (one, other) in enumerate(zip(sent, here, strict=True)):
+            yield from unlike_places(one, other, f"{place}[{i}]")
+    elif repr(sent) != repr(here):
+        yield place
+
+
 def without_tensors(value: Any) -> Any:
     """Return plain data ``value`` with None in the place of each tensor."""
     if isinstance(value, torch.Tensor):
@@ -272,6 +316,15 @@ def without_tensors(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_tensors(inner) for inner in value]
     return value
+
+
+def digest_of(state: Any) -> str:
+    """Return a digest of plain data that is the same on every device."""
+    found = list(tensors_of(state, ""))
+    places = [f"{place} {t.dtype} {tuple(t.shape)}" for place, t in found]
+    hasher = hashlib.blake2b(fingerprint(t for _, t in found).encode(), digest_size=8)
+    feed(hasher, [places, without_tensors(state)])
+    return hasher.hexdigest()
 
 
 def leaves_in(value: Any) -> Iterator[torch.Tensor]:

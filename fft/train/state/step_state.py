@@ -31,6 +31,7 @@ from fft.train.state.plain_state import (
     check_names,
     check_optimizer,
     check_tensors,
+    digest_of,
     export_entries,
     export_settings,
     feed,
@@ -42,7 +43,6 @@ from fft.train.state.plain_state import (
     set_hyperparameters,
     tensors_of,
     with_layout_of,
-    without_tensors,
 )
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
@@ -393,7 +393,7 @@ class StepState:
         """Warn of ``extra`` whose state after loading differs from the loaded state."""
         for name, values in loaded.items():
             now = plain(self._extra[name].state_dict(), f"extra[{name}]")
-            if _digest_of(now) != _digest_of(values):
+            if digest_of(now) != digest_of(values):
                 logger.warning(
                     "extra[%r]: its state_dict() after load_state_dict() differs from the state "
                     "that was loaded, so this group differs from the others; load every entry",
@@ -524,13 +524,13 @@ class StepState:
             TypeError: A value is neither plain nor a tensor; the message names the place.
         """
         found = {
-            f"extra[{name!r}]": _digest_of(plain(each.state_dict(), f"extra[{name}]"))
+            f"extra[{name!r}]": digest_of(plain(each.state_dict(), f"extra[{name}]"))
             for name, each in self._extra.items()
         }
         buffers: dict[str, list[torch.Tensor]] = {}
         for name, buffer in self._shared_buffers():
             buffers.setdefault(f"buffers {name!r}", []).extend(leaves_of(buffer))
-        return found | {name: _digest_of(tensors) for name, tensors in buffers.items()}
+        return found | {name: digest_of(tensors) for name, tensors in buffers.items()}
 
     def has_extra(self, thing: object) -> bool:
         """Return whether ``thing`` is registered in ``extra``."""
@@ -630,15 +630,6 @@ class StepState:
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
-
-
-def _digest_of(state: Any) -> str:
-    """Return a digest of plain data that is the same on every device."""
-    found = list(tensors_of(state, ""))
-    places = [f"{place} {t.dtype} {tuple(t.shape)}" for place, t in found]
-    hasher = hashlib.blake2b(fingerprint(t for _, t in found).encode(), digest_size=8)
-    feed(hasher, [places, without_tensors(state)])
-    return hasher.hexdigest()
 
 
 def export_parameters(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -100,8 +100,9 @@ class Periodic(Lockstep):
                 "backward pass in which they could be; leave the call, or the wrapper, out"
             )
 
-    def has_edited(self) -> bool:
-        return False  # no step function changes the shared state
+    @property
+    def steps_use_state(self) -> bool:
+        return self.synchronizer is None
 
     def reduced(self) -> list[torch.Tensor]:
         return [] if self.synchronizer is None else self.synchronizer.reduced()
@@ -112,10 +113,6 @@ class Periodic(Lockstep):
 
     def digests_to_compare(self) -> None:
         """Compare nothing, because groups differ between two synchronizations."""
-
-    @property
-    def changes_extra(self) -> bool:
-        return False  # a txn of the job runs no step function
 
     def restore(self) -> None:
         try:
