@@ -162,8 +162,10 @@ def load_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Mapping[Any, An
     for key in mine["state"].keys() - got["state"].keys():
         del optimizer.state[key]
     for key, value in got["state"].items():
-        is_tensor = isinstance(here := mine["state"].get(key), torch.Tensor)
-        optimizer.state[key] = value.to(here.device) if is_tensor else value
+        here = mine["state"].get(key)
+        if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(here.device)
+        optimizer.state[key] = value
     if not got["more"]:
         return
     # torch replaces the groups, and converts the state of parameters to their dtype
