@@ -27,7 +27,7 @@ from fft.train.local_tensors import bits_of, write_data
 from fft.train.paradigms.paradigm import Paradigm, SharedState
 from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
-from fft.train.state.plain_state import digest_of, parts_of, unlike_places
+from fft.train.state.plain_state import digest_of, parts_of, refuse_unloadable, unlike_places
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import reshard
 from fft.train.state.step_state import Rewindable, StepState
@@ -133,6 +133,8 @@ class RankState:
                     f"extra={{{SCALER!r}: …}} and scaler= are both given; pass one of them"
                 )
             others[SCALER] = scaler
+        for optimizer in optimizers:
+            refuse_unloadable(optimizer)
         updates = Updates(optimizers, schedulers, scaler)
         for function in self.updates.after:  # callbacks that were registered before
             updates.on_commit(function)

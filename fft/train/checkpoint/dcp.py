@@ -32,6 +32,8 @@ from fft.util.version import __version__
 
 WRITER = "import"
 """Placeholder for the writing group in the manifest of an imported checkpoint."""
+_REST = ("lr_schedulers", "extra", "flags")
+"""Parts of the state without parameters and optimizers. Older checkpoints have no flags."""
 _KEPT = (
     "step",
     "lineage",
@@ -85,7 +87,7 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
             {name: value for name, value in each.items() if name != "state"}
             for each in whole["state"]["optimizers"]
         ],
-        **{name: whole["state"][name] for name in ("lr_schedulers", "extra")},
+        **{name: whole["state"][name] for name in _REST if name in whole["state"]},
         "data": whole["data"],
     }
     data, tensors = packed(rest)
@@ -200,7 +202,7 @@ def _write_again(
                 for name in rest["parameters"]
             },
             "optimizers": optimizers,
-            **{name: rest[name] for name in ("lr_schedulers", "extra")},
+            **{name: rest[name] for name in _REST if name in rest},
         }
         buffers = {
             name: tensor for name, tensor in models.items() if name not in rest["parameters"]

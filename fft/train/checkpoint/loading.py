@@ -337,7 +337,8 @@ def completed(
     An imported checkpoint contains only a model; the rest is the current state of this process.
     """
     if found["optimizers"] is not None:
-        return {**found, "buffers": buffers}
+        # an older checkpoint has no switches
+        return {"flags": step.export_flags(), **found, "buffers": buffers}
     logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
     mine, tensors = step.export(), dict(found["parameters"])
     for alias, name in step.aliases().items():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fft.errors import StateMismatch
+from fft.errors import FftError, StateMismatch
 from fft.train.local_tensors import leaves_of, like, same_bits
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.tensor_subclasses import (
@@ -67,11 +67,23 @@ def export_optimizer(
 def export_entries(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
 ) -> dict[str, Any]:
-    """Export the optimizer's state for each parameter, by name. Safe on any thread."""
+    """Export the optimizer's state for each parameter, by name. Safe on any thread.
+
+    Raises:
+        TypeError: An entry is neither plain nor a tensor, or belongs to a tensor that is no
+            parameter; the message names the place.
+    """
     by_id = {id(p): name for name, p in names.items()}
     state: dict[str, Any] = {}
     for parameter, values in list(optimizer.state.items()):  # a lookup may add an entry
-        name = by_id[id(parameter)]
+        if not isinstance(parameter, torch.Tensor):
+            continue  # see `own_state`
+        if (name := by_id.get(id(parameter))) is None:
+            raise TypeError(
+                f"{place} ({kind_of(optimizer)}) keeps state for a tensor of shape "
+                f"{tuple(parameter.shape)} that is no parameter of it or of a registered model; "
+                "delete that entry of optimizer.state"
+            )
         state[name] = {
             k: plain(export_entry(parameter, v, at), at, has_marks=True)
             for k, v in values.items()
@@ -81,10 +93,89 @@ def export_entries(
 
 
 def export_settings(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
-    """Export the optimizer's kind and the hyperparameters of each parameter group."""
+    """Export the optimizer's kind, the hyperparameters of each parameter group, and `own_state`."""
     groups = enumerate(optimizer.param_groups)
     hyper = [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
-    return {"kind": kind_of(optimizer), "param_groups": hyper}
+    return {
+        "kind": kind_of(optimizer),
+        "param_groups": hyper,
+        "own": export_own(optimizer, place),
+    }
+
+
+def export_own(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
+    """Export the result of `own_state` as plain data; the tensors are the live ones."""
+    own: dict[str, Any] = plain(own_state(optimizer), f"{place} ({kind_of(optimizer)})")
+    return own
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[Any, Any]]:
+    """Return the state that belongs to the optimizer as a whole, not to one of its parameters.
+
+    Returns:
+        ``state``: the entries of ``optimizer.state`` whose key is no tensor. ``more``: the entries
+        of its ``state_dict()`` besides ``state`` and ``param_groups``. The values are live.
+    """
+    found = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    more: dict[Any, Any] = {}
+    if _changes(optimizer, "state_dict"):
+        given = optimizer.state_dict()
+        more = {k: v for k, v in given.items() if k not in ("state", "param_groups")}
+    return {"state": found, "more": more}
+
+
+def refuse_unloadable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise FftError if the optimizer has state of its own that it cannot save or load."""
+    kind = kind_of(optimizer)
+    try:
+        more = own_state(optimizer)["more"]
+    except Exception as error:
+        raise FftError(
+            f"{kind}.state_dict() raised {error!r}: FFT saves and sends the state of an optimizer "
+            "by it; make it return plain values and tensors"
+        ) from error
+    if more and not _changes(optimizer, "load_state_dict"):
+        raise FftError(
+            f"{kind}.state_dict() has the entry {next(iter(more))!r}, which {kind} does not load: "
+            "override load_state_dict(), or keep the value in optimizer.state, under a string"
+        )
+
+
+def _changes(optimizer: torch.optim.Optimizer, method: str) -> bool:
+    """Return whether the class, the object or a hook changes torch's method of that name."""
+    base = getattr(torch.optim.Optimizer, method)
+    hooks = (getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None) for when in _WHEN)
+    return getattr(getattr(optimizer, method), "__func__", None) is not base or any(hooks)
+
+
+_WHEN = ("pre", "post")
+
+
+def load_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Load plain data that `own_state` returned; the state of parameters does not change.
+
+    Raises:
+        StateMismatch: A part of it has another class, shape or dtype than here.
+    """
+    place = kind_of(optimizer)
+    mine = own_state(optimizer)
+    got = {part: copy.deepcopy(with_layout_of(own[part], mine[part], place)) for part in own}
+    for key in mine["state"].keys() - got["state"].keys():
+        del optimizer.state[key]
+    for key, value in got["state"].items():
+        here = mine["state"].get(key)
+        if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(here.device)
+        optimizer.state[key] = value
+    if not got["more"]:
+        return
+    # torch replaces the groups, and converts the state of parameters to their dtype
+    entries = {k: dict(v) for k, v in optimizer.state.items() if isinstance(k, torch.Tensor)}
+    hyper = [hyper_of(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict({**optimizer.state_dict(), **got["more"]})
+    optimizer.state.update(entries)
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        set_hyperparameters(group, values)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -96,10 +187,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
     """Load a state that `export_optimizer` returned and `check_optimizer` accepted."""
-    for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        # a state of an older torch may lack a setting that exists here
-        newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
-        set_hyperparameters(group, {**newer, **hyper})
+    load_settings(optimizer, values)
     incoming = values["state"]
     by_id = {id(p): name for name, p in names.items()}
     for group in optimizer.param_groups:
@@ -113,6 +201,15 @@ def load_optimizer(
                 del mine[key]
             for key, value in incoming[name].items():
                 _put_value(mine, key, value, parameter, group)
+
+
+def load_settings(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Load settings that `export_settings` returned."""
+    load_own(optimizer, values.get("own", {"state": {}, "more": {}}))
+    for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
+        # a state of an older torch may lack a setting that exists here
+        newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
+        set_hyperparameters(group, {**newer, **hyper})
 
 
 def _put_value(
@@ -163,7 +260,9 @@ def check_optimizer(
     mine = kind_of(optimizer)
     if (kind := values.get("kind", mine)) != mine:  # not every exported state names its kind
         raise StateMismatch(f"{place}: expected the state of {mine}, got that of {kind}")
-    check_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
+    check_names(
+        place, {"own": {}, **values, "kind": kind}, {"kind", "state", "param_groups", "own"}
+    )
     check_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, entries in values["state"].items():

@@ -5,34 +5,31 @@ This module accesses FSDP2's private state of the modules by the attributes of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dis
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-_UNIT_SETTINGS = (
-    "_auto_reshard_after_forward",
-    "_states_to_forward_prefetch",
-    "_states_to_backward_prefetch",
-)
-_ITERATION_SETTINGS = ("is_last_backward", "post_optim_event")
-_GROUP_SETTINGS = (
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "post_forward_mesh_info",
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "_all_reduce_hook",
-    "_all_reduce_hook_stream",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
-    "reduce_scatter_unused_params",
-    "reduce_scatter_max_input_buffers",
-    "unshard_in_backward",
-    "unshard_async_op",
-)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@cache
+def _setting_names() -> frozenset[str]:
+    """Return the attributes that the setters of FSDP2 assign in this version of torch."""
+    owners = (FSDPModule, FSDPParamGroup)
+    setters = [f for owner in owners for n, f in vars(owner).items() if re.match("_?set_", n)]
+    steps = (step for setter in setters for step in dis.get_instructions(inspect.unwrap(setter)))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+def _settings(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(thing).items() if name in _setting_names()}
 
 
 def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
@@ -74,32 +71,51 @@ def reshard(models: Sequence[nn.Module]) -> None:
 def capture_settings(models: Sequence[nn.Module]) -> list[Callable[[], None]]:
     """Return functions that restore everything that the setters of FSDPModule change.
 
-    The covered setters are all ``set_*`` methods of torch 2.13; `reset_fsdp` handles the state of
-    an iteration.
+    `reset_fsdp` handles the state of an iteration.
     """
     return [_restoring(state) for state in _fsdp_states(models)]
 
 
 def _restoring(state: Any) -> Callable[[], None]:
-    unit = {name: getattr(state, name) for name in _UNIT_SETTINGS if hasattr(state, name)}
-    iteration = {name: getattr(state._state_ctx, name) for name in _ITERATION_SETTINGS}
+    unit, iteration = _settings(state), _settings(state._state_ctx)
     groups = [
-        (
-            group,
-            {name: getattr(group, name) for name in _GROUP_SETTINGS if hasattr(group, name)},
-            getattr(group.mesh_info, "reduce_scatter_process_group", None),
-        )
-        for group in state._fsdp_param_groups
+        (group, _settings(group), _settings(group.mesh_info)) for group in state._fsdp_param_groups
     ]
 
     def restore() -> None:
         vars(state).update(unit)
         vars(state._state_ctx).update(iteration)  # the first forward replaces this object
-        for group, settings, scatter_group in groups:
+        for group, settings, mesh_settings in groups:
             vars(group).update(settings)
-            if hasattr(group.mesh_info, "reduce_scatter_process_group"):
-                group.mesh_info.reduce_scatter_process_group = scatter_group
+            vars(group.mesh_info).update(mesh_settings)
             if state._is_root and state._auto_reshard_after_forward:
                 group.post_forward_mesh_info = None  # as the first forward has left it
 
     return restore
+
+
+def settings_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the plain values that the setters of an FSDP2 module change; empty for other modules.
+
+    Hooks, meshes and communication objects are not plain.
+    """
+    return [
+        {name: value for name, value in _settings(thing).items() if isinstance(value, _PLAIN)}
+        for thing in _things(module)
+    ]
+
+
+def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
+    """Load the result of `settings_of`, where the values here are plain, too."""
+    if settings is None:
+        return
+    for thing, mine, values in zip(_things(module), settings_of(module), settings, strict=False):
+        vars(thing).update({name: value for name, value in values.items() if name in mine})
+
+
+def _things(module: nn.Module) -> list[Any]:
+    """Return the objects with the settings of an FSDP2 module."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    return [state, state._state_ctx, *state._fsdp_param_groups]

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fft.errors import FftError, StateError
 from fft.train.local_tensors import bits_of, leaves_of, same_bits, version_of, write_data
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.flags import Flags
 from fft.train.state.plain_state import (
     check_count,
     check_names,
@@ -33,12 +34,16 @@ from fft.train.state.plain_state import (
     check_tensors,
     digest_of,
     export_entries,
+    export_own,
     export_settings,
     feed,
     hyper_of,
     leaves_in,
     load_optimizer,
+    load_own,
+    load_settings,
     merged,
+    own_state,
     plain,
     set_hyperparameters,
     tensors_of,
@@ -90,6 +95,8 @@ class _Capture:
     buffers: list[Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
     hyper: list[list[dict[str, Any]]] = field(default_factory=list)
+    own: list[dict[str, Any]] = field(default_factory=list)
+    """State of the optimizers that belongs to none of their parameters, as plain data."""
     schedules: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -158,6 +165,7 @@ class StepState:
         pipelines: Sequence[Rewindable] = (),
     ) -> None:
         self._models = list(models)
+        self._flags = Flags(self._models)
         self._optimizers = list(optimizers)
         self._schedulers = list(lr_schedulers)
         self._extra = extra if extra is not None else {}
@@ -192,6 +200,7 @@ class StepState:
             buffers=list(capture_buffers(modules)),
             rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
+            own=[copy.deepcopy(export_own(o, "optimizer")) for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
             extra={name: copy.deepcopy(s.state_dict()) for name, s in self._extra.items()},
         )
@@ -268,6 +277,8 @@ class StepState:
         for restore in saved.settings:
             restore()
         restore_buffers((module for module, _ in saved.modes), saved.buffers)
+        for optimizer, own in zip(self._optimizers, saved.own, strict=True):
+            load_own(optimizer, own)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # not strict: a group that the user has added since has no captured values
             for group, values in zip(optimizer.param_groups, groups, strict=False):
@@ -335,11 +346,16 @@ class StepState:
                 plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in enumerate(self._schedulers)
             ],
             "extra": {n: plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
-            "optimizers": [
-                export_settings(optimizer, f"optimizers[{i}]")
-                for i, optimizer in enumerate(self._optimizers)
-            ],
+            "optimizers": self._export_settings(),
+            "flags": self.export_flags(),
         }
+
+    def export_flags(self) -> dict[str, Any]:
+        """Export the switches of parameters and modules (see `Flags.export`)."""
+        return self._flags.export(self.resharded_named_parameters())
+
+    def _export_settings(self) -> list[dict[str, Any]]:
+        return [export_settings(o, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)]
 
     def export_lasting(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Export the part that stays valid until the next optimizer step. Safe on any thread.
@@ -367,10 +383,12 @@ class StepState:
             The size of the tensors in ``state``, in bytes.
 
         Raises:
-            StateMismatch: Names, shapes or dtypes differ; nothing has been changed.
+            StateMismatch: Names, shapes or dtypes differ, and nothing has been changed; or hooks
+                differ.
         """
         names = self.resharded_named_parameters()
         self.refuse_unfit(state)
+        self._flags.changed_hooks(names)  # `extra` may register some as it is loaded
         extra = self._spread(state["extra"])
         with torch.no_grad():
             for name, parameter in names.items():
@@ -384,6 +402,7 @@ class StepState:
         for name, values in extra.items():
             self._extra[name].load_state_dict(values)
         self._warn_of_partial_loads(state["extra"])
+        self._flags.load(state["flags"], names)
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
@@ -417,6 +436,7 @@ class StepState:
             "optimizers": [
                 export_entries(o, names, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)
             ],
+            "own": [export_own(o, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)],
         }
         feed(hasher, parts)
         return hasher.hexdigest()
@@ -435,6 +455,7 @@ class StepState:
         for optimizer in self._optimizers:
             for parameter in names.values():
                 tensors += leaves_in(optimizer.state.get(parameter, {}))
+            tensors += leaves_in(own_state(optimizer))
         if buffers:
             tensors += (leaf for _, buffer in self._shared_buffers() for leaf in leaves_of(buffer))
         return fingerprint(tensors)
@@ -459,16 +480,17 @@ class StepState:
     def progress(self) -> dict[str, Any]:
         """Copy the state besides weights and optimizer state, as plain data.
 
-        This covers hyperparameters, LR schedules and registered objects.
+        This covers settings of optimizers, LR schedules, registered objects, and switches.
 
         Raises:
             TypeError: A value is neither plain nor a tensor; the message names the place.
         """
         schedules, extra = enumerate(self._schedulers), self._extra.items()
         found = {
-            "hyper": [[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
+            "optimizers": self._export_settings(),
             "lr_schedulers": [plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in schedules],
             "extra": {name: plain(s.state_dict(), f"extra[{name}]") for name, s in extra},
+            "flags": {k: v for k, v in self.export_flags().items() if k != "hooks"},
         }
         return copy.deepcopy(found)
 
@@ -480,18 +502,18 @@ class StepState:
         Raises:
             StateMismatch: It belongs to another job; nothing has been changed.
         """
-        check_count("hyper", progress["hyper"], self._optimizers)
+        check_count("optimizers", progress["optimizers"], self._optimizers)
         check_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
         check_names("extra", progress["extra"], self._extra)
         progress = {**copy.deepcopy(dict(progress)), "extra": self._spread(progress["extra"])}
-        for optimizer, groups in zip(self._optimizers, progress["hyper"], strict=True):
+        for optimizer, settings in zip(self._optimizers, progress["optimizers"], strict=True):
             optimizer.state.clear()
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                set_hyperparameters(group, values)
+            load_settings(optimizer, settings)
         for scheduler, values in zip(self._schedulers, progress["lr_schedulers"], strict=True):
             scheduler.load_state_dict(values)
         for name, values in progress["extra"].items():
             self._extra[name].load_state_dict(values)
+        self._flags.load(progress["flags"], self.names())
         self._drop_gradients()
         self.forget()
 
@@ -569,7 +591,7 @@ class StepState:
         for optimizer in self._optimizers:
             yield from (p for group in optimizer.param_groups for p in group["params"])
             for entries in optimizer.state.values():
-                yield from (value for value in entries.values() if torch.is_tensor(value))
+                yield from (tensor for _, tensor in tensors_of(entries, ""))
 
     def parameters(self) -> list[torch.Tensor]:
         """Return all registered parameters."""
@@ -619,7 +641,7 @@ class StepState:
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise StateMismatch if names, shapes or dtypes of ``state`` do not fit this rank."""
         names = self.names()
-        expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
+        expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra", "flags"}
         check_names("state", state, expected)
         check_tensors("parameters", state["parameters"], names)
         check_tensors("buffers", state["buffers"], self._buffers())

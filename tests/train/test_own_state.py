@@ -1,0 +1,203 @@
+"""State of optimizers that belongs to no parameter, and switches that a script changes between two
+steps: both are in the state that a rollback restores and another process loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fft.errors import FftError, StateMismatch
+from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.state.plain_state import refuse_unloadable
+from fft.train.state.step_state import StepState
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer whose ``state_dict()`` has entries besides ``state`` and ``param_groups``."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+        self.count, self.mean = 0, torch.zeros(2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.mean = self.mean + self.count
+        self.state["seen"] = self.state.get("seen", 0) + 10
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("m", torch.ones(2, dtype=torch.float64))
+            momentum.mul_(1 + 1e-12)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        self.count, self.mean = state.pop("count"), state.pop("mean")
+        super().load_state_dict(state)
+
+
+def counting() -> tuple[Counting, StepState]:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Counting(model.parameters())
+    return optimizer, StepState([model], [optimizer])
+
+
+def test_optimizer_own_state_is_loaded_by_another_process() -> None:
+    (donor, state), (joiner, other) = counting(), counting()
+    donor.step()
+    donor.step()
+    before = other.digest(), other.fingerprint()
+    exported = copy.deepcopy(state.export())
+    group = joiner.param_groups[0]
+    other.load(exported)
+    assert (joiner.count, joiner.state["seen"]) == (2, 20)
+    assert torch.equal(joiner.mean, torch.full((2,), 3.0))
+    (momentum,) = (v["m"] for k, v in joiner.state.items() if isinstance(k, torch.Tensor))
+    (wanted,) = (v["m"] for k, v in donor.state.items() if isinstance(k, torch.Tensor))
+    assert momentum.dtype == torch.float64, "torch's load_state_dict would have rounded it"
+    assert torch.equal(momentum, wanted)
+    assert joiner.param_groups[0]["lr"] == group["lr"]
+    assert (other.digest(), other.fingerprint()) == (state.digest(), state.fingerprint()) != before
+
+
+def test_rollback_restores_optimizer_own_state() -> None:
+    optimizer, state = counting()
+    optimizer.step()
+    state.capture()
+    optimizer.step()
+    optimizer.state["new"] = 1
+    state.restore()
+    assert (optimizer.count, optimizer.state["seen"]) == (1, 10)
+    assert "new" not in optimizer.state
+    assert torch.equal(optimizer.mean, torch.ones(2))
+
+
+def test_progress_of_local_steps_includes_optimizer_own_state() -> None:
+    optimizer, state = counting()
+    optimizer.step()
+    progress = state.progress()
+    optimizer.step()
+    state.start_over(progress)
+    assert (optimizer.count, dict(optimizer.state)) == (1, {"seen": 10})
+
+
+def test_optimizer_entry_that_is_not_loaded_is_refused_by_name() -> None:
+    class Saves(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "temperature": 1.0}
+
+    class Fails(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            raise NotImplementedError("use another method")
+
+    parameters = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(FftError, match=r"Saves.*'temperature'.*override load_state"):
+        refuse_unloadable(Saves(parameters))
+    with pytest.raises(FftError, match=r"Fails.state_dict\(\) raised NotImpl"):
+        refuse_unloadable(Fails(parameters))
+    refuse_unloadable(torch.optim.Adam(parameters))
+    hooked = Saves(parameters)
+    hooked.register_load_state_dict_pre_hook(lambda _, state: state)
+    refuse_unloadable(hooked)
+
+
+def test_optimizer_state_of_a_foreign_tensor_is_refused_by_name() -> None:
+    optimizer, state = counting()
+    optimizer.state[torch.ones(3)] = {"m": torch.ones(3)}
+    with pytest.raises(TypeError, match=r"optimizers\[0\] \(Counting\).*shape \(3,\)"):
+        state.export()
+
+
+# --- switches
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 1))
+
+
+def test_switches_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
+    donor, joiner = network(), network()
+    for model in (donor, joiner):
+        model[0].requires_grad_(False)
+    other = StepState([joiner], [])
+    donor[0].weight.requires_grad_(True)
+    donor[1].eval()
+    other.load(copy.deepcopy(StepState([donor], []).export()))
+    assert joiner[0].weight.requires_grad and not joiner[0].bias.requires_grad
+    assert [module.training for module in joiner.modules()] == [True, True, False, True]
+    assert "requires_grad of model0.0.weight differed" in caplog.text
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh whose collectives return at once."""
+    group = ShardProcessGroupGloo()
+    group.use_fake_backend(0, 2)
+    yield group.mesh()
+    group.unregister()
+
+
+def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> None:
+    donor, joiner = (network() for _ in range(2))
+    for model in (donor, joiner):
+        model[2].requires_grad_(False)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    donor(torch.ones(1, 2))  # lays out what FSDP2 makes lazily
+    donor.reshard()
+    donor[2].requires_grad_(True)
+    donor[0].set_gradient_divide_factor(3.0)
+    donor.set_requires_gradient_sync(False, recurse=False)
+    StepState([joiner], []).load(copy.deepcopy(StepState([donor], []).export()))
+    inner, root = (m._get_fsdp_state()._fsdp_param_groups[0] for m in (joiner[0], joiner))
+    assert (inner.gradient_divide_factor, inner.reduce_grads) == (3.0, True)
+    assert (root.gradient_divide_factor, root.reduce_grads) == (None, False)
+    assert all(p.requires_grad for p in joiner.parameters())
+    joiner(torch.ones(1, 2)).sum().backward()
+
+
+def _double(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
+class Hooks:
+    """A registered object that registers the hook of its state as it is loaded."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter, self.is_on = parameter, False
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"is_on": self.is_on}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        if state["is_on"] and not self.is_on:
+            self.parameter.register_hook(_double)
+        self.is_on = state["is_on"]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_hooks_added_during_the_job_are_refused_by_place(fixed: bool) -> None:
+    """The fix that the error names works: an object in ``extra`` registers the hook again."""
+    models = [network(), network()]
+    hooks = [Hooks(model[2].bias) for model in models]
+    states = [
+        StepState([m], [], extra={"hooks": h} if fixed else {})
+        for m, h in zip(models, hooks, strict=True)
+    ]
+    models[0][0].register_forward_hook(lambda *_: None)  # a logger, before the job, on one rank
+    states[0].export()
+    hooks[0].load_state_dict({"is_on": True})
+    exported = copy.deepcopy(states[0].export())
+    if fixed:
+        states[1].load(exported)
+        return
+    with pytest.raises(StateMismatch, match=r"hooks of model0.2.bias .*test_own_state._double"):
+        states[1].load(exported)
