@@ -457,10 +457,10 @@ def test_the_schema_file_for_editors_is_the_schema_of_the_models() -> None:
     assert stored == json_schema(), "write it again: fft schema > fsm_specs/schema.json"
 
 
-def test_the_diagram_in_the_design_is_drawn_from_the_table() -> None:
-    design = (ROOT / "DESIGN.md").read_text()
+def test_diagrams_in_the_reference_are_drawn_from_the_tables() -> None:
+    page = (ROOT / "docs" / "reference" / "machine.md").read_text()
     for name in ("hsdp", "main_thread"):
-        assert to_mermaid(load_machine(name)) in design, f"put in the output of: fft graph {name}"
+        assert to_mermaid(load_machine(name)) in page, f"put in the output of: fft graph {name}"
 
 
 def test_both_diagrams_have_every_state_and_every_edge() -> None:
