@@ -75,20 +75,20 @@ demo: setup
 examples: setup
 	@failed=0; \
 	$(BIN)/python -m benchmarks.examples --dir runs/examples-$(shell date +%Y%m%d-%H%M%S) || failed=1; \
-	$(BIN)/python -m benchmarks.live_kills collectives.py training.py --kills 6 --each 3 || failed=1; \
+	$(BIN)/python -m tests.acceptance.live_kills collectives.py training.py --kills 6 --each 3 || failed=1; \
 	exit $$failed
 
 # docs/demo.svg, from the output of a demo
 demo-picture: setup
-	$(MAKE) -s demo TRACES=runs/demo | $(BIN)/python -m benchmarks.demo_picture
+	$(MAKE) -s demo TRACES=runs/demo | $(BIN)/python -m tools.demo_picture
 
 # docs/timeline.png, from the traces of that demo; needs chromium and chromedriver
 timeline-picture: setup
-	$(BIN)/python -m benchmarks.page_pictures timeline runs/demo
+	$(BIN)/python -m tools.page_pictures timeline runs/demo
 
 # docs/watch.png, from a demo that runs meanwhile
 watch-picture: setup
-	$(BIN)/python -m benchmarks.page_pictures watch
+	$(BIN)/python -m tools.page_pictures watch
 
 test: setup
 	$(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -106,16 +106,16 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy fft
 	$(BIN)/lint-imports
-	$(BIN)/python -m benchmarks.rooms --check
-	$(BIN)/python -m benchmarks.house
+	$(BIN)/python -m tools.rooms --check
+	$(BIN)/python -m tools.house
 
 # mypy on fft/ and on benchmarks, examples and tests, which takes longer than all of make check.
 types: setup
 	$(BIN)/mypy
 
-# The gates alone; python -m benchmarks.house --list GATE names the places.
+# The gates alone; python -m tools.house --list GATE names the places.
 house: setup
-	$(BIN)/python -m benchmarks.house
+	$(BIN)/python -m tools.house
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
@@ -128,12 +128,12 @@ prove: setup
 # Both parts are run even if the first finds something. The page is written in either case.
 chaos: setup
 	@failed=0; \
-	$(BIN)/python -m benchmarks.chaos matrix --write || failed=1; \
-	$(BIN)/python -m benchmarks.chaos random --seconds 60 --seed $(CHAOS_SEED) --write || failed=1; \
+	$(BIN)/python -m tests.acceptance.chaos matrix --write || failed=1; \
+	$(BIN)/python -m tests.acceptance.chaos random --seconds 60 --seed $(CHAOS_SEED) --write || failed=1; \
 	echo "report: docs/chaos.md"; exit $$failed
 
 chaos-long: setup
-	$(BIN)/python -m benchmarks.chaos random --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --write
+	$(BIN)/python -m tests.acceptance.chaos random --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --write
 
 # NVIDIA's package pins what it needs: an environment of its own. Its wheels are for Python 3.12 and glibc
 # 2.39; elsewhere its Python parts are taken as they are, which is all that the in-process restart needs.
@@ -159,11 +159,11 @@ bench: setup $(NVRX)/.tried
 
 # On a machine with a GPU, with its own Python (PYTHON) and torch: nothing is installed.
 gpu:
-	$(PYTHON) -m benchmarks.gpu --write
+	$(PYTHON) -m tests.acceptance.gpu --write
 
 # What that machine may lack, for its Python: make gpu-packages PYTHON_THERE=3.12
 gpu-packages: setup
-	$(BIN)/python -m benchmarks.gpu.packages $(PYTHON_THERE)
+	$(BIN)/python -m tests.acceptance.gpu.packages $(PYTHON_THERE)
 
 bench-quick: setup
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick

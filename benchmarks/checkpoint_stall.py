@@ -24,7 +24,7 @@ import torchft
 from torch import nn
 
 import fft
-from fft.train.checkpoint.due import RecordSchedule
+from fft.train.session.checkpoint_schedule import RecordSchedule
 
 STEP_S = 0.05
 STATE_MB = 100

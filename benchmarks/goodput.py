@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import fill, markdown
 from benchmarks.side_by_side import nvrx
 from benchmarks.side_by_side.events import LAUNCHER, Event
 from benchmarks.side_by_side.launch import BECOME, WORKER, Launch
 from benchmarks.side_by_side.model import BATCH
 from benchmarks.side_by_side.rows import FFT_TXN_RUN, NVRX, TORCHFT, TUNED, Fault, Row, System
 from fft.util import pidfd
+from tools.pages import fill, markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PLOT = PAGE.with_name("goodput.svg")

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages import fill, markdown, spread
 from fft.trace.audit import read_lines
+from tools.pages import fill, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"

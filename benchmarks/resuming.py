@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.pages import fill, markdown, spread
 from fft.trace.audit import read_lines
 from fft.trace.starts import start_folders
+from tools.pages import fill, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"

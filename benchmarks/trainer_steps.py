@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.pages import markdown, spread
 from benchmarks.whole_step import BATCH, CONTEXT, GPT, SIZES, Clock, Windows, ratio
+from tools.pages import markdown, spread
 
 STEPS = {"6 M": 60, "25 M": 25}
 ROOT = Path(__file__).parents[1]

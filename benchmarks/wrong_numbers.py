@@ -1,10 +1,10 @@
 """Single bit flips in the numbers of a rank, and what FFT's checks before the vote find of them.
 
 The replicas are models in one process. Gradients are averaged in memory, and each step is judged by
-the shipped parts: the check for finite gradients (`fft.train.step_results`), the fingerprints
-(`fft.train.state`), and the guards of the core on the ballot. ``python -m benchmarks.wrong_numbers
-[--write]`` runs 1,000 flips and 10,000 quiet steps in each of two layouts, measures the costs, and
-prints the tables, or writes them into docs/bit_flips.md.
+the shipped parts: the check for finite gradients (`fft.train.session.step_results`), the
+fingerprints (`fft.train.state`), and the guards of the core on the ballot. ``python -m
+benchmarks.wrong_numbers [--write]`` runs 1,000 flips and 10,000 quiet steps in each of two layouts,
+measures the costs, and prints the tables, or writes them into docs/bit_flips.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fft.errors import GradientsNotReproducible
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Manifest, Peer, Token, Vote
 from fft.protocol.equality import differing, divergent_ranks, gradient_digest
-from fft.train.recomputation import Recomputation, Recompute
+from fft.train.gradients.recomputation import Recomputation, Recompute
+from fft.train.session.step_results import are_finite, sum_of_squares
 from fft.train.state.fingerprint import fingerprint
-from fft.train.step_results import are_finite, sum_of_squares
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "bit_flips.md"
 KINDS = (

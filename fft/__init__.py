@@ -15,46 +15,46 @@ if TYPE_CHECKING:
     from fft import abort as abort
     from fft import active as active
     from fft import health_checks as health_checks
+    from fft.checkpoints.plan import Checkpointing
     from fft.messages.identities import Peer
-    from fft.train.checkpoint.plan import Checkpointing
+    from fft.train.api.live_set import LiveSet, live_set
+    from fft.train.api.manager import ManagerFFT, Transaction
+    from fft.train.api.restartable import Call, restartable
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
-    from fft.train.live_set import LiveSet, live_set
-    from fft.train.manager import ManagerFFT, Transaction
     from fft.train.paradigms.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.paradigms.stages.input import StageInput
     from fft.train.paradigms.stages.output import StageOutput
-    from fft.train.preemption import FileNotice, HttpNotice, Notice
-    from fft.train.process_group.nccl import ShardProcessGroupNCCL
-    from fft.train.process_group.shard import ShardProcessGroupGloo
-    from fft.train.restartable import Call, restartable
-    from fft.train.settings import ManagerConfig
-    from fft.train.step_results import StepResult
+    from fft.train.process_groups.nccl import ShardProcessGroupNCCL
+    from fft.train.process_groups.shard import ShardProcessGroupGloo
+    from fft.train.session.settings import ManagerConfig
+    from fft.train.session.step_results import StepResult
+    from fft.train.step.preemption import FileNotice, HttpNotice, Notice
 
 _HOME = {
-    "Checkpointing": "fft.train.checkpoint.plan",
-    "Call": "fft.train.restartable",
+    "Checkpointing": "fft.checkpoints.plan",
+    "Call": "fft.train.api.restartable",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.paradigms.periodic.algorithms",
     "Due": "fft.train.data.source",
-    "FileNotice": "fft.train.preemption",
-    "HttpNotice": "fft.train.preemption",
-    "LiveSet": "fft.train.live_set",
+    "FileNotice": "fft.train.step.preemption",
+    "HttpNotice": "fft.train.step.preemption",
+    "LiveSet": "fft.train.api.live_set",
     "LocalSGD": "fft.train.paradigms.periodic.algorithms",
-    "ManagerConfig": "fft.train.settings",
-    "ManagerFFT": "fft.train.manager",
-    "Notice": "fft.train.preemption",
+    "ManagerConfig": "fft.train.session.settings",
+    "ManagerFFT": "fft.train.api.manager",
+    "Notice": "fft.train.step.preemption",
     "Peer": "fft.messages.identities",
-    "ShardProcessGroupGloo": "fft.train.process_group.shard",
-    "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
+    "ShardProcessGroupGloo": "fft.train.process_groups.shard",
+    "ShardProcessGroupNCCL": "fft.train.process_groups.nccl",
     "StageInput": "fft.train.paradigms.stages.input",
     "StageOutput": "fft.train.paradigms.stages.output",
-    "StepResult": "fft.train.step_results",
+    "StepResult": "fft.train.session.step_results",
     "StreamLoader": "fft.train.data.loaders",
-    "Transaction": "fft.train.manager",
-    "live_set": "fft.train.live_set",
-    "restartable": "fft.train.restartable",
+    "Transaction": "fft.train.api.manager",
+    "live_set": "fft.train.api.live_set",
+    "restartable": "fft.train.api.restartable",
 }
 
 _MODULES = ("abort", "active", "health_checks")

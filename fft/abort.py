@@ -1,5 +1,5 @@
-"""Ready-made aborts for `ManagerFFT.on_abort`; `fft.train.abort` describes them."""
+"""Ready-made aborts for `ManagerFFT.on_abort`; `fft.train.guard.abort` describes them."""
 
-from fft.train.abort import nvshmem, process_groups, transformer_engine
+from fft.train.guard.abort import nvshmem, process_groups, transformer_engine
 
 __all__ = ["nvshmem", "process_groups", "transformer_engine"]

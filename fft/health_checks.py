@@ -1,5 +1,5 @@
-"""Ready-made checks for `ManagerFFT.health_check`; `fft.train.health_checks` describes them."""
+"""Ready-made checks for `ManagerFFT.health_check`, of `fft.train.guard.health_checks`."""
 
-from fft.train.health_checks import device, disk, gpu, memory, network_interface
+from fft.train.guard.health_checks import device, disk, gpu, memory, network_interface
 
 __all__ = ["device", "disk", "gpu", "memory", "network_interface"]

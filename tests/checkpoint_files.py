@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-from fft.train.checkpoint.files import (
+from fft.checkpoints.files import (
     Checkpoints,
     File,
     Manifest,
@@ -17,7 +17,7 @@ from fft.train.checkpoint.files import (
     file_stem,
     partial_name,
 )
-from fft.train.checkpoint.stores import Store
+from fft.checkpoints.stores import Store
 
 GROUPS, RANKS = ("0", "1"), 2
 

@@ -32,7 +32,7 @@ CONTEXT.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torchft",
-        "fft.train.manager",
+        "fft.train.api.manager",
         "frozen_heap",  # the last
     ]
 )

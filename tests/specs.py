@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from fft.protocol.include import read_whole
-from fft.protocol.load import find_spec
+from fft.protocol.load import find_spec, read_whole
 from fft.protocol.spec import FsmSpec
 from fft.protocol.table import Table
 

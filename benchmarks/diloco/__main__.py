@@ -23,11 +23,11 @@ from rich.table import Table
 
 from benchmarks.diloco import figures, plot
 from benchmarks.diloco.plan import EVERY, FAULT_EVERY, GROUPS, OUTER, SYSTEMS, Schedule
-from benchmarks.pages import fill, markdown
 from benchmarks.side_by_side.events import Event
 from benchmarks.side_by_side.machine import described, in_words
 from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
+from tools.pages import fill, markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.pages import fill, markdown
 from benchmarks.side_by_side.legs import FIRST, LEGS
 from benchmarks.side_by_side.machine import in_words
 from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.results import Results
 from benchmarks.side_by_side.rows import NVRX, ROWS, SYSTEMS, TORCHFT, TUNED, Row, System
+from tools.pages import fill, markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"

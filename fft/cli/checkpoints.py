@@ -47,8 +47,8 @@ def _opened(place: str, is_new: bool = False) -> Any:
 
     Raises FftError if it is a file, or if the directory does not exist and ``is_new`` is false.
     """
-    from fft.train.checkpoint.files import Checkpoints
-    from fft.train.checkpoint.stores import open_store
+    from fft.checkpoints.files import Checkpoints
+    from fft.checkpoints.stores import open_store
 
     if "://" not in place and not Path(place).is_dir():
         if Path(place).exists():
@@ -60,7 +60,7 @@ def _opened(place: str, is_new: bool = False) -> Any:
 
 def _step(text: str) -> int:
     """Parse a step, given as a number or as the name of a checkpoint. Raises ValueError."""
-    from fft.train.checkpoint.files import step_of
+    from fft.checkpoints.files import step_of
 
     step = step_of(text)
     return int(text) if step is None else step
@@ -70,7 +70,7 @@ def _step(text: str) -> int:
 def list_all(place: Place, as_json: AsJson = False) -> None:
     """Show all checkpoints, and what is unfinished, by manifests and sizes of files; what is in
     the files `verify` reads."""
-    from fft.train.checkpoint.files import name_of
+    from fft.checkpoints.files import name_of
 
     with plain_errors(), _readable(place):
         found = _opened(place).found()
@@ -116,7 +116,7 @@ def verify(
     ] = None,
 ) -> None:
     """Read every file and compare digests; exit 1 if one is damaged or none is whole."""
-    from fft.train.checkpoint.files import DamagedCheckpoint
+    from fft.checkpoints.files import DamagedCheckpoint
 
     with plain_errors(), _readable(place):
         checkpoints = _opened(place)
@@ -148,7 +148,7 @@ def prune(
 
     The newest that is whole stays in any case; its files are read for that.
     """
-    from fft.train.checkpoint.stores import StoreError
+    from fft.checkpoints.stores import StoreError
 
     with plain_errors(), _readable(place), ExitStack() as held:
         checkpoints = _opened(place)

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
+from fft.checkpoints.plan import EVERY
 from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
-from fft.train.checkpoint.plan import EVERY
 
 
 def _finite(seconds: float) -> float:

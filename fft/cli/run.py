@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from fft.checkpoints.plan import EVERY, KEEP, Checkpointing
 from fft.cli.shared import plain_errors
 from fft.errors import FftError
 from fft.protocol.timeouts import HOST_LIMIT_S
-from fft.train.checkpoint.plan import EVERY, KEEP, Checkpointing
 
 if TYPE_CHECKING:
     from fft.launch.supervisor import JobOutcome, RunConfig
@@ -406,7 +406,7 @@ def _supervise(
     _calm_lighthouse()
     # With a wrong interface name all ranks would fail and be restarted, so check it here.
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        from fft.train.process_group.gloo import check_interfaces
+        from fft.train.process_groups.gloo import check_interfaces
 
         check_interfaces()
     from fft.bus.token import JobToken

@@ -22,6 +22,9 @@ from typing import Any
 
 from fft.bus import BusUnreachable, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.plan import EVERY
+from fft.checkpoints.stores import open_store
 from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
@@ -29,9 +32,6 @@ from fft.launch.supervisor.ending import Outage
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
 from fft.protocol.timeouts import bus_operation
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.plan import EVERY
-from fft.train.checkpoint.stores import open_store
 from fft.util.die_with_parent import tied
 
 try:

@@ -25,6 +25,9 @@ from pathlib import Path
 
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
+from fft.checkpoints.files import Checkpoints, choose, name_of
+from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
@@ -33,9 +36,6 @@ from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.operate.entering import enter
 from fft.trace.report import save_plan
-from fft.train.checkpoint.files import Checkpoints, choose, name_of
-from fft.train.checkpoint.plan import Checkpointing
-from fft.train.checkpoint.stores import NoRoom, open_store
 from fft.util.remove_after_death import vanishing
 
 logger = logging.getLogger(__name__)

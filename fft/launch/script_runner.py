@@ -250,7 +250,7 @@ def _load_imports_of(path: str, is_for_all: bool = False) -> None:
         names = names[: next((at for at, other in enumerate(is_other) if other), len(names))]
         names = [name for name in names if name.partition(".")[0] in _RANK_INDEPENDENT]
     if "fft" in names:  # `import fft` loads its parts lazily
-        names.append("fft.train.manager")
+        names.append("fft.train.api.manager")
     if "torch" in {name.partition(".")[0] for name in names}:
         names.append("torch._dynamo")  # otherwise loaded when the first optimizer is constructed
     for name in filter(_is_installed, names):

@@ -87,7 +87,7 @@ class Check:
 
     A rank runs one check at a time and refuses a second one. The listening side sends its address
     in its first answer; all ranks send their results in the last one
-    (``fft.train.operator_commands``).
+    (``fft.train.step.operator_commands``).
     """
 
     id: Id

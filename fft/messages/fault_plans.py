@@ -2,7 +2,8 @@
 
 A plan is a YAML or JSON file with a list ``faults:``; ``load_plan`` reads and validates it. ``fft
 inject`` sends the same data. Pure except for reading the file, and free of torch.
-``fft.train.injector`` injects the faults of participants, the supervisor those of its services.
+``fft.train.guard.injector`` injects the faults of participants, the supervisor those of its
+services.
 """
 
 from __future__ import annotations

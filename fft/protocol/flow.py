@@ -7,8 +7,7 @@ like any other step, and scopes may temporarily have different groups.
 from __future__ import annotations
 
 from fft.messages.protocol import Record, Seen
-from fft.protocol.elsewhere import Elsewhere
-from fft.protocol.state import Config, Local, data_after, participants
+from fft.protocol.state import Config, Elsewhere, Local, data_after, participants
 
 
 def _begun_at(s: Local) -> Local | Record:

@@ -1,20 +1,250 @@
-"""Reads a spec: finds its file by name, merges its parts, parses it strictly and checks it.
+"""Merges a spec from its files: ``include``, differences, and renamed effects.
 
-Reading files is its only side effect.
+Reading files is its only side effect. A file with ``include: [part, …]`` is laid over the parts
+that it names. Their paths are relative to the file, else to FFT's own specs. Mappings are merged
+key by key, any other value replaces that of the parts, and a key without a value removes the part's
+key. Two parts of one list must not set the same key. ``instead: {effect: other}`` replaces an
+effect wherever the parts name it. Nodes keep their marks, so an error names file and line of the
+part.
 """
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import ValidationError
 
 from fft.errors import ConfigError
-from fft.protocol.include import place_of, read_whole, spec_dirs, values_of
 from fft.protocol.spec import FsmSpec, MachineSpec, ThreadSpec
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.vocabulary import VOCABULARIES
+
+Pair = tuple[yaml.Node, yaml.Node]
+
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's loader if PyYAML has it, because every process reads its spec and it is faster."""
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc]
+    """A loader that reads a bare `on`, which is a key of specs, as a string and not as true."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rx) for tag, rx in rules if tag != "tag:yaml.org,2002:bool"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
+_NULL = "tag:yaml.org,2002:null"
+
+
+def spec_dirs() -> list[Path]:
+    """Return the directories of the shipped specs: in an installed wheel first, then a checkout.
+
+    ``teaching`` holds specs that are wrong on purpose.
+    """
+    package = Path(__file__).resolve().parents[1]
+    homes = [d for d in (package / "fsm_specs", package.parent / "fsm_specs") if d.is_dir()]
+    return [d for home in homes for d in (home, home / "teaching")]
+
+
+def read_whole(text: str, origin: str) -> yaml.Node:
+    """Return the spec in ``text``, merged with everything that it includes.
+
+    Args:
+        origin: Its path, or a name for error messages.
+
+    Raises:
+        ConfigError: The text is not YAML or repeats a key; a part is missing, includes itself, or
+            contradicts another part; or a difference removes something that the parts do not have.
+    """
+    return _read(text, origin, (_known_as(Path(origin)),))
+
+
+def values_of(node: yaml.Node) -> Any:
+    """Return the plain data of a node."""
+    loader = _Loader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def place_of(node: yaml.Node, loc: tuple[Any, ...]) -> str:
+    """Return ``file:line`` of the deepest existing element on the path ``loc``."""
+    mark, at = node.start_mark, node
+    for part in loc:
+        if isinstance(at, yaml.MappingNode):
+            match = [(k, v) for k, v in at.value if k.value == str(part)]
+            if not match:
+                break
+            mark, at = match[0][0].start_mark, match[0][1]
+        elif isinstance(at, yaml.SequenceNode) and isinstance(part, int) and part < len(at.value):
+            at = at.value[part]
+            mark = at.start_mark
+        else:
+            break
+    return _at(mark)
+
+
+def _at(mark: yaml.Mark) -> str:
+    return f"{mark.name}:{mark.line + 1}"
+
+
+def _known_as(path: Path) -> Path:
+    return path.resolve()
+
+
+def _read(text: str, origin: str, above: tuple[Path, ...]) -> yaml.Node:
+    root = _composed(text, origin)
+    if not isinstance(root, yaml.MappingNode):
+        return root
+    include, instead = _taken(root, "include"), _taken(root, "instead")
+    if include is None:
+        if instead is not None:
+            raise ConfigError(f"{_at(instead.start_mark)}: instead: needs an include")
+        return root
+    whole: yaml.MappingNode | None = None
+    for entry in _entries(include):
+        part = _part(entry, Path(origin).parent, above)
+        whole = part if whole is None else _joined(whole, part, _refuse)
+    assert whole is not None, "include has an entry"
+    if instead is not None:
+        _rename(whole, instead)
+    return _joined(whole, root, lambda old, new: _difference(old, new))
+
+
+def _composed(text: str, origin: str) -> yaml.Node:
+    stream = io.StringIO(text)
+    stream.name = origin  # PyYAML puts it into the marks of the nodes
+    loader = _Loader(stream)
+    try:
+        root: yaml.Node | None = loader.get_single_node()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if root is None:
+        raise ConfigError(f"{origin}: the file is empty")
+    _refuse_twice(root)
+    return root
+
+
+def _refuse_twice(node: yaml.Node) -> None:
+    """Refuse a repeated key, of which YAML would keep the last value."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_twice(child)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                text = f"key {key.value!r} stands twice; keep one"
+                raise ConfigError(f"{_at(key.start_mark)}: {text}")
+            seen.add(key.value)
+            _refuse_twice(value)
+
+
+def _taken(root: yaml.MappingNode, name: str) -> yaml.Node | None:
+    """Remove a top-level key and return its value."""
+    found = [value for key, value in root.value if key.value == name]
+    root.value = [pair for pair in root.value if pair[0].value != name]
+    return found[0] if found else None
+
+
+def _entries(include: yaml.Node) -> list[yaml.Node]:
+    if not isinstance(include, yaml.SequenceNode) or not include.value:
+        raise ConfigError(f"{_at(include.start_mark)}: include: write a list of files")
+    return list(include.value)
+
+
+def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.MappingNode:
+    path = _found(str(entry.value), folder)
+    if _known_as(path) in above:
+        raise ConfigError(f"{_at(entry.start_mark)}: {path} includes itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        text = f"{path} cannot be included: {error.strerror}"
+        raise ConfigError(f"{_at(entry.start_mark)}: {text}") from None
+    part = _read(text, str(path), (*above, _known_as(path)))
+    if not isinstance(part, yaml.MappingNode):
+        raise ConfigError(f"{path}: a part is a mapping of keys to values")
+    return part
+
+
+def _found(name: str, folder: Path) -> Path:
+    """The part relative to the file that names it, else the part of this name that FFT ships."""
+    for home in (folder, *spec_dirs()):
+        if (path := home / name).is_file():
+            return path
+    return folder / name
+
+
+Meet = Callable[[Pair, Pair], Pair | None]
+"""Merges two values of one key unless both are mappings; None removes the key."""
+
+
+def _joined(below: yaml.MappingNode, above: yaml.MappingNode, meet: Meet) -> yaml.MappingNode:
+    """Merge two mappings key by key, in the order of ``below``; new keys come last."""
+    new = {key.value: (key, value) for key, value in above.value}
+    found: list[Pair] = []
+    for key, value in below.value:
+        other = new.pop(key.value, None)
+        if other is None:
+            found.append((key, value))
+        elif isinstance(value, yaml.MappingNode) and isinstance(other[1], yaml.MappingNode):
+            found.append((key, _joined(value, other[1], meet)))
+        elif (pair := meet((key, value), other)) is not None:
+            found.append(pair)
+    for key, value in new.values():
+        if value.tag == _NULL:
+            raise ConfigError(f"{_at(key.start_mark)}: there is no {key.value!r} to take away")
+        found.append((key, value))
+    return yaml.MappingNode(below.tag, found, below.start_mark, below.end_mark)
+
+
+def _refuse(old: Pair, new: Pair) -> Pair | None:
+    at, also = _at(new[0].start_mark), _at(old[0].start_mark)
+    raise ConfigError(f"{at}: {new[0].value!r} stands in {also}, too; keep one")
+
+
+def _difference(old: Pair, new: Pair) -> Pair | None:
+    return None if new[1].tag == _NULL else new
+
+
+def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
+    others: Mapping[str, str] = values_of(instead)
+    if not isinstance(others, dict) or not all(isinstance(o, str) for o in others.values()):
+        raise ConfigError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
+    used: set[str] = set()
+    _rename_effects(node, others, used, False)
+    for sequences in (value for key, value in node.value if key.value == "sequences"):
+        for _, parts in sequences.value:
+            _rename_effects(parts, others, used, True)
+    if unused := sorted(set(others) - used):
+        at = place_of(instead, (unused[0],))
+        raise ConfigError(f"{at}: no included row has the effect {unused[0]!r}")
+
+
+def _rename_effects(
+    node: yaml.Node, others: Mapping[str, str], used: set[str], are_effects: bool
+) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _rename_effects(value, others, used, key.value == "effects")
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _rename_effects(child, others, used, are_effects)
+    elif are_effects and node.value in others:
+        used.add(node.value)
+        node.value = others[node.value]
+
 
 _Spec = TypeVar("_Spec", bound=MachineSpec)
 

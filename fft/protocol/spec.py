@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.roles import Role
 from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
+from fft.protocol.state import Elsewhere
 
 
 class Part(Strict):

@@ -7,7 +7,7 @@ copy of ``Local`` is a snapshot.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -21,15 +21,54 @@ from fft.messages.protocol import (
     Peer,
     RankEntry,
     Record,
+    ScopeRecord,
+    Seen,
     Suspect,
     Token,
     Vote,
     next_lineage,
 )
 from fft.protocol.active import chosen
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another scope to which the data flow binds this one, as far as it is known here."""
+
+    scope: str
+    ahead: int
+    """Number of the other scope's txns that this scope may be ahead; 0 if this scope follows it."""
+    n: int = 0
+    """Number of its newest known record, or 0."""
+    cursor: int = 0
+    takers: int = 1
+    """As in ``Seen``, from the record that lets this scope proceed furthest. Before the scope has
+    begun, its minimum."""
+    groups: tuple[str, ...] = ()
+    """Groups in it by the newest record, without those that leave with that record."""
+
+    @property
+    def seen(self) -> Seen:
+        """The position of the scope, as a vote reports it."""
+        return Seen(self.scope, self.cursor, self.ahead, self.takers)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all groups have left the scope, so that it takes no more slices."""
+        return self.takers == 0
+
+    def after(self, record: ScopeRecord) -> Elsewhere:
+        """Return the same scope with a newer record.
+
+        A permission is never revoked, not even by a record of more groups than are left.
+        """
+        new = replace(self, n=record.n, groups=record.groups)
+        further = replace(new, cursor=record.cursor, takers=record.takers)
+        is_further = further.has_ended or further.seen.reach >= self.seen.reach
+        return further if is_further else new
+
 
 FREE_ROLLBACKS = 3
 """Number of consecutive rollbacks that are not followed by a pause."""

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from fft.messages.causes import NO_CAUSE
 from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
-from fft.protocol.elsewhere import Elsewhere
-from fft.protocol.state import Local
+from fft.protocol.state import Elsewhere, Local
 
 T = TypeVar("T", bound=Hashable)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from fft.messages.protocol import Record, ScopeRecord
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Elsewhere
 from fft.prove.bounds import Bounds
 
 _AHEAD = 1

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from pydantic_core import ValidationError, to_json
 
 from fft.messages.protocol import Event, Peer, UnreadableMessage, event_from_json
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config
+from fft.protocol.state import Config, Elsewhere
 from fft.protocol.table import LookupTable, Table
 from fft.trace.format import FORMAT, READABLE, cause_of, where
 from fft.trace.read import GAP, Trace, TraceFile

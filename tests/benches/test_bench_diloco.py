@@ -9,15 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.chaos.__main__ import arguments as chaos_arguments
-from benchmarks.chaos.alone import inner_of
-from benchmarks.chaos.soak import DRAIN_EVERY, with_drains
 from benchmarks.diloco import plot
 from benchmarks.diloco.__main__ import arguments
 from benchmarks.diloco.figures import BEFORE, Cost, costs, curve
 from benchmarks.diloco.plan import KINDS, UNCOMMITTED, WHOLE, Schedule
 from benchmarks.slices import Slices, slices
 from fft.messages.fault_plans import AnyFault, FaultPlan
+from tests.acceptance.chaos.__main__ import arguments as chaos_arguments
+from tests.acceptance.chaos.alone import inner_of
+from tests.acceptance.chaos.soak import DRAIN_EVERY, with_drains
 
 # --- slices of the data -----------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos.cases import LAYOUTS, Layout, suites
-from benchmarks.chaos.samples import Series
 from fft.messages.fault_plans import MODELS, PHASES, FaultPlan
+from tests.acceptance.chaos.cases import LAYOUTS, Layout, suites
+from tests.acceptance.chaos.samples import Series
 
 
 def entry_kinds(layout: Layout) -> set[tuple[str, str | None]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo_picture import LEFT_OUT, main, picture, shortened
 from fft.messages.fault_plans import load_plan
+from tools.demo_picture import LEFT_OUT, main, picture, shortened
 
 ROOT = Path(__file__).parents[2]
 AT_WORK = (

@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import machine, packages, page, runner
-from benchmarks.gpu.findings import Pen, read
-from benchmarks.gpu.packages import needed
-from benchmarks.gpu.part import FINDINGS
-from benchmarks.gpu.plan import PARTS, TOTAL_S, Part, chosen
 from fft.launch.supervisor.groups import base_env
+from tests.acceptance.gpu import machine, packages, page, runner
+from tests.acceptance.gpu.findings import Pen, read
+from tests.acceptance.gpu.packages import needed
+from tests.acceptance.gpu.part import FINDINGS
+from tests.acceptance.gpu.plan import PARTS, TOTAL_S, Part, chosen
 
 LIMIT_S = 60.0
-FINDS = "from benchmarks.gpu.findings import Pen; from pathlib import Path; import sys, os, time\n"
+FINDS = "from tests.acceptance.gpu.findings import Pen\n"
+FINDS += "from pathlib import Path; import sys, os, time\n"
 FINDS += "pen = Pen(Path(sys.argv[1]), 'a part')\n"
 
 
@@ -74,7 +75,7 @@ def test_parts_are_chosen_by_number_and_name_in_the_order_of_their_turns() -> No
 
 def test_the_plan_is_that_of_the_issue() -> None:
     assert [p.number for p in PARTS] == list(range(1, 11))
-    assert all((runner.ROOT / f"benchmarks/gpu/parts/{p.name}.py").is_file() for p in PARTS)
+    assert all((runner.ROOT / f"tests/acceptance/gpu/parts/{p.name}.py").is_file() for p in PARTS)
     assert sum(p.limit_s for p in PARTS) <= TOTAL_S < 8 * 60, "each gets its own time"
 
 
@@ -196,7 +197,7 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
 def test_a_real_part_that_hangs_tells_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run a part through `benchmarks.gpu.part` with a replacement for torch that hangs."""
+    """Run a part through `tests.acceptance.gpu.part` with a replacement for torch that hangs."""
     text = "import time\n\n\ndef in_torch():\n    time.sleep(600)\n\n\nin_torch()\n"
     (tmp_path / "torch.py").write_text(text)
     runner.prepare_children()
@@ -248,7 +249,7 @@ MACHINE: dict[str, Any] = {
     "memory_gib": 79.1,
     "nccl": "2.28.9",
     "cuda": "13.0",
-    "fails": {"fft.train.manager": "ModuleNotFoundError: No module named 'torchft'"},
+    "fails": {"fft.train.api.manager": "ModuleNotFoundError: No module named 'torchft'"},
     "gpus": ["NVIDIA H100"],
     "unusable": "",
     "when": "2026-01-01 12:00",
@@ -329,7 +330,7 @@ def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> No
     """torch 2.11 has no GroupName. Everything has been imported and run on CPU with 2.11."""
     script = """
 import builtins
-from benchmarks.gpu import machine
+from tests.acceptance.gpu import machine
 real = builtins.__import__
 def older(name, globals=None, locals=None, fromlist=(), level=0):
     if "GroupName" in (fromlist or ()) and globals["__name__"].startswith("fft"):
@@ -371,7 +372,7 @@ def test_the_page_tells_the_machine_each_part_and_each_finding(tmp_path: Path) -
     assert text.endswith("the end\n")
     assert "Run on 2026-01-01 12:00." in text
     assert "device: NVIDIA H100, 79.1 GiB; driver 580.1; CUDA 13.0; NCCL 2.28.9" in text
-    assert "cannot be loaded or found out: fft.train.manager: ModuleNotFoundError" in text
+    assert "cannot be loaded or found out: fft.train.api.manager: ModuleNotFoundError" in text
     assert "| it holds | ok | figure 1.5 |" in text
     assert "| a \\| b | failed |  | one … &lt;three> |" in text
 
@@ -403,9 +404,9 @@ def saved(folder: Path, *lines: Any) -> Path:
 
 def ended_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """Return the exit code of the command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *words])
+    monkeypatch.setattr(sys, "argv", ["tests.acceptance.gpu", *words])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("benchmarks.gpu", run_name="__main__")
+        runpy.run_module("tests.acceptance.gpu", run_name="__main__")
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -488,7 +489,7 @@ def test_the_commands_exit_code(
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "benchmarks.gpu", *words]
+    told = [sys.executable, "-m", "tests.acceptance.gpu", *words]
     return subprocess.run(
         told, capture_output=True, text=True, timeout=LIMIT_S * 2, cwd=runner.ROOT
     )

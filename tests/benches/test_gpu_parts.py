@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import part, runner
-from benchmarks.gpu.findings import Pen, read
-from benchmarks.gpu.part import Setting
-from benchmarks.gpu.parts import jobs, nccl_pair, nccl_rebuild, nets
+from tests.acceptance.gpu import part, runner
+from tests.acceptance.gpu.findings import Pen, read
+from tests.acceptance.gpu.part import Setting
+from tests.acceptance.gpu.parts import jobs, nccl_pair, nccl_rebuild, nets
 
 FAR_S = 600.0
 

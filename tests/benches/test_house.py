@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import house
+from tools import house
 
 SOURCE = '''"""Who reads this: nobody."""
 import x

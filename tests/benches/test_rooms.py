@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rooms import PAGE, direct, imports, lines
+from tools.rooms import PAGE, direct, imports, lines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -17,7 +17,7 @@ MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts
 
 
 def test_the_picture_in_the_design_is_drawn_from_the_imports() -> None:
-    assert "\n".join(lines(imports())) in PAGE.read_text(), "python -m benchmarks.rooms"
+    assert "\n".join(lines(imports())) in PAGE.read_text(), "python -m tools.rooms"
 
 
 def test_every_room_is_in_the_picture_and_in_the_table() -> None:

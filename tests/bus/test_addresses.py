@@ -10,7 +10,7 @@ import pytest
 from fft.bus import addresses, open_bus, serve_tcp
 from fft.bus.addresses import SETTING, advertised_address, joined, own_address, reachable_url
 from fft.errors import BusError
-from fft.train.participation import bus_url
+from fft.train.session.participation import bus_url
 
 
 @pytest.mark.parametrize(

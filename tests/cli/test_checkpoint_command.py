@@ -11,9 +11,9 @@ from checkpoint_files import manifest_of, published, written
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fft.checkpoints.files import partial_name
+from fft.checkpoints.stores import REMOVED, open_store
 from fft.cli import app, checkpoints
-from fft.train.checkpoint.files import partial_name
-from fft.train.checkpoint.stores import REMOVED, open_store
 
 ended = CliRunner()
 

@@ -30,7 +30,7 @@ def test_public_modules_can_be_imported_by_a_statement() -> None:
 
 @pytest.mark.long
 def test_nothing_but_the_nats_bus_imports_nats() -> None:
-    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.train.manager, fft.bus.natsserver; "
+    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.train.api.manager, fft.bus.natsserver; "
     code += "print('nats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

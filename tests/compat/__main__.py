@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 import fft
 from fft.bus import serve_tcp
 from fft.trace.audit import audit_dir
-from fft.train.parts import STORE_KEY
+from fft.train.api.parts import STORE_KEY
 from tests.compat.differences import DIFFERENCES
 
 REPOSITORY = Path(__file__).parents[2]

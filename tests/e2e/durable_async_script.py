@@ -27,11 +27,11 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
+from fft.checkpoints.files import Manifest
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
-from fft.train.checkpoint.due import announcements_on
-from fft.train.checkpoint.files import Manifest
 from fft.train.checkpoint.writer import RankWriter
+from fft.train.session.checkpoint_schedule import announcements_on
 
 EVERY = 2
 """Inner steps between two synchronizations."""

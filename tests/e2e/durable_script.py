@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from ranks import Rank, Samples, sharded_rank
 
 import fft
-from fft.train.checkpoint.files import step_of
-from fft.train.checkpoint.stores import LocalStore
+from fft.checkpoints.files import step_of
+from fft.checkpoints.stores import LocalStore
 from fft.train.checkpoint.writer import RankWriter
 
 

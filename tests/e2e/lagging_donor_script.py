@@ -9,7 +9,7 @@ from typing import Any
 
 from ranks import sharded_rank
 
-from fft.train.healing import StateExchange
+from fft.train.step.healing import StateExchange
 
 send, fetch = StateExchange.send, StateExchange.fetch
 failed: list[int] = []

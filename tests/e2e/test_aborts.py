@@ -23,7 +23,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 import fft
 from fft.errors import ConfigError, HookFailed
 from fft.trace.audit import read_lines
-from fft.train.rollback_hooks import HOOK_FAILED, HOOK_HANGS
+from fft.train.step.rollback_hooks import HOOK_FAILED, HOOK_HANGS
 
 
 def manager_of_one(traces: Path) -> fft.ManagerFFT:

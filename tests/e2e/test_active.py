@@ -9,8 +9,8 @@ import pytest
 from forked_run import fft as run_fft
 
 import fft
-from benchmarks.live_kills import judged
 from fft.protocol.active import chosen, divisible_by, max_active, whole
+from tests.acceptance.live_kills import judged
 
 SCRIPT = """\
 import os, signal, torch, torchft, fft

@@ -13,10 +13,10 @@ from stage import Member, Numbers, batch_of, job, records
 from waiting import wait_until
 
 import fft
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.stores import open_store
 from fft.errors import StepRetriesExceeded
 from fft.messages.protocol import Peer, Record
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.stores import open_store
 
 
 def _epoch(learners: tuple[str, ...]) -> Record:

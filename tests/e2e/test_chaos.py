@@ -35,7 +35,7 @@ CASES = {  # one suite for each layout, as a second job would take longer than i
 @pytest.mark.parametrize("layout", [pytest.param("3x1", marks=pytest.mark.long), "2x2"])
 def test_a_job_is_whole_again_after_each_fault(tmp_path: Path, layout: str) -> None:
     out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.chaos", "matrix", "--layout", layout]
+    command = [sys.executable, "-m", "tests.acceptance.chaos", "matrix", "--layout", layout]
     command += [f"--case={case}" for case in CASES[layout]]
     command += ["--traces", str(tmp_path / "jobs"), "--json", str(out)]
     done = subprocess.run(
@@ -60,7 +60,7 @@ def test_a_job_is_whole_again_after_each_fault(tmp_path: Path, layout: str) -> N
 def test_groups_that_step_alone_live_through_faults_and_lose_no_data(
     tmp_path: Path, trainer: str
 ) -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", "random", "--trainer", trainer]
+    command = [sys.executable, "-m", "tests.acceptance.chaos", "random", "--trainer", trainer]
     command += ["--seconds", "30", "--seed", "5", "--traces", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ

@@ -11,7 +11,7 @@ from stage import Member, job, records
 from fft.bus.memory import MemoryBus
 from fft.errors import OtherSettings
 from fft.protocol.load import load_spec
-from fft.train.settings import common_settings, refuse_other_settings
+from fft.train.session.settings import common_settings, refuse_other_settings
 
 HSDP = load_spec("hsdp")
 

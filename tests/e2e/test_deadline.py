@@ -26,8 +26,8 @@ from waiting import wait_until
 import fft
 from fft.bus import serve_tcp
 from fft.errors import Drained, FftError, InDoubt
-from fft.train.preemption import FileNotice
-from fft.train.unsafe_places import Safety, classify
+from fft.train.guard.unsafe_places import Safety, classify
+from fft.train.step.preemption import FileNotice
 
 WITHIN_S = 10.0
 LIMIT_S = 60.0

@@ -57,7 +57,7 @@ def test_step_with_unfinished_kernels_is_not_committed(
 
     with job(tmp_path, 1) as made:
         member = made.member("0")
-        monkeypatch.setattr("fft.train.reductions.accelerator.wait", wait)
+        monkeypatch.setattr("fft.train.gradients.reductions.accelerator.wait", wait)
         member.start(lambda m: m.train(STEPS))
         member.end()
         made.audit()

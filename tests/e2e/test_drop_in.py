@@ -21,7 +21,7 @@ from torchft.optim import OptimizerWrapper
 from fft.errors import FftError
 from fft.trace.audit import audit_dir
 from fft.trace.report import incidents
-from fft.train.torchft_diloco import packed, refuse_dropping
+from fft.train.api.torchft_diloco import packed, refuse_dropping
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
 LIMIT_S = 120

@@ -21,12 +21,12 @@ from forked_run import FftRun, fft, running
 from typer.testing import CliRunner
 from waiting import wait_until
 
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.stores import open_store
 from fft.cli import app
 from fft.trace.audit import read_lines, trace_files
 from fft.trace.resumed import audit_job
 from fft.trace.starts import start_folders
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.stores import open_store
 
 SCRIPT = Path(__file__).with_name("durable_script.py")
 STEPS, EVERY = 24, 4

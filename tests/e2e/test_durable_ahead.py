@@ -20,11 +20,11 @@ from stage import notes
 from test_durable import LIMIT_S, began_at, ends, folders, run_with_kills
 from waiting import wait_until
 
+from fft.checkpoints.files import Checkpoints, Manifest
+from fft.checkpoints.stores import open_store
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.files import Checkpoints, Manifest
-from fft.train.checkpoint.stores import open_store
 
 SCRIPT = Path(__file__).with_name("durable_ahead_script.py")
 STEPS, EVERY = 16, 4

@@ -11,10 +11,10 @@ from forged import rewrite
 from forked_run import fft
 from test_durable import LIMIT_S, folders
 
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.stores import open_store
 from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.stores import open_store
 
 SCRIPT = Path(__file__).with_name("durable_alone_script.py")
 STEPS = 9

@@ -16,10 +16,10 @@ from forked_run import fft
 from stage import notes, records
 from test_durable import LIMIT_S, began_at, folders, run_with_kills
 
+from fft.checkpoints.files import Checkpoints, Manifest
+from fft.checkpoints.stores import open_store
 from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.files import Checkpoints, Manifest
-from fft.train.checkpoint.stores import open_store
 
 SCRIPT = Path(__file__).with_name("durable_async_script.py")
 STEPS, CUT_AT = 8, 4

@@ -16,11 +16,11 @@ from forked_run import fft
 from test_durable import LIMIT_S, SCRIPT
 from torch import nn
 
+from fft.checkpoints.files import Checkpoints, sealed
+from fft.checkpoints.stores import MANIFEST, open_store
 from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.files import Checkpoints, sealed
 from fft.train.checkpoint.loading import tree_of, unsharded
-from fft.train.checkpoint.stores import MANIFEST, open_store
 
 pytestmark = pytest.mark.multiprocess
 RANKS, STEPS = 3, 8

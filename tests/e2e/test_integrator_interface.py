@@ -11,9 +11,9 @@ import torch
 from stage import Member, Numbers, batch_of, job, parameters, records
 
 import fft
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.stores import open_store
 from fft.errors import StepRetriesExceeded
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.stores import open_store
 
 
 def _train(member: Member, txn: fft.Transaction) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Tests that interrupted step functions, in Python and in collectives, end once and replay cleanly.
 
-``benchmarks/interrupt_soak.py`` runs the same job for longer.
+``tests/acceptance/interrupt_soak.py`` runs the same job for longer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from stage import Member, Noisy, Numbers, batch_of, job, parameters, records
 import fft
 from fft.messages.causes import CauseCode
 from fft.trace.audit import audit_dir, read_lines
-from fft.train.rank_state import FetchedStateDiffers
+from fft.train.session.rank_state import FetchedStateDiffers
 from fft.train.state import transfer
 
 SCRIPT = Path(__file__).with_name("joiner_script.py")

@@ -11,9 +11,9 @@ from forked_run import fft as run_fft
 from forked_run import running
 
 import fft
-from benchmarks.live_kills import EXAMPLES, Job, judged, kill_at_random
 from fft.errors import LiveBlockMisuse
 from fft.trace.report import refusals
+from tests.acceptance.live_kills import EXAMPLES, Job, judged, kill_at_random
 
 SCRIPT = Path(__file__).with_name("live_script.py")
 STEPS = Path(__file__).with_name("live_steps_script.py")

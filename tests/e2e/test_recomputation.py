@@ -21,7 +21,7 @@ from fft.errors import ConfigError, GradientsNotReproducible, StepRetriesExceede
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.trace.run import Run
-from fft.train.recomputation import Recomputation, Recompute
+from fft.train.gradients.recomputation import Recomputation, Recompute
 
 STEPS, EVERY = 5, 2
 DUE = [0, 2, 4]

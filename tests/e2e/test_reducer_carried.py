@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fft.errors import FftError, StateMismatch
-from fft.train.buckets import fill
+from fft.train.gradients.buckets import fill
 from fft.train.state.plain_state import with_layout_of
 
 ONE_EACH = 64 / 2**20

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from forked_run import fft as run_fft
 
-from benchmarks.live_kills import judged
 from fft.errors import LiveBlockFailed
-from fft.train.restartable import _Restarts
+from fft.train.api.restartable import _Restarts
+from tests.acceptance.live_kills import judged
 
 SCRIPT = Path(__file__).with_name("restart_script.py")
 JOINS = """

@@ -16,13 +16,13 @@ from waiting import wait_until
 
 import fft
 from fft.bus import open_bus
+from fft.checkpoints.files import Checkpoints, attempt_name, name_of
+from fft.checkpoints.stores import open_store
 from fft.messages.protocol import Peer, Token
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint.due import AT, Announcement, encode_announcements
-from fft.train.checkpoint.files import Checkpoints, attempt_name, name_of
-from fft.train.checkpoint.stores import open_store
+from fft.train.session.checkpoint_schedule import AT, Announcement, encode_announcements
 
 BATCHES = 8
 

@@ -21,14 +21,14 @@ from torch import nn
 from waiting import wait_until
 
 import fft
-import fft.train.step_results as step_results
+import fft.train.session.step_results as step_results
 from fft.errors import FftError, ResultRefused, StepRetriesExceeded
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal
 from fft.trace.format import RESULT_REFUSED
 from fft.trace.report import refusals
 from fft.train.checkpoint.contents import read_tensors
-from fft.train.step_results import StepResult, sum_of_squares
+from fft.train.session.step_results import StepResult, sum_of_squares
 
 STEPS, BAD = 6, 3
 Body = Callable[[Member, fft.Transaction, torch.Tensor], torch.Tensor]

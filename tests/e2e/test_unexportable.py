@@ -12,7 +12,7 @@ from stage import Member, job
 
 import fft
 from fft.errors import FftError
-from fft.train.healing import StateNotExportable
+from fft.train.step.healing import StateNotExportable
 
 QUORUM = timedelta(seconds=4)
 

@@ -16,7 +16,7 @@ from torchft.optim import OptimizerWrapper
 
 import fft
 from fft.errors import FftError
-from fft.train.updates import Updates
+from fft.train.state.updates import Updates
 
 STEPS = 6
 

@@ -10,9 +10,9 @@ import pytest
 from forked_run import running
 from waiting import wait_until
 
+from fft.checkpoints.plan import Checkpointing
 from fft.launch.resuming import FOLDER, SETTING, compile_cache
 from fft.launch.supervisor import RunConfig, SupervisorError
-from fft.train.checkpoint.plan import Checkpointing
 
 LIMIT_S = 60.0
 

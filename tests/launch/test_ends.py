@@ -20,6 +20,7 @@ from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
+from fft.checkpoints.plan import Checkpointing
 from fft.launch.exit_status import ExitStatus
 from fft.launch.outcome import Outcome
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, ending, loop
@@ -32,7 +33,6 @@ from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_register, left_name, list_name
 from fft.trace.inputs import SHARD_ENDED
 from fft.trace.tail import JobView
-from fft.train.checkpoint.plan import Checkpointing
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 

@@ -31,8 +31,8 @@ from fft.errors import (
 )
 from fft.launch import script_runner
 from fft.launch.supervisor.judgement import Mistakes, is_the_scripts
-from fft.train.error_reports import text_of
-from fft.train.step_failures import StepFailures
+from fft.train.session.error_reports import text_of
+from fft.train.step.step_failures import StepFailures
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 
 StartJob = Callable[..., AbstractContextManager[Job]]

@@ -35,7 +35,7 @@ from fft.trace.display import (
 )
 from fft.trace.format import FETCHING
 from fft.trace.tail import Injected, JobView, RankView, TraceTail, _update
-from fft.train.healing import FetchProgress
+from fft.train.step.healing import FetchProgress
 
 
 def line(**fields: Any) -> bytes:

@@ -18,14 +18,14 @@ from forked import Forked
 from refused_calls import refuse
 
 from fft.bus import serve_tcp
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.stores import NoRoom, open_store
 from fft.launch.exit_status import ExitStatus
 from fft.launch.resuming import Resumptions, begun, held
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
 from fft.trace.ends import Taint
-from fft.train.checkpoint.files import Checkpoints
-from fft.train.checkpoint.plan import Checkpointing
-from fft.train.checkpoint.stores import NoRoom, open_store
 
 RESTARTS = 2
 LOST = JobOutcome(False, lost="the bus has forgotten the job")

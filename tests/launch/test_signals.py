@@ -21,7 +21,7 @@ from fft.cli.run import Interrupts
 from fft.errors import FftError
 from fft.trace.resumed import audit_job
 from fft.train.data.worker import _end_later
-from fft.train.leaving import Leaving
+from fft.train.step.leaving import Leaving
 
 LIMIT_S = 60.0
 SCRIPT = """

@@ -18,7 +18,7 @@ from torch import nn
 
 from fft.errors import ConfigError
 from fft.messages.fault_plans import FaultPlan, load_plan
-from fft.train.injector import InjectedFault, Injector
+from fft.train.guard.injector import InjectedFault, Injector
 
 GOOD = """
 faults:
@@ -261,7 +261,7 @@ def test_group_fault_does_not_fire_late_on_a_rank_that_had_not_begun(drained: li
 KILLED = """
 import sys
 from fft.messages.fault_plans import FaultPlan
-from fft.train.injector import Injector
+from fft.train.guard.injector import Injector
 plan = FaultPlan.model_validate({"faults": [
     {"name": "x", "kind": sys.argv[1], "step": 0, "group": 0,
      **({"phase": "vote"} if sys.argv[1] == "kill" else {})}]})

@@ -19,8 +19,8 @@ from typing import Any
 
 from fft.bus import open_bus
 from fft.messages.commands import Check, decode_command
-from fft.train.diagnosis import checks
-from fft.train.operator_commands import CheckRunner
+from fft.train.step import operator_commands as checks
+from fft.train.step.operator_commands import CheckRunner
 
 LATE_S = 0.75
 MUTE_S = 60.0

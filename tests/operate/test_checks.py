@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fft.operate.diagnosis.plan import Outcome
-from fft.train.diagnosis import checks
-from fft.train.diagnosis.checks import CheckSockets, Listening, connect
+from fft.train.step import operator_commands as checks
+from fft.train.step.operator_commands import CheckSockets, Listening, connect
 
 KEY = "0123456789abcdef" * 2
 LIMIT_S = 30.0

@@ -65,7 +65,7 @@ from fft.operate.job_view import IN_EPOCH, JOINING, LEFT, JobModel, LossCurve, e
 from fft.operate.watch import JsonView, ScreenView, Watch, render
 from fft.operate.web import state_of
 from fft.trace.course import Absence
-from fft.train.progress_reporter import ProgressReporter
+from fft.train.guard.progress_reporter import ProgressReporter
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from jobs import Job
 
 from fft.messages.effects import Finish
 from fft.messages.protocol import ScopeRecord
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
+from fft.protocol.state import Elsewhere
 
 SPEC = load_spec("pipeline_ahead")
 BOTH = ("0", "1")

@@ -18,8 +18,8 @@ import slow_link
 from recipe_job import Job
 from torch.distributed import PrefixStore
 
-from fft.train.process_group import abortable
-from fft.train.process_group.rendezvous import RendezvousStore, store_client
+from fft.train.process_groups import abortable
+from fft.train.process_groups.rendezvous import RendezvousStore, store_client
 from fft.train.state.transfer import StateTransfer
 
 

@@ -9,7 +9,7 @@ from recipe_job import Job
 from torch import nn
 
 import fft
-from fft.train.buckets import GradBucket
+from fft.train.gradients.buckets import GradBucket
 
 
 class Branches(nn.Module):

@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from fft.train.interrupt import Interrupted, Interrupter
-from fft.train.unsafe_places import guarded
+from fft.train.guard.interrupt import Interrupted, Interrupter
+from fft.train.guard.unsafe_places import guarded
 
 WIDTH = 4
 LONG_S = 5.0

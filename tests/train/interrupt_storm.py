@@ -5,7 +5,7 @@ elsewhere. HOW is one of these:
 
 - ``storm``: each resource in ROUNDS step functions, by an `Interrupter`, at random moments
 - ``every``: at each bytecode at which Python handles signals, one after the other; where
-  `fft.train.unsafe_places` calls it unsafe, at the next one that it calls safe
+  `fft.train.guard.unsafe_places` calls it unsafe, at the next one that it calls safe
 - ``blind``: the same, without the check for safety
 
 It prints as JSON, for each resource, how many step functions ran, and how many left it half done.
@@ -39,8 +39,8 @@ import torch
 from fft.messages.protocol import Peer
 from fft.trace.read import read_trace
 from fft.trace.writer import TraceWriter
-from fft.train.interrupt import Interrupted, Interrupter
-from fft.train.unsafe_places import Safety, classify, guarded
+from fft.train.guard.interrupt import Interrupted, Interrupter
+from fft.train.guard.unsafe_places import Safety, classify, guarded
 
 SWITCH_S = 1e-4
 """Interval in which threads take turns; by default an interruption takes 5 ms to be requested."""

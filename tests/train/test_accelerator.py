@@ -2,7 +2,7 @@
 
 `Device` replaces ``torch.cuda``: streams in pools that are handed out in turn, events that complete
 with the work before them, generators, and errors from every call once the device has failed.
-``python -m benchmarks.gpu`` tests a real GPU.
+``python -m tests.acceptance.gpu`` tests a real GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 from fft.errors import DeviceLost
-from fft.train import accelerator
-from fft.train.process_group import AbortableGroup
+from fft.train.guard import accelerator
+from fft.train.process_groups import AbortableGroup
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.random_states import capture_random, export_random, load_random
 from fft.train.state.step_state import StepState

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from checkpoint_files import published
 
-from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint
-from fft.train.checkpoint.stores import open_store
+from fft.checkpoints.files import Checkpoints, DamagedCheckpoint
+from fft.checkpoints.stores import open_store
 
 GOOD, BAD = 4, 8
 DAMAGES = 200

@@ -20,8 +20,8 @@ from checkpoint_files import GROUPS, RANKS, deliver, manifest_of, published
 from forked import Forked
 from s3_server import bucket_at, served
 
-from fft.train.checkpoint.files import Checkpoints, choose, partial_name
-from fft.train.checkpoint.stores import UrlStore, open_store
+from fft.checkpoints.files import Checkpoints, choose, partial_name
+from fft.checkpoints.stores import UrlStore, open_store
 
 pytestmark = pytest.mark.timeout(1200)  # on S3, minutes for each test on a busy machine
 

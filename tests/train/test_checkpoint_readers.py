@@ -17,9 +17,9 @@ import pytest
 from checkpoint_files import manifest_of, published, written
 from typer.testing import CliRunner
 
+from fft.checkpoints.files import Checkpoints, partial_name, sealed
+from fft.checkpoints.stores import MANIFEST, Store, UrlStore, open_store
 from fft.cli import app
-from fft.train.checkpoint.files import Checkpoints, partial_name, sealed
-from fft.train.checkpoint.stores import MANIFEST, Store, UrlStore, open_store
 
 LIMIT_S = 60.0
 
@@ -110,7 +110,7 @@ def read_newest(checkpoints: Checkpoints) -> None:
 
 def verify_by_command(checkpoints: Checkpoints) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fft.train.checkpoint.stores.open_store", lambda place: checkpoints.store)
+        patch.setattr("fft.checkpoints.stores.open_store", lambda place: checkpoints.store)
         done = CliRunner().invoke(app, ["checkpoint", "verify", "memory://any"])
     assert done.exit_code == 0 and "DAMAGED" not in done.output, done.output
 

@@ -13,8 +13,8 @@ from checkpoint_files import manifest_of, published, written
 from s3_server import bucket_at, served
 
 import fft
-from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint
-from fft.train.checkpoint.stores import MANIFEST, StoreError, UrlStore, open_store
+from fft.checkpoints.files import Checkpoints, DamagedCheckpoint
+from fft.checkpoints.stores import MANIFEST, StoreError, UrlStore, open_store
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,7 @@ from checkpoint_files import bytes_below, deliver, manifest_of, published, writt
 from forked import Forked
 from refused_calls import refuse
 
-from fft.errors import CheckpointError
-from fft.launch.resuming import about_newest
-from fft.launch.supervisor import JobOutcome
-from fft.train.checkpoint.files import (
+from fft.checkpoints.files import (
     Checkpoints,
     Manifest,
     Origin,
@@ -32,8 +29,11 @@ from fft.train.checkpoint.files import (
     sealed,
     step_of,
 )
-from fft.train.checkpoint.plan import Checkpointing, checkpointing_of
-from fft.train.checkpoint.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
+from fft.checkpoints.plan import Checkpointing, checkpointing_of
+from fft.checkpoints.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
+from fft.errors import CheckpointError
+from fft.launch.resuming import about_newest
+from fft.launch.supervisor import JobOutcome
 
 
 @pytest.fixture(params=["directory", "file-url", "memory"])

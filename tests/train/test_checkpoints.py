@@ -29,15 +29,7 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
-from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
-from fft.messages.progress import CheckpointReport, decode_report
-from fft.messages.protocol import GroupEntry, Peer, Record
-from fft.trace.audit import audit_dir, read_lines
-from fft.trace.resumed import audit_job
-from fft.train.checkpoint import contents, writer
-from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import Named, RecordSchedule
-from fft.train.checkpoint.files import (
+from fft.checkpoints.files import (
     Checkpoints,
     DamagedCheckpoint,
     Manifest,
@@ -46,7 +38,14 @@ from fft.train.checkpoint.files import (
     sealed,
     unsealed,
 )
-from fft.train.checkpoint.stores import LocalStore, open_store
+from fft.checkpoints.stores import LocalStore, open_store
+from fft.errors import CheckpointError, DataError, Drained, FftError, StateMismatch
+from fft.messages.progress import CheckpointReport, decode_report
+from fft.messages.protocol import GroupEntry, Peer, Record
+from fft.trace.audit import audit_dir, read_lines
+from fft.trace.resumed import audit_job
+from fft.train.checkpoint import contents, writer
+from fft.train.checkpoint.contents import Snapshot, write_rank
 from fft.train.checkpoint.writer import (
     NAME,
     Attempt,
@@ -55,6 +54,7 @@ from fft.train.checkpoint.writer import (
     WriterContext,
     decline,
 )
+from fft.train.session.checkpoint_schedule import Named, RecordSchedule
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fft.errors import StateMismatch
 from fft.train.checkpoint.contents import packed, unpacked
-from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.process_groups import ShardProcessGroupGloo
 from fft.train.state.step_state import StepState
 
 

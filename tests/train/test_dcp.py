@@ -15,11 +15,11 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
+from fft.checkpoints.files import Checkpoints, DamagedCheckpoint, sealed
+from fft.checkpoints.stores import open_store
 from fft.errors import StateMismatch
 from fft.train.checkpoint.dcp import export_dcp, import_dcp
-from fft.train.checkpoint.files import Checkpoints, DamagedCheckpoint, sealed
 from fft.train.checkpoint.loading import tree_of
-from fft.train.checkpoint.stores import open_store
 
 WIDTH = 4
 

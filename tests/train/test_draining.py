@@ -12,8 +12,7 @@ import pytest
 
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
 from fft.protocol.state import Config, Local
-from fft.train.drain_clock import DrainTimer, time_for_a_commit, waiting_for
-from fft.train.preemption import Notice
+from fft.train.step.preemption import DrainTimer, Notice, time_for_a_commit, waiting_for
 
 LIMIT_S = 30.0
 

@@ -15,12 +15,12 @@ import pytest
 from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
+from fft.checkpoints.plan import Checkpointing
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, RecordSchedule, departed_groups
-from fft.train.checkpoint.plan import Checkpointing
 from fft.train.paradigms.asynchronous import DueToLocal
+from fft.train.session.checkpoint_schedule import AT, RecordSchedule, departed_groups
 
 INTERVAL_S = 0.2
 

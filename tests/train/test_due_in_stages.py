@@ -17,18 +17,17 @@ import pytest
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
+from fft.checkpoints.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
 from fft.messages.wire import EPOCH, Wire, encode_register, list_name
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, CheckpointSchedule, Named, announcements_on
-from fft.train.checkpoint.plan import Checkpointing
+from fft.protocol.state import Elsewhere, Local
 from fft.train.paradigms.stages.due import FirstStageSchedule, LaterStageSchedule, refuse_forks
+from fft.train.session.checkpoint_schedule import AT, CheckpointSchedule, Named, announcements_on
 
 
 class Rank:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from fft.errors import BusError, NoLighthouseQuorum
 from fft.messages.causes import CauseCode
-from fft.train.error_reports import code_of
-from fft.train.injector import InjectedFault
-from fft.train.process_group.op_errors import CollectiveFailed, GroupAborted
+from fft.train.guard.injector import InjectedFault
+from fft.train.process_groups.op_errors import CollectiveFailed, GroupAborted
+from fft.train.session.error_reports import code_of
 from fft.train.state.transfer import TransferError
 
 INJECTED = InjectedFault("x", "exception", "forward", group="0", rank=0, step=1)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _register_process_group
 from torchft.process_group import ProcessGroupGloo
 from waiting import wait_until
 
-from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
+from fft.train.process_groups import AbortableGroup, ShardProcessGroupGloo
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)

@@ -10,7 +10,7 @@ import torch
 
 import fft
 from fft.errors import ConfigError
-from fft.train.health_checks import GpuState
+from fft.train.guard.health_checks import GpuState
 from fft.util.memory import available_memory
 
 
@@ -92,6 +92,6 @@ def test_gpu_check_judges_what_nvml_reports() -> None:
 
 
 def test_gpu_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fft.train.health_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("fft.train.guard.health_checks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install nvidia-ml-py"):
         fft.health_checks.gpu()

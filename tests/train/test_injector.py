@@ -22,7 +22,7 @@ from fft.messages.fault_plans import MODELS, Fault, FaultPlan, load_plan
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.operate import inject
 from fft.operate.client import JobState, OperatorError
-from fft.train.injector import InjectedFault, Injector, hang, stop_this_process
+from fft.train.guard.injector import InjectedFault, Injector, hang, stop_this_process
 
 LIMIT_S = 60.0
 
@@ -243,7 +243,7 @@ def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(
 
 TICKS = """
 import sys, threading, time
-from fft.train.injector import hang
+from fft.train.guard.injector import hang
 count, end = 0, threading.Event()
 def tick():
     global count
@@ -283,7 +283,7 @@ def test_a_signal_does_not_shorten_a_hang_that_holds_the_lock() -> None:
 
 
 STOPPED = """
-from fft.train.injector import stop_this_process
+from fft.train.guard.injector import stop_this_process
 stop_this_process({seconds})
 print("woken", flush=True)
 """

@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 
 from fft.errors import FftError
-from fft.train.interrupt import Interrupted, Interrupter
-from fft.train.unsafe_places import guarded
+from fft.train.guard.interrupt import Interrupted, Interrupter
+from fft.train.guard.unsafe_places import guarded
 
 SOAK = [500, pytest.param(2000, marks=pytest.mark.long)]
 LONG_S = 60.0

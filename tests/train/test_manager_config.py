@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torchft.manager import Manager
 
 import fft
-from fft.train.settings import ManagerConfig
+from fft.train.session.settings import ManagerConfig
 
 
 def test_manager_has_few_arguments_of_its_own() -> None:

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fft.checkpoints.files import Manifest, Scope
 from fft.errors import FftError, UnfitCheckpoint
-from fft.train.checkpoint.files import Manifest, Scope
 from fft.train.checkpoint.loading import Loaded, Loader
-from fft.train.mesh_layout import BatchShare, MeshLayout
+from fft.train.process_groups.mesh_layout import BatchShare, MeshLayout
 
 
 def layout(

@@ -27,9 +27,8 @@ from torchft.process_group import ProcessGroupWrapper
 
 import fft
 from fft.errors import FftError
-from fft.train import nccl_library
-from fft.train.nccl_library import TorchNccl
-from fft.train.process_group import AbortableGroup, GroupAborted
+from fft.train.process_groups import AbortableGroup, GroupAborted, nccl_library
+from fft.train.process_groups.nccl_library import TorchNccl
 
 LIMIT = timedelta(seconds=30)
 OTHER = "fft-other"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import FftError, StateMismatch
-from fft.train.process_group import ShardProcessGroupGloo
+from fft.train.process_groups import ShardProcessGroupGloo
 from fft.train.state.plain_state import refuse_unloadable
 from fft.train.state.step_state import StepState
 

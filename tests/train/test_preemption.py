@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fft.errors import ConfigError
-from fft.train.preemption import (
+from fft.train.step.preemption import (
     Earliest,
     FileNotice,
     HttpNotice,

@@ -27,8 +27,8 @@ from fft.messages.progress import (
 )
 from fft.messages.protocol import Peer, UnreadableMessage
 from fft.trace.checkpoint_notes import report_of
-from fft.train.progress_reporter import ProgressReporter, interval_from
-from fft.train.watchers import ExpectedStep
+from fft.train.guard.progress_reporter import ProgressReporter, interval_from
+from fft.train.guard.watchers import ExpectedStep
 
 LIMIT_S = 30.0
 ME = Peer("1", 0, 3)

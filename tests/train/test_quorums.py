@@ -20,7 +20,7 @@ from torchft.manager import ManagerClient, ManagerServer
 
 from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
-from fft.train.lighthouse import (
+from fft.train.session.lighthouse import (
     LighthouseBeacon,
     ListedGroup,
     QuorumClient,

@@ -12,9 +12,9 @@ from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
 from fft.messages.protocol import Manifest
-from fft.train.recomputation import Recomputation
-from fft.train.reductions import ManifestBuilder, TxnReductions
-from fft.train.watchers import Watchers
+from fft.train.gradients.recomputation import Recomputation
+from fft.train.gradients.reductions import ManifestBuilder, TxnReductions
+from fft.train.guard.watchers import Watchers
 
 
 def _as_it_is(future: Any, default: Any, timeout: Any) -> Any:

@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft import Optimizer, ProcessGroupGloo
 
 from fft.errors import FftError
-from fft.train.epoch_groups import EpochGroups
-from fft.train.process_group import ShardProcessGroupGloo
-from fft.train.rank_state import RankState
+from fft.train.process_groups import ShardProcessGroupGloo
+from fft.train.process_groups.epoch_groups import EpochGroups
+from fft.train.session.rank_state import RankState
 from fft.train.state.step_state import StepState
-from fft.train.updates import unwrapped
+from fft.train.state.updates import unwrapped
 
 
 @pytest.fixture

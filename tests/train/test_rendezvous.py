@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore
 from torchft import ProcessGroupGloo
 
 from fft.bus.tcpserver import host_store
-from fft.train.process_group import AbortableGroup
-from fft.train.process_group.rendezvous import RendezvousCancelled, RendezvousStore
+from fft.train.process_groups import AbortableGroup
+from fft.train.process_groups.rendezvous import RendezvousCancelled, RendezvousStore
 
 LIMIT = timedelta(seconds=60)
 SAFETY_S = 15.0

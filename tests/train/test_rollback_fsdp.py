@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import StateMismatch
-from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
+from fft.train.process_groups import AbortableGroup, ShardProcessGroupGloo
 from fft.train.state.step_state import StepState
 
 STEPS = 6

@@ -32,8 +32,8 @@ from torchft.process_group import ProcessGroupGloo
 from waiting import wait_until
 
 from fft.errors import FftError
-from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
-from fft.train.process_group.rendezvous import RendezvousStore
+from fft.train.process_groups import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
+from fft.train.process_groups.rendezvous import RendezvousStore
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)

@@ -21,7 +21,7 @@ from torch.distributed import AllreduceOptions, TCPStore
 from torchft import ProcessGroupGloo
 from waiting import wait_until
 
-from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, abortable
+from fft.train.process_groups import AbortableGroup, GroupAborted, ShardProcessGroupGloo, abortable
 
 ROUNDS = 60
 MINUTE = timedelta(seconds=60)

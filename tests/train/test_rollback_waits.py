@@ -18,7 +18,7 @@ from rollback_harness import NOISE_S, run, store_server
 from torch.distributed import AllreduceOptions
 from waiting import wait_until
 
-from fft.train.process_group import (
+from fft.train.process_groups import (
     AbortableGroup,
     CollectiveFailed,
     GroupAborted,

@@ -17,8 +17,8 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data.source import Inputs, as_source
 from fft.train.data.step_input import LOCAL_STEPS, SHARDED
-from fft.train.transaction import Transaction
-from fft.train.updates import Updates, length_of
+from fft.train.state.updates import Updates, length_of
+from fft.train.step.transaction import Transaction
 
 
 def optimizer() -> torch.optim.Optimizer:

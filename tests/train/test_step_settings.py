@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fft.train.process_group import ShardProcessGroupGloo
-from fft.train.reducer import Reducer
+from fft.train.gradients.reducer import Reducer
+from fft.train.process_groups import ShardProcessGroupGloo
 from fft.train.state.step_state import StepState
 
 _AFTER_THE_STEP = {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fft.errors import FftError
-from fft.train.torchft_adapter import TorchftAdapter
+from fft.train.api.torchft_adapter import TorchftAdapter
 
 NAMES = [name for name in vars(TorchftAdapter) if not name.startswith("__")]
 

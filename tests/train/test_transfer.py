@@ -25,8 +25,8 @@ from fft.bus.token import JobToken
 from fft.errors import FftError
 from fft.messages.effects import Heal
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
-from fft.train.healing import StateExchange
 from fft.train.state.transfer import StateTransfer, TransferError
+from fft.train.step.healing import StateExchange
 
 TOKEN = JobToken.fresh()
 LIMIT = timedelta(seconds=60)

@@ -17,7 +17,7 @@ from types import FrameType
 import forked
 import pytest
 
-from fft.train.unsafe_places import Safety, classify, guarded, owner
+from fft.train.guard.unsafe_places import Safety, classify, guarded, owner
 
 STORM = Path(__file__).with_name("interrupt_storm.py")
 LIMIT_S = 280

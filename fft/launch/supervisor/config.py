@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fft.checkpoints.plan import Checkpointing
 from fft.errors import ConfigError
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
-from fft.train.checkpoint.plan import Checkpointing
 
 
 class SupervisorError(ConfigError):

@@ -21,20 +21,20 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.stores import open_store
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.due import CheckpointSchedule, Named, report_skipped
-from fft.train.checkpoint.files import Checkpoints
 from fft.train.checkpoint.loading import Loader, refuse_at_once
-from fft.train.checkpoint.plan import Checkpointing
-from fft.train.checkpoint.stores import open_store
 from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, WriterContext, Writers
-from fft.train.rank_context import RankContext
-from fft.train.rank_state import CheckpointHooks
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
+from fft.train.session.rank_context import RankContext
+from fft.train.session.rank_state import CheckpointHooks
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fft.checkpoints.files import File, file_stem
+from fft.checkpoints.stores import Store
 from fft.errors import CheckpointError, FftError
-from fft.train.checkpoint.files import File, file_stem
-from fft.train.checkpoint.stores import Store
-from fft.train.local_tensors import local_of, version_of
-from fft.train.rank_state import RankState
+from fft.train.session.rank_state import RankState
+from fft.train.state.local_tensors import local_of, version_of
 from fft.train.state.plain_state import merged, plain
 from fft.train.state.random_states import export_random
 from fft.train.state.step_state import export_parameters

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fft.checkpoints.files import Checkpoints, File, Manifest, Scope, name_of, partial_name
 from fft.errors import CheckpointError
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.contents import from_json, packed, to_json, unpacked, write_rank
-from fft.train.checkpoint.files import Checkpoints, File, Manifest, Scope, name_of, partial_name
 from fft.train.checkpoint.loading import local_shard, tree_of, unsharded
 from fft.train.state.tensor_subclasses import CLASS, is_marked
 from fft.util.version import __version__

@@ -21,6 +21,18 @@ from typing import Any
 import torch
 
 from fft.bus.base import HEAD
+from fft.checkpoints.files import (
+    Checkpoints,
+    DamagedCheckpoint,
+    Manifest,
+    Origin,
+    Scope,
+    attempt_name,
+    choose,
+    life_of,
+    name_of,
+)
+from fft.checkpoints.plan import Checkpointing
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.trace.inputs import RESTORED
@@ -32,22 +44,10 @@ from fft.train.checkpoint.contents import (
     read_tensors,
     unpacked,
 )
-from fft.train.checkpoint.files import (
-    Checkpoints,
-    DamagedCheckpoint,
-    Manifest,
-    Origin,
-    Scope,
-    attempt_name,
-    choose,
-    life_of,
-    name_of,
-)
-from fft.train.checkpoint.plan import Checkpointing
-from fft.train.local_tensors import local_of, same_bits
-from fft.train.rank_context import RankContext
-from fft.train.rank_state import RankState
-from fft.train.scope import RankScope
+from fft.train.session.rank_context import RankContext
+from fft.train.session.rank_state import RankState
+from fft.train.session.scope import RankScope
+from fft.train.state.local_tensors import local_of, same_bits
 from fft.train.state.plain_state import with_layout_of
 from fft.train.state.random_states import load_random
 from fft.train.state.step_state import StepState

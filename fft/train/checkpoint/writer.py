@@ -23,11 +23,7 @@ from typing import Any
 
 import torch
 
-from fft.errors import FftError
-from fft.messages.protocol import Record
-from fft.train.checkpoint.contents import Snapshot, write_rank
-from fft.train.checkpoint.due import CheckpointSchedule, Named, Note, report_skipped
-from fft.train.checkpoint.files import (
+from fft.checkpoints.files import (
     Checkpoints,
     File,
     Manifest,
@@ -37,7 +33,11 @@ from fft.train.checkpoint.files import (
     Scope,
     partial_name,
 )
-from fft.train.checkpoint.stores import MANIFEST
+from fft.checkpoints.stores import MANIFEST
+from fft.errors import FftError
+from fft.messages.protocol import Record
+from fft.train.checkpoint.contents import Snapshot, write_rank
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, Note, report_skipped
 from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the step function")

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from fft.errors import DataError
 from fft.train.data.source import named
-from fft.train.reducer import Reducer
+from fft.train.gradients.reducer import Reducer
 
 
 def samples_in(loader: Any) -> int | None:

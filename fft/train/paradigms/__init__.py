@@ -1,1 +1,1 @@
-"""The paradigms of training, each behind the interface in `fft.train.paradigms.paradigm`."""
+"""The paradigms of training, each behind the interface in `fft.train.session.paradigm`."""

@@ -13,18 +13,18 @@ from typing import Any
 
 from torchft.manager import WorldSizeMode
 
+from fft.checkpoints.plan import Checkpointing
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
-from fft.train.checkpoint.due import AnnouncedSchedule, CheckpointSchedule
-from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.source import LeasedInputs
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
-from fft.train.participation import Participation
-from fft.train.transaction import TransactionLoop
+from fft.train.session.checkpoint_schedule import AnnouncedSchedule, CheckpointSchedule
+from fft.train.session.participation import Participation
+from fft.train.step.transaction import TransactionLoop
 
 
 class Asynchronous(Periodic):

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fft.checkpoints.plan import Checkpointing
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
-from fft.train.checkpoint.due import CheckpointSchedule, RecordSchedule
 from fft.train.checkpoint.loading import completed, refuse_other_kind
-from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
-from fft.train.lighthouse_vote import preconditions_of
-from fft.train.local_tensors import leaves_of
-from fft.train.mesh_layout import BatchShare
-from fft.train.paradigms.paradigm import Committed, Paradigm, SharedState, VotePrecondition
-from fft.train.rank_context import RankContext
-from fft.train.reducer import Reducer
-from fft.train.transaction import Transaction, TransactionLoop
+from fft.train.gradients.reducer import Reducer
+from fft.train.process_groups.mesh_layout import BatchShare
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, RecordSchedule
+from fft.train.session.paradigm import Committed, Paradigm, SharedState, VotePrecondition
+from fft.train.session.rank_context import RankContext
+from fft.train.state.local_tensors import leaves_of
+from fft.train.step.lighthouse_vote import preconditions_of
+from fft.train.step.transaction import Transaction, TransactionLoop
 
 
 class Lockstep(Paradigm[TransactionLoop]):

@@ -14,16 +14,16 @@ from fft.errors import FftError
 from fft.protocol.spec import FsmSpec
 from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
-from fft.train.paradigms.nested.paradigm import Nested
-from fft.train.paradigms.paradigm import Paradigm
+from fft.train.paradigms.nested import Nested
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.pipeline.paradigm import Pipelined
 from fft.train.paradigms.stages.paradigm import AsyncPipeline
 from fft.train.paradigms.stages.scope import StageScope, scope_of_stage
-from fft.train.rank_context import RankContext
-from fft.train.scope import RankScope
-from fft.train.settings import Settings
-from fft.train.transaction import TransactionLoop
+from fft.train.session.paradigm import Paradigm
+from fft.train.session.rank_context import RankContext
+from fft.train.session.scope import RankScope
+from fft.train.session.settings import Settings
+from fft.train.step.transaction import TransactionLoop
 
 
 def refuse_ranks(spec: FsmSpec, ranks: int) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fft.errors import FftError, StateMismatch
-from fft.train.local_tensors import leaves_of, like, same_bits
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.local_tensors import leaves_of, like, same_bits
 from fft.train.state.tensor_subclasses import (
     check_entry,
     export_entry,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fft.errors import FftError
-from fft.train import accelerator
+from fft.train.guard import accelerator
 
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:

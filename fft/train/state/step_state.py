@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from fft.errors import FftError, StateError
-from fft.train.local_tensors import bits_of, leaves_of, same_bits, version_of, write_data
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.flags import Flags
+from fft.train.state.local_tensors import bits_of, leaves_of, same_bits, version_of, write_data
 from fft.train.state.plain_state import (
     check_count,
     check_names,

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fft.errors import FftError, StateMismatch
-from fft.train.local_tensors import is_composite, leaves_of, like, local_of, local_shard
+from fft.train.state.local_tensors import is_composite, leaves_of, like, local_of, local_shard
 
 CLASS = "$class"
 """Key of the class name in an exported subclass."""

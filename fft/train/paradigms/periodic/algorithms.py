@@ -10,10 +10,10 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.errors import FftError
-from fft.train.local_tensors import like, local_of
 from fft.train.paradigms.periodic.contribution import Packing
 from fft.train.paradigms.periodic.shared_state import Fragment, Storage
 from fft.train.paradigms.periodic.synchronizer import Synchronizer, SyncSchedule
+from fft.train.state.local_tensors import like, local_of
 
 
 class LocalSGD(Synchronizer):

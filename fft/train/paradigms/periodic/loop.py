@@ -18,15 +18,15 @@ from fft.errors import DataError, FftError, ResultRefused
 from fft.messages.effects import StartTxn
 from fft.train.data.source import LeasedInputs
 from fft.train.data.step_input import StepInput
-from fft.train.error_reports import text_of
-from fft.train.interrupt import Interrupted
+from fft.train.guard.interrupt import Interrupted
+from fft.train.guard.unsafe_places import guarded
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
-from fft.train.rank_context import RankContext
+from fft.train.session.error_reports import text_of
+from fft.train.session.rank_context import RankContext
+from fft.train.session.step_results import NOT_FINITE
 from fft.train.state.step_state import TornState
-from fft.train.step_failures import StepFailures
-from fft.train.step_results import NOT_FINITE
-from fft.train.transaction import Transaction, TransactionLoop
-from fft.train.unsafe_places import guarded
+from fft.train.step.step_failures import StepFailures
+from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from fft.train.checkpoint.loading import refuse_other_kind
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource, LeasedInputs
 from fft.train.paradigms.lockstep import Lockstep, no_shares
-from fft.train.paradigms.paradigm import Committed, SharedState
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
-from fft.train.rank_context import RankContext
+from fft.train.session.paradigm import Committed, SharedState
+from fft.train.session.rank_context import RankContext
 from fft.train.state.step_state import TornState
-from fft.train.transaction import Transaction, TransactionLoop
+from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fft.errors import FftError, StateMismatch
-from fft.train.local_tensors import local_of
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.local_tensors import local_of
 from fft.train.state.plain_state import (
     check_count,
     check_names,

@@ -23,10 +23,10 @@ from fft.errors import FftError
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
-from fft.train.local_tensors import local_of
 from fft.train.paradigms.periodic.contribution import Contribution, Packing
 from fft.train.paradigms.periodic.shared_state import Fragment, SharedState, Storage
-from fft.train.rank_context import RankContext
+from fft.train.session.rank_context import RankContext
+from fft.train.state.local_tensors import local_of
 from fft.train.state.sharded import reshard
 
 _ANEW = "a new beginning"

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fft.train.gradients.reducer import Reducer
 from fft.train.paradigms.lockstep import Lockstep
-from fft.train.reducer import Reducer
 
 
 class Pipelined(Lockstep):

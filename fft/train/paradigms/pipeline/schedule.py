@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.nn.parallel import DistributedDataParallel
 
 from fft.errors import FftError
-from fft.train.reducer import Reducer
+from fft.train.gradients.reducer import Reducer
 from fft.util.living import living
 
 _KNOWN = (

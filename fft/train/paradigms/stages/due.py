@@ -20,13 +20,16 @@ import time
 from collections.abc import Callable, Iterator
 
 from fft.bus import ErrorBus
+from fft.checkpoints.files import attempt_name
+from fft.checkpoints.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Token
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
-from fft.train.checkpoint.due import (
+from fft.protocol.state import Elsewhere
+from fft.train.paradigms.stages.scope import StageScope
+from fft.train.session.checkpoint_schedule import (
     AT,
     NAMED,
     AnnouncedSchedule,
@@ -39,10 +42,7 @@ from fft.train.checkpoint.due import (
     epoch_to_name_in,
     is_first,
 )
-from fft.train.checkpoint.files import attempt_name
-from fft.train.checkpoint.plan import Checkpointing
-from fft.train.paradigms.stages.scope import StageScope
-from fft.train.participation import Participation
+from fft.train.session.participation import Participation
 
 _POLL_S = 0.2
 """Seconds between two reads of the registers by a stage that has ended and receives no messages."""

@@ -32,8 +32,8 @@ from fft.train.paradigms.stages.output import (
     key_of,
     refuse_other_spec,
 )
-from fft.train.rank_context import RankContext
-from fft.train.scope import RankScope
+from fft.train.session.rank_context import RankContext
+from fft.train.session.scope import RankScope
 
 logger = logging.getLogger(__name__)
 

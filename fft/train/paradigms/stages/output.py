@@ -32,13 +32,13 @@ from fft.bus.addresses import own_address
 from fft.bus.token import derive
 from fft.engine.loop import Engine
 from fft.errors import DataError, FftError
-from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.flow import has_left_well
+from fft.protocol.state import Elsewhere
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataSource, Due
-from fft.train.rank_context import RankContext
-from fft.train.watchers import Watchers
+from fft.train.guard.watchers import Watchers
+from fft.train.session.rank_context import RankContext
 from fft.util.kernel_limit import limit_in_kernel
 from fft.util.listening import Waiting, listening_on
 

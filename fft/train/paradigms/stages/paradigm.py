@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fft.checkpoints.plan import Checkpointing
 from fft.engine.loop import Engine
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
-from fft.train.checkpoint.due import CheckpointSchedule
-from fft.train.checkpoint.plan import Checkpointing
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.paradigms.lockstep import no_shares
@@ -19,8 +18,9 @@ from fft.train.paradigms.stages.due import refuse_forks, schedule_of_stage
 from fft.train.paradigms.stages.input import refuse_unconnected
 from fft.train.paradigms.stages.output import StageOutput
 from fft.train.paradigms.stages.scope import StageScope
-from fft.train.rank_context import RankContext
-from fft.train.transaction import Transaction, TransactionLoop
+from fft.train.session.checkpoint_schedule import CheckpointSchedule
+from fft.train.session.rank_context import RankContext
+from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
 

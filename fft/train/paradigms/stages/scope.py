@@ -19,8 +19,8 @@ from fft.errors import FftError
 from fft.messages.wire import SCOPES
 from fft.protocol.spec import FsmSpec
 from fft.trace.format import scope_folder
-from fft.train.scope import RankScope
-from fft.train.settings import Settings
+from fft.train.session.scope import RankScope
+from fft.train.session.settings import Settings
 
 
 class StageScope(RankScope):

@@ -1,0 +1,1 @@
+"""Durable checkpoints without torch: their files, their stores, and the settings."""

@@ -1,0 +1,1 @@
+"""What training scripts use: the manager, and functions on it."""

@@ -1,1 +1,0 @@
-"""The checks that a rank carries out in a diagnosis."""

@@ -1,0 +1,1 @@
+"""Supervision of the main thread, and actions around a failed attempt."""

@@ -1,1 +1,0 @@
-"""Groups of several ranks that take local steps together: HSDP in LocalSGD or DiLoCo."""
