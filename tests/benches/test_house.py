@@ -55,10 +55,10 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("planted")
 def test_gates_find_planted_offences() -> None:
-    assert [line.split(" ", 1)[1] for line in house.wide_constructors()] == [
-        "Wide.__init__: 8 arguments"
+    assert [(n, place.split(" ", 1)[1]) for n, place in house.constructors()] == [
+        (8, "Wide.__init__: 8 arguments")
     ]
-    assert [line.split(" ", 1)[1] for line in house.wide_classes()] == ["Wide: 21 attributes"]
+    assert max(house.classes())[1].split(" ", 1)[1] == "Wide: 21 attributes"
     assert [line.split(" ", 1)[1] for line in house.long_functions()] == ["long: 60 lines"]
     assert sorted(line.split(" ", 1)[1] for line in house.private_uses()) == [
         "manager._errored",
@@ -66,6 +66,51 @@ def test_gates_find_planted_offences() -> None:
     ]
     assert [line.split(" ", 1)[1] for line in house.paradigm_branches()] == ["job.spec.bound"]
     assert len(house.code_lines()) == 1 + 1 + 1 + 21 + 3 + 2 + 2 + 1 + 59
+
+
+def test_names_gates_find_repeated_replaced_and_unused_names(planted: None, tmp_path: Path) -> None:
+    (tmp_path / "fft" / "b.py").write_text(
+        "class Wide: ...\n\ndef tell_all(words, sword): long()\n"
+    )
+    house.trees.cache_clear()
+    assert house.repeated_class_names() == ["Wide: fft/a.py, fft/b.py"]
+    assert [line.split(" ", 1)[1] for line in house.replaced_words()] == ["tell_all", "words"]
+    unused = [line.split(" ", 1)[1] for line in house.unused_names()]
+    assert unused == ["Adapter", "branch", "use", "tell_all"]
+
+
+def test_room_limit_rises_only_with_a_reason_and_falls_with_its_room(
+    planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "limits.md"
+    monkeypatch.setattr(house, "LIMITS", page)
+    figure = len(house.code_lines())
+    page.write_text(f"| `fft` | {figure - 1} | - | - |\n")
+    assert house.rooms_over_limit() == [f"fft: {figure} code lines, limit {figure - 1}"]
+    raised = page.read_text() + f"| `fft` | {figure} | | |\n"
+    page.write_text(raised)
+    assert house.rooms_over_limit() == [
+        f"fft: {figure} is a raise; name the feature and what was removed"
+    ]
+    page.write_text(raised.replace("| | |", "| a feature | its double |"))
+    assert house.rooms_over_limit() == []
+    page.write_text(f"| `fft` | {2 * figure} | - | - |\n| `bus` | 1 | - | - |\n")
+    assert house.rooms_over_limit() == [
+        "bus: a limit, but no code",
+        f"fft: {figure} code lines, limit {2 * figure}; run tools.house --lower",
+    ]
+    house.lower_limits()
+    assert f"| `fft` | {figure} | - | - |" in page.read_text()
+    page.write_text("")
+    assert house.rooms_over_limit() == [
+        f"fft: {figure} code lines without a limit; add a row to limits.md"
+    ]
+
+
+def test_rooms_of_train_have_limits_of_their_own() -> None:
+    assert house.room_of("fft/bus/nats.py") == "bus"
+    assert house.room_of("fft/train/paradigms/periodic/loop.py") == "train/paradigms"
+    assert house.room_of("fft/errors.py") == "fft"
 
 
 def test_arguments_of_another_librarys_class_do_not_count() -> None:
