@@ -4,6 +4,8 @@ Nothing but the class of the manager differs. With torchft's, a failure that sho
 only can commit on one side and not on the other; with FFT's it cannot. To run two groups:
 
     fft run --groups 2 --ranks 1 --min-groups 2 examples/torchft_loop.py --manager fft --steps 100
+
+torchft's manager needs a lighthouse: ``fft run --lighthouse …``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,14 @@ _LOOKS_S = 0.005
 
 def wait_until(holds: Callable[[], bool], what: str, within: float = 120.0) -> None:
     """Poll until ``holds`` returns true; fail after ``within`` seconds."""
+    assert is_true_within(holds, within), f"not within {within:g} s: {what}"
+
+
+def is_true_within(holds: Callable[[], bool], within: float) -> bool:
+    """Poll until ``holds`` returns true; return False after ``within`` seconds."""
     deadline = time.monotonic() + within
     while not holds():
-        assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(_LOOKS_S)
+    return True

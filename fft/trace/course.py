@@ -92,6 +92,8 @@ class Fault:
     before: EpochStats | None = None
     is_last: bool = True
     """No other rollback came between this one and the next commit."""
+    accused: frozenset[str] = frozenset()
+    """Groups of the ranks that the cause accuses."""
 
     @property
     def is_recomputation(self) -> bool:
@@ -337,7 +339,7 @@ class Course:
         for fault in self._pending:
             if not fault.lost and (lost := sorted(gone - set(self._left))):
                 fault.lost = tuple(lost)
-                if not any(f"group {group} " in fault.cause for group in lost):
+                if not fault.accused & set(lost):
                     # the cause is what a survivor noticed, and must not read as its fault
                     why = f"; noticed as: {fault.cause}" if fault.cause else ""
                     fault.cause = f"group {', '.join(lost)} was lost{why}"
@@ -366,6 +368,7 @@ class Course:
         cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
         since = max(self.last or 0.0, self._pending[-1].at if self._pending else 0.0) or at
         fault = Fault(record["n"], record["step"], at, cause, str(code), since, before=before)
+        fault.accused = frozenset(peer[0] for peer in record.get("accused") or ())
         for earlier in self._pending:
             earlier.is_last = False
         self._ended_by = record["n"]

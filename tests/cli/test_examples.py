@@ -91,7 +91,8 @@ def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path
 def test_the_plain_loop_runs_with_either_manager(tmp_path: Path, manager: str) -> None:
     script = [str(EXAMPLES / "torchft_loop.py"), "--manager", manager, "--steps", "20"]
     size = ["--groups", "2", "--min-groups", "2", "--max-restarts", "0"]
-    traces = run(tmp_path, *size, *script)
+    lighthouse = ["--lighthouse"] if manager == "torchft" else []
+    traces = run(tmp_path, *size, *lighthouse, *script)
     for group in (0, 1):
         assert "step 20: loss" in (traces / "logs" / f"g{group}r0-1.log").read_text()
     if manager == "fft":

@@ -303,6 +303,7 @@ def test_joiner_applies_gradients_edited_by_weights_correctly(
     """With manual decay the gradients depend on the weights, and a joiner's weights are not yet the
     job's."""
     started: list[Member] = []
+    settings = {"learners": learners, "digest": "commit" if waits else "never"}
 
     def body(member: Member, by_weights: bool) -> None:
         for parameter in member.model.parameters():
@@ -316,10 +317,10 @@ def test_joiner_applies_gradients_edited_by_weights_correctly(
                 _loss(member, txn.batch).backward()
                 body(member, by_weights=waits)
             if member.group == "0" and txn.step == 5:
-                started.append(made.member("1", learners=learners).start(work))
+                started.append(made.member("1", **settings).start(work))
 
     with job(tmp_path, 1) as made:
-        first = made.member("0", learners=learners).start(work)
+        first = made.member("0", **settings).start(work)
         first.end()
         started[0].end()
         for member in (first, started[0]):

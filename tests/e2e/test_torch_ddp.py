@@ -298,6 +298,7 @@ def test_all_groups_take_the_statistics_of_the_first_as_ddp_does(
     own: dict[tuple[str, int], torch.Tensor] = {}
     taken: dict[tuple[str, int], torch.Tensor] = {}
     left, started = ["a fault"], []
+    settings = {"register": False, "learners": "always", "digest": "never"}
 
     def work(member: Member) -> None:
         manager, group, net = member.manager, member.group, Net()
@@ -314,10 +315,10 @@ def test_all_groups_take_the_statistics_of_the_first_as_ddp_does(
             if txn.committed:
                 taken[group, txn.step] = net.norm.running_var.clone()
             if joins and group == "0" and txn.step == 5:
-                started.append(made.member("1", register=False).start(work))
+                started.append(made.member("1", **settings).start(work))
 
     with job(tmp_path, 1 if joins else 2) as made:
-        made.run(work, register=False)
+        made.run(work, **settings)
         for member in started:
             member.end()
             assert member.error is None, repr(member.error)

@@ -264,7 +264,7 @@ def course_with_a_lost_group() -> Course:
     for step in range(1, 10):
         course.take(record(1 + step, "commit", step, 1), 100 + step / 10)
     cause = "0/0#1: 1/0#1 died: it was [killed] (seen by supervisor)"
-    course.take(record(11, "abort", 9, 1, cause=cause), 101.0)
+    course.take(record(11, "abort", 9, 1, cause=cause, accused=[["1", 0, 1]]), 101.0)
     course.take(record(12, "epoch", 9, 2, members=[{"group": "0"}]), 101.1)
     course.take(record(13, "commit", 10, 2), 101.25)
     return course
@@ -333,10 +333,10 @@ def view_at(
     ranks = {
         (group, rank): RankView(
             1,
-            state,
-            epoch,
-            step,
-            both if epochs[0] == epochs[1] else (group,),
+            state=state,
+            epoch=epoch,
+            step=step,
+            members=both if epochs[0] == epochs[1] else (group,),
             role=ROLES[state],
         )
         for group, epoch in zip(both, epochs, strict=True)

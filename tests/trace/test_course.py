@@ -458,9 +458,9 @@ def test_course_counts_the_pause_for_a_group_that_failed_to_join() -> None:
 
 
 def test_course_names_the_lost_group_where_a_survivor_noticed_the_loss() -> None:
-    def fault(cause: str) -> str:
-        course = begun("0", "1")
-        course.take(record(3, "abort", 1, 2, cause=cause, code="failed"), 0.3)
+    def fault(cause: str, *accused: str) -> str:
+        course, peers = begun("0", "1"), [[g, 0, 1] for g in accused]
+        course.take(record(3, "abort", 1, 2, cause=cause, code="failed", accused=peers), 0.3)
         course.take(record(4, "epoch", 1, 2, epoch=2, members=members("0")), 0.4)
         return course.faults[0].cause
 
@@ -468,7 +468,7 @@ def test_course_names_the_lost_group_where_a_survivor_noticed_the_loss() -> None
     noticed = "group 0 rank 0: RuntimeError: Connection closed by peer"
     assert fault(closed) == f"group 1 was lost; noticed as: {noticed}"
     assert fault("") == "group 1 was lost"
-    assert fault("0/0#1: 1/0#1 died: SIGKILL") == "group 1 rank 0 died: SIGKILL"
+    assert fault("0/0#1: 1/0#1 died: SIGKILL", "1") == "group 1 rank 0 died: SIGKILL"
 
 
 def test_course_counts_an_evaluation_beside_a_fault_as_no_loss() -> None:
