@@ -31,8 +31,6 @@ def main() -> None:
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         spec="async",
-        load_state_dict=None,  # what is registered below is saved and loaded
-        state_dict=None,
         min_replica_size=1,
         timeouts={"join_window": 0.2, "join_interval": 0.1},  # wait no longer for who is not ready
         init_sync=False,  # every process builds the same weights from the seed

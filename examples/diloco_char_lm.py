@@ -29,8 +29,6 @@ def main() -> None:
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         spec="diloco",
-        load_state_dict=None,  # what is registered below is saved and loaded
-        state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
         # Lets the audit compare the groups bit by bit; too costly for long runs

@@ -54,8 +54,6 @@ def main() -> None:
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(),
         shard_pg=fft.ShardProcessGroupGloo(),
-        load_state_dict=None,
-        state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
         config=fft.ManagerConfig(digest="commit"),  # for the audit; too costly for long runs

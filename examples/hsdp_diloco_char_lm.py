@@ -32,8 +32,6 @@ def main() -> None:
         pg=ProcessGroupGloo(timeout=limit),  # across the groups
         shard_pg=fft.ShardProcessGroupGloo(timeout=limit),  # inside of this one
         spec="hsdp_diloco",
-        load_state_dict=None,  # what is registered below is saved and loaded
-        state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
         # Lets the audit compare the groups bit by bit; too costly for long runs

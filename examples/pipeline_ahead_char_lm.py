@@ -31,8 +31,6 @@ def main() -> None:
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # equal stages, across the groups
         spec="pipeline_ahead",
-        load_state_dict=None,  # what is registered below is saved and loaded
-        state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
         # Lets the audit compare the groups bit by bit; too costly for long runs

@@ -61,8 +61,6 @@ def main() -> None:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # equal stages, across the groups
         shard_pg=fft.ShardProcessGroupGloo(timeout=timedelta(seconds=60)),  # between the stages
         spec="pipeline",
-        load_state_dict=None,  # what is registered below is saved and loaded
-        state_dict=None,
         min_replica_size=1,
         init_sync=False,  # every process builds the same weights from the seed
         # Lets the audit compare the groups bit by bit; too costly for long runs

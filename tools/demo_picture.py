@@ -31,7 +31,7 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
     in_places = False
     last = ""
     for line in lines:
-        if "errors and where they came from" in line:
+        if "exceptions in ranks, and where they were raised" in line:
             in_places = True
         running = re.match(r" *[\d.]+ s  step \d+.*?(\d+ of \d+) planned faults fired", line)
         keep = not in_places and not line.startswith("fft: ")

@@ -5,26 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 
-import pytest
-
 import fft
 import fft.errors
-import fft.util.errors
 
 CLASSES = {
     name: kind
     for name, kind in vars(fft.errors).items()
     if inspect.isclass(kind) and issubclass(kind, BaseException)
-}
-OLD = {
-    "BodyKeepsFailing": "StepRetriesExceeded",
-    "CannotMeet": "GroupNotReformable",
-    "FlowStalled": "UpstreamTimeout",
-    "NoQuorum": "NoLighthouseQuorum",
-    "SpecError": "ConfigError",
-    "UnlikeGroups": "GradientLayoutMismatch",
-    "Drained": "Drained",
-    "FftError": "FftError",
 }
 
 
@@ -52,14 +39,3 @@ def test_every_other_exception_has_a_public_base() -> None:
     public = {CLASSES[name] for name in fft.errors.__all__}
     for kind in CLASSES.values():
         assert public & set(kind.__mro__)
-
-
-@pytest.mark.parametrize(("old", "new"), OLD.items())
-def test_old_name_warns_and_is_the_new_class(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"{old} is fft\.errors\.{new}"):
-        assert getattr(fft.util.errors, old) is CLASSES[new]
-
-
-def test_unknown_old_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = fft.util.errors.Nothing

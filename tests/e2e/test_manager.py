@@ -383,7 +383,7 @@ def test_a_timeout_that_the_spec_does_not_know_is_refused_and_leaves_nothing(two
     [
         ({"trace_directory": "t"}, "did you mean 'trace_dir'"),  # FFT's
         ({"heartbeat_intervall": 1}, "did you mean 'heartbeat_interval'"),  # torchft's
-        ({"qqq": 1}, r"'qqq'; known: active, bus,.* quorum_retries,.* world_size_mode$"),
+        ({"qqq": 1}, r"'qqq'; known: bus, checkpoint,.* quorum_retries,.* world_size_mode$"),
     ],
 )
 def test_an_unknown_argument_is_refused_with_the_one_that_was_meant(

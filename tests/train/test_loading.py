@@ -400,7 +400,7 @@ def test_a_worker_init_fn_finds_the_users_dataset(opened: Callable[..., Any]) ->
         ({"micro_batches": 99}, "batch_size=4 samples in each of 99 micro-batches, found"),
         ({"generator": torch.Generator()}, "does not take generator=: the order comes from seed="),
         ({"workers": 2}, "does not take workers=: .*; did you mean 'num_workers'?"),
-        ({"pases": 2}, "does not take pases=: .*; did you mean 'data_epochs'?"),
+        ({"data_epoch": 2}, "does not take data_epoch=: .*; did you mean 'data_epochs'?"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
@@ -411,21 +411,6 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
 def test_torch_checks_its_own_options_at_once() -> None:
     with pytest.raises(ValueError, match="prefetch_factor"):
         fft.CursorLoader(Noisy(), 4, prefetch_factor=3)
-
-
-def test_cursor_loader_accepts_passes_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="use data_epochs="):
-        old = fft.CursorLoader(list(range(8)), 4, passes=2)
-    assert old.export(0) == fft.CursorLoader(list(range(8)), 4, data_epochs=2).export(0)
-    earlier = {"passes" if k == "data_epochs" else k: v for k, v in old.export(0).items()}
-    old.load(earlier, 0)
-    with pytest.raises(DataError, match="data_epochs is 2 here but 3"):
-        old.load(earlier | {"passes": 3}, 0)
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(DataError, match="leave passes= out"),
-    ):
-        fft.CursorLoader(list(range(8)), 4, data_epochs=2, passes=2)
 
 
 def test_a_dataset_smaller_than_a_batch_or_without_index_is_refused() -> None:

@@ -19,16 +19,9 @@ def test_manager_has_few_arguments_of_its_own() -> None:
     assert len(own) <= 10
 
 
-def test_old_arguments_become_a_config_with_a_warning() -> None:
-    given: dict[str, Any] = {"digest": "commit", "monitor": None, "replica_id": "1"}
-    with pytest.warns(DeprecationWarning, match=r"config=fft\.ManagerConfig\(digest=, monitor=…"):
-        config = ManagerConfig.from_deprecated_kwargs(given, None)
-    assert config == ManagerConfig(digest="commit") and given == {"replica_id": "1"}
-
-
-def test_old_arguments_beside_a_config_are_refused() -> None:
-    with pytest.raises(TypeError, match="digest=: put these into config"):
-        ManagerConfig.from_deprecated_kwargs({"digest": "commit"}, ManagerConfig())
+def test_setting_as_an_argument_of_the_manager_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"digest= is a setting: pass config=fft\.ManagerConfig"):
+        fft.ManagerFFT(digest="commit")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

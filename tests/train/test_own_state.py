@@ -156,7 +156,10 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
     donor[2].requires_grad_(True)
     donor[0].set_gradient_divide_factor(3.0)
     donor.set_requires_gradient_sync(False, recurse=False)
-    StepState([joiner], []).load(copy.deepcopy(StepState([donor], []).export()))
+    sent = copy.deepcopy(StepState([donor], []).export())
+    state = StepState([joiner], [])
+    state.load(sent)
+    assert state.export()["flags"] == sent["flags"], "also what the first forward has changed"
     inner, root = (m._get_fsdp_state()._fsdp_param_groups[0] for m in (joiner[0], joiner))
     assert (inner.gradient_divide_factor, inner.reduce_grads) == (3.0, True)
     assert (root.gradient_divide_factor, root.reduce_grads) == (None, False)

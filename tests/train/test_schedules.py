@@ -124,16 +124,12 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
             _ = replace(endless, counted=counted).progress
 
 
-def test_transaction_warns_of_the_deprecated_names_of_data_epochs() -> None:
+def test_transaction_has_its_data_epoch() -> None:
     plan = StartTxn(Token(1, 1), 0, "l", 1, 0, 1, ("0",), 0, next_cursor=2)
     drawn = Inputs(fft.CursorLoader(list(range(8)), 4), 1, 0).draw(plan)
     assert drawn is not None
     txn = Transaction(None, plan, drawn, False, {})  # type: ignore[arg-type]
     assert (txn.data_epoch, txn.ends_data_epoch) == (1, True)
-    with pytest.warns(DeprecationWarning, match=r"txn\.passes is deprecated; use txn\.data_epoch"):
-        assert txn.passes == 1
-    with pytest.warns(DeprecationWarning, match=r"use txn\.ends_data_epoch"):
-        assert txn.ends_pass
 
 
 def test_schedule_with_step_on_the_object_only_is_stepped() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroup
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from fft.bus.addresses import own_address
 from fft.checkpoints.plan import Checkpointing
@@ -50,7 +50,13 @@ from fft.train.step.transaction import Transaction
 class ManagerFFT(TorchftInterface):
     """Drop-in replacement for ``torchft.Manager``; all of its arguments keep their meaning.
 
+    Scripts that call `register` need none of torchft's arguments.
+
     Args:
+        pg: The process group across the replica groups. None means NCCL if CUDA is available,
+            otherwise gloo.
+        load_state_dict, state_dict: See torchft; None with `register`.
+        min_replica_size: Number of replica groups below which no step is committed.
         bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
             If None and no launcher has set it, this process is the whole job.
         spec: name or path of the FSM spec (``FFT_SPEC``, else ``hsdp``).
@@ -83,16 +89,16 @@ class ManagerFFT(TorchftInterface):
         A subclass with its own constructor has its own arguments.
         """
         if cls.__init__ is ManagerFFT.__init__:
-            refuse_unknown(ManagerFFT.__init__, args, kwargs)
+            refuse_unknown(ManagerFFT.__init__, kwargs)
         made: Self = super().__new__(cls)
         return made
 
     def __init__(
         self,
-        pg: ProcessGroup,
-        load_state_dict: Callable[[Any], None] | None,
-        state_dict: Callable[[], Any] | None,
-        min_replica_size: int,
+        pg: ProcessGroup | None = None,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        min_replica_size: int = 1,
         *args: Any,
         bus: str | None = None,
         spec: str | None = None,
@@ -104,7 +110,8 @@ class ManagerFFT(TorchftInterface):
         config: ManagerConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        config = ManagerConfig.from_deprecated_kwargs(kwargs, config)
+        if pg is None:
+            pg = ProcessGroupNCCL() if torch.cuda.is_available() else ProcessGroupGloo()
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
         )
@@ -116,7 +123,7 @@ class ManagerFFT(TorchftInterface):
             expected_groups=expected_groups,
             timeouts=timeouts,
             checkpoint=checkpoint,
-            config=config,
+            config=config or ManagerConfig(),
         )
         with ExitStack() as undo:
             if settings.alone is not None:

@@ -11,7 +11,6 @@ workers skip obsolete requests that they have not begun.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from inspect import signature
@@ -136,7 +135,7 @@ class _Loader(Identified):
         for name in options:
             if name not in _OPTIONS:
                 known = {*_OPTIONS, *signature(type(self)).parameters} - {"options"}
-                nearest = unknown("argument", name, known).replace("'passes'", "'data_epochs'")
+                nearest = unknown("argument", name, known)
                 why = _REFUSED.get(name, nearest)
                 raise DataError(f"{self._name} does not take {name}=: {why}")
         workers = options.get("num_workers", 0)
@@ -271,17 +270,6 @@ class _Loader(Identified):
             iterator._shutdown_workers()
 
 
-def _renamed(passes: int, data_epochs: int | None) -> int:
-    """Return the value of an argument that the script gives by its deprecated name."""
-    text = "fft.CursorLoader: passes= is deprecated; use data_epochs="
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
-    if data_epochs is not None:
-        raise DataError(
-            "fft.CursorLoader: expected data_epochs= alone, got passes= as well; leave passes= out"
-        )
-    return passes
-
-
 class CursorLoader(_Loader):
     """Batches of a map-style dataset by number, in an order that is the same on all groups.
 
@@ -317,7 +305,6 @@ class CursorLoader(_Loader):
             Ignored if ``sampler`` or ``order`` is given.
         drop_last: Drop the last item of a data epoch if it is incomplete. Ignored if
             ``batch_size`` is None.
-        passes: Deprecated name of ``data_epochs``.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
             with the same meaning. ``persistent_workers`` is accepted and has no effect: workers
@@ -345,10 +332,8 @@ class CursorLoader(_Loader):
         sampler: Any | None = None,
         order: Callable[[int], Any] | None = None,
         micro_batches: int | None = None,
-        passes: int | None = None,
         **options: Any,
     ) -> None:
-        data_epochs = data_epochs if passes is None else _renamed(passes, data_epochs)
         if isinstance(dataset, IterableDataset):
             raise DataError(
                 "fft.CursorLoader: expected a dataset with samples by index, got "
@@ -380,18 +365,6 @@ class CursorLoader(_Loader):
         """Function from an item number to sample indexes."""
         self.drop_last, self.micro_batches = drop_last, micro_batches
         super().__init__(data, seed, made.samples, items, identity, options)
-
-    @property
-    def items_of_pass(self) -> int:
-        """Deprecated name of `items_per_data_epoch`."""
-        text = "CursorLoader.items_of_pass is deprecated; use items_per_data_epoch"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self.items_per_data_epoch
-
-    def load(self, state: Any, first: int) -> None:
-        if isinstance(state, dict) and "passes" in state:  # a checkpoint with the earlier name
-            state = {"data_epochs" if k == "passes" else k: v for k, v in state.items()}
-        super().load(state, first)
 
     def fingerprint(self, first: int, count: int) -> str | None:
         """Return the digest of `_Loader` with the orders of the data epochs of these items."""

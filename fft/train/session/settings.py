@@ -12,8 +12,7 @@ import math
 import os
 import secrets
 import socket
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import BoundArguments, signature
 from pathlib import Path
@@ -132,29 +131,6 @@ class ManagerConfig(BaseModel):
     @classmethod
     def _check_membership(cls, given: Any) -> Membership:
         return membership_of(given)
-
-    @classmethod
-    def from_deprecated_kwargs(
-        cls, given: dict[str, Any], config: ManagerConfig | None
-    ) -> ManagerConfig:
-        """Build the config from deprecated keyword arguments of ``ManagerFFT``, and warn of them.
-
-        Args:
-            given: Keyword arguments; the names of settings are removed.
-            config: The argument ``config``.
-
-        Raises:
-            TypeError: Both a config and arguments that it replaces are given.
-        """
-        old = {name: given.pop(name) for name in cls.model_fields if name in given}
-        if not old:
-            return cls() if config is None else config
-        names = ", ".join(f"{name}=" for name in old)
-        if config is not None:
-            raise TypeError(f"ManagerFFT(): config= and {names}: put these into config")
-        text = f"ManagerFFT({names}…): pass config=fft.ManagerConfig({names}…)"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-        return cls(**{name: value for name, value in old.items() if value is not None})
 
 
 _NO_NAMES = {"self", "args", "kwargs"}
@@ -286,28 +262,21 @@ def read_settings(
     )
 
 
-def refuse_unknown(
-    constructor: Callable[..., None], args: Sequence[object], given: Mapping[str, object]
-) -> None:
-    """Check the arguments of ``constructor`` after ``self``.
+def refuse_unknown(constructor: Callable[..., None], given: Mapping[str, object]) -> None:
+    """Check the names of the arguments of ``constructor``.
 
     Raises:
-        TypeError: A name is an argument of neither ``constructor`` nor torchft's Manager, or an
-            argument is missing. The message suggests the nearest name, or shows a call.
+        TypeError: A name is a setting, or an argument of neither ``constructor`` nor torchft's
+            Manager. The message shows its place, or suggests the nearest name.
     """
-    own = signature(constructor).parameters
-    known = {*own, *signature(Manager).parameters} - _NO_NAMES
-    known |= ManagerConfig.model_fields.keys()
+    known = {*signature(constructor).parameters, *signature(Manager).parameters} - _NO_NAMES
     for name in given:
+        if name in ManagerConfig.model_fields:
+            raise TypeError(
+                f"ManagerFFT(): {name}= is a setting: pass config=fft.ManagerConfig({name}=…)"
+            )
         if name not in known:
             raise TypeError(f"ManagerFFT(): {unknown('argument', name, known)}")
-    needed = [name for name, each in own.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
-    if missing := [name for name in needed[len(args) :] if name not in given]:
-        raise TypeError(
-            f"ManagerFFT(): missing {', '.join(missing)}; with manager.register() a call is "
-            "ManagerFFT(pg=torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, "
-            "min_replica_size=1)"
-        )
 
 
 def _refuse_another_bus(bus: str | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -658,11 +657,6 @@ def _place(drawn: StepInput) -> dict[str, Any]:
     return place
 
 
-def _warn_renamed(old: str, new: str) -> None:
-    """Warn the script that it uses the deprecated name of a property of the txn."""
-    warnings.warn(f"txn.{old} is deprecated; use txn.{new}", DeprecationWarning, stacklevel=3)
-
-
 class Transaction:
     """One attempt at one step. ``with txn:`` runs the step function; leaving it votes and decides.
 
@@ -749,18 +743,6 @@ class Transaction:
     def ends_data_epoch(self) -> bool:
         """Whether this txn, if it commits, ends a data epoch. Raises FftError as `data_epoch`."""
         return self._drawn.data_epochs.after > self._drawn.data_epochs.before
-
-    @property
-    def passes(self) -> int:
-        """Deprecated name of `data_epoch`."""
-        _warn_renamed("passes", "data_epoch")
-        return self.data_epoch
-
-    @property
-    def ends_pass(self) -> bool:
-        """Deprecated name of `ends_data_epoch`."""
-        _warn_renamed("ends_pass", "ends_data_epoch")
-        return self.ends_data_epoch
 
     @property
     def progress(self) -> float:
