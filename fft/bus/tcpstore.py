@@ -221,6 +221,9 @@ class Listener(Subscription):
         self._client = bus._dial()
         self._is_waiting = False
         """It waits for a message, and has requested none."""
+        self._turn = threading.Lock()
+        """Held while `_is_waiting` changes, and while `renew` acts on it: a request that takes a
+        message from the server must not lose its answer."""
         self._lock = threading.Lock()
         self._ended = False  # lost or closed, whichever came first
         self._stop = threading.Event()
@@ -256,8 +259,9 @@ class Listener(Subscription):
 
     def renew(self) -> None:
         """Open a new connection if it is only waiting, because others were lost. Thread-safe."""
-        if self._is_waiting:
-            self._client.cut()
+        with self._turn:
+            if self._is_waiting:
+                self._client.cut()
 
     def _ask(self, *requests: Request, waits: bool = False) -> Any:
         """Return the server's answer to the last of the requests, or None once closed.
@@ -268,7 +272,8 @@ class Listener(Subscription):
             waits: The requests only wait for a message.
         """
         while not self._stop.is_set():
-            self._is_waiting = waits
+            with self._turn:
+                self._is_waiting = waits
             try:
                 return self._client.ask(*requests)[-1]
             except OSError as error:

@@ -11,7 +11,7 @@ from forked_run import fft as run_fft
 from forked_run import running
 
 import fft
-from fft.errors import LiveBlockMisuse
+from fft.errors import LiveBlockFailed, LiveBlockMisuse
 from fft.trace.report import refusals
 from tests.acceptance.live_kills import EXAMPLES, Job, judged, kill_at_random
 
@@ -110,6 +110,9 @@ def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
         if not txn.skipped and txn.step < 3:
             with manager.live() as members:
                 assert members == (manager.me,)
+        elif not txn.skipped:
+            with pytest.raises(LiveBlockFailed, match=r"cannot follow the last step.*after the lo"):
+                manager.live().__enter__()
     manager.shutdown()
     assert len(seen) == len(set(seen)) == 8
     found = judged(tmp_path)

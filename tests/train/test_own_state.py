@@ -79,6 +79,28 @@ def test_rollback_restores_optimizer_own_state() -> None:
     assert torch.equal(optimizer.mean, torch.ones(2))
 
 
+def test_own_state_alone_changes_digest_and_fingerprint() -> None:
+    optimizer, state = counting()
+    optimizer.step()
+    before = state.digest(), state.fingerprint()
+    optimizer.mean = optimizer.mean + 1
+    after = state.digest(), state.fingerprint()
+    assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_groups_that_a_script_holds_stay_those_of_the_optimizer() -> None:
+    optimizer, state = counting()
+    optimizer.step()
+    group, entries = optimizer.param_groups[0], optimizer.state
+    state.capture()
+    group["lr"] = 7.0
+    state.restore()
+    assert optimizer.param_groups[0] is group and optimizer.state is entries
+    assert group["lr"] != 7.0
+    state.load(copy.deepcopy(state.export()))
+    assert optimizer.param_groups[0] is group and optimizer.state is entries
+
+
 def test_progress_of_local_steps_includes_optimizer_own_state() -> None:
     optimizer, state = counting()
     optimizer.step()

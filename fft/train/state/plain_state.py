@@ -169,13 +169,13 @@ def load_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Mapping[Any, An
         optimizer.state[key] = value
     if not got["more"]:
         return
-    # torch replaces the groups, and converts the state of parameters to their dtype
-    entries = {k: dict(v) for k, v in optimizer.state.items() if isinstance(k, torch.Tensor)}
-    hyper = [hyper_of(group) for group in optimizer.param_groups]
+    # torch replaces both objects, to which the script may hold references, and converts the state
+    # of parameters to their dtype
+    groups, state = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict({**optimizer.state_dict(), **got["more"]})
-    optimizer.state.update(entries)
-    for group, values in zip(optimizer.param_groups, hyper, strict=True):
-        set_hyperparameters(group, values)
+    loaded = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    state.update(loaded)
+    optimizer.param_groups, optimizer.state = groups, state
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

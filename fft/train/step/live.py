@@ -112,6 +112,12 @@ class LiveBlocks:
         of that epoch."""
         while True:
             if (plan := self._worker.begin()) is None:
+                if self._loop.is_over:
+                    raise LiveBlockFailed(
+                        f"{place}: a live block cannot follow the last step of transactions(), "
+                        "with whose commit the job ends. Do its work after the loop, without "
+                        "manager.live(), or enter it only if txn.step + 1 < max_steps"
+                    )
                 raise Drained("this replica group has drained")
             members = self._members_of(plan)
             command = self._vote(f"{ENTRY}{place}")
