@@ -45,7 +45,7 @@ _SENT = ("step", "rollback", "transfer")
 """Kinds of activities that become spans."""
 
 
-class _Ids(IdGenerator):
+class _Ids(IdGenerator):  # type: ignore[misc]  # opentelemetry has no types here
     """Derives ids from the run, so that each export of a run has the same ones.
 
     Args:

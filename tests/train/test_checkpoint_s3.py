@@ -87,7 +87,7 @@ def check_keys_after(server: str, requests: bytes) -> None:
 def test_credentials_that_are_renewed_in_a_file_are_read_again(
     place: str, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import boto3
+    import boto3  # type: ignore[import-untyped]
 
     iam, file = boto3.client("iam"), tmp_path / "credentials"
     iam.create_user(UserName="writer")

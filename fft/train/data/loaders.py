@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -268,10 +269,10 @@ class _Loader(Identified):
         """Return the next answer. Only in here an ended worker may raise an error.
 
         torch's handler of SIGCHLD would raise it wherever the main thread is, such as in a step
-        function.
+        function. On another thread torch finds the end of a worker within 5 s.
         """
         iterator = self._iterator
-        if self._workers > 0:
+        if self._workers > 0 and threading.current_thread() is threading.main_thread():
             _set_worker_pids(id(iterator), tuple(w.pid for w in iterator._workers))
             iterator._worker_pids_set = True
         try:
