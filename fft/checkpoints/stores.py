@@ -12,13 +12,15 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from operator import methodcaller
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from fft.errors import CheckpointError
@@ -37,8 +39,12 @@ may be lost, so the attempt at the checkpoint fails instead.
 """
 _PAUSES_S = (0.05, 0.5, 2.0)
 """Pauses between the attempts at one operation."""
+_REFUSED = re.compile(r"auth|credential|token|expired|denied|forbidden|\b40[013]\b", re.IGNORECASE)
+"""Text of an error of a remote file system that other credentials may mend."""
 _WRITERS = ".writers.lock"
 """Lock file shared by all processes that write checkpoints."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -265,25 +271,51 @@ class UrlStore:
     """Checkpoints at a URL of fsspec, such as ``s3://bucket/path``."""
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
         self.url = url.rstrip("/")
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         try:
-            self._fs, root = fsspec.core.url_to_fs(self.url, **options)
+            self._fs, self._root = self._opened()
         except (ImportError, ValueError) as error:
             raise StoreError(
                 f"checkpoints cannot be kept at {url}: {error}. For s3:// install fft-torch[s3]"
             ) from error
-        self._root = str(root).rstrip("/")
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return a new file system, which reads the credentials, and the path of this store."""
+        import fsspec
+
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        files, root = fsspec.core.url_to_fs(self.url, **options)
+        return files, str(root).rstrip("/")
+
+    def _do(self, work: Callable[[Any], T]) -> T:
+        """Return ``work(file system)``; after refused credentials, do it with new ones.
+
+        A file system reads a file of credentials only once, and short-lived ones are renewed there.
+        """
+        with as_os_error(self.url):
+            try:
+                return work(self._fs)
+            except Exception as error:
+                if not _may_have_expired(error):
+                    raise
+                refused = error
+            self._fs, _ = self._opened()
+            try:
+                return work(self._fs)
+            except Exception as error:
+                raise error from refused
 
     def prepare(self) -> None:
         probe = f"{self._root}/.fft-probe"
+
+        def work(files: Any) -> None:
+            files.makedirs(self._root, exist_ok=True)
+            files.pipe_file(probe, b"?")
+            files.rm_file(probe)
+
         try:
-            self._fs.makedirs(self._root, exist_ok=True)
-            self._fs.pipe_file(probe, b"?")
-            self._fs.rm_file(probe)
-        except Exception as error:  # every fsspec file system has its own error classes
+            self._do(work)
+        except OSError as error:
             raise StoreError(
                 f"no checkpoints can be written to {self.url}: {type(error).__name__}: {error}"
             ) from error
@@ -307,59 +339,79 @@ class UrlStore:
         return {name: int(entry["size"]) for name, entry in found if entry["type"] == "file"}
 
     def _ls(self, path: str) -> list[tuple[str, dict[str, Any]]]:
-        with as_os_error(self.url):
-            try:
-                self._fs.invalidate_cache()
-                entries = self._fs.ls(f"{self._root}/{path}".rstrip("/"), detail=True)
-            except FileNotFoundError:
-                return []
+        def work(files: Any) -> list[dict[str, Any]]:
+            files.invalidate_cache()
+            return list(files.ls(f"{self._root}/{path}".rstrip("/"), detail=True))
+
+        try:
+            entries = self._do(work)
+        except FileNotFoundError:
+            return []
         return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
 
     def read(self, path: str) -> bytes:
-        with as_os_error(self.url):
-            return bytes(self._fs.cat_file(f"{self._root}/{path}"))
+        return bytes(self._do(lambda files: files.cat_file(f"{self._root}/{path}")))
 
     def digest(self, path: str) -> str:
-        with as_os_error(self.url), self._fs.open(f"{self._root}/{path}", "rb") as file:
-            return digest_of(file)
+        def work(files: Any) -> str:
+            with files.open(f"{self._root}/{path}", "rb") as file:
+                return digest_of(file)
+
+        return self._do(work)
 
     def write(self, path: str, data: bytes) -> None:
-        with as_os_error(self.url):
-            self._fs.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(f"{self._root}/{path}", data)
+        def work(files: Any) -> None:
+            files.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+            files.pipe_file(f"{self._root}/{path}", data)
+
+        self._do(work)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="fft-checkpoint-") as folder:
             local = Path(folder, path.rpartition("/")[2])
             yield local
-            with as_os_error(self.url):
-                self._fs.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
-                self._fs.put_file(str(local), f"{self._root}/{path}")
+
+            def work(files: Any) -> None:
+                files.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+                files.put_file(str(local), f"{self._root}/{path}")
+
+            self._do(work)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="fft-checkpoint-") as folder:
             local = Path(folder, path.rpartition("/")[2])
-            with as_os_error(self.url):
-                self._fs.get_file(f"{self._root}/{path}", str(local))
+            self._do(lambda files: files.get_file(f"{self._root}/{path}", str(local)))
             yield local
 
     def rename(self, old: str, new: str) -> None:
         """Copy the files, the manifest last, and remove the old directory."""
         self.remove(new)
-        with as_os_error(self.url):
-            self._fs.makedirs(f"{self._root}/{new}", exist_ok=True)
-            for file in sorted(self.files(old), key=lambda file: file == MANIFEST):
-                self._fs.cp_file(f"{self._root}/{old}/{file}", f"{self._root}/{new}/{file}")
+        self._do(lambda files: files.makedirs(f"{self._root}/{new}", exist_ok=True))
+        for file in sorted(self.files(old), key=lambda file: file == MANIFEST):
+            places = f"{self._root}/{old}/{file}", f"{self._root}/{new}/{file}"
+            self._do(methodcaller("cp_file", *places))
         self.remove(old)
 
     def remove(self, directory: str) -> None:
-        with as_os_error(self.url):
-            for file in sorted(self.files(directory), key=lambda file: file != MANIFEST):
-                self._fs.rm_file(f"{self._root}/{directory}/{file}")
-            if self._fs.exists(f"{self._root}/{directory}"):  # some file systems have directories
-                self._fs.rm(f"{self._root}/{directory}", recursive=True)
+        place = f"{self._root}/{directory}"
+        for file in sorted(self.files(directory), key=lambda file: file != MANIFEST):
+            self._do(methodcaller("rm_file", f"{place}/{file}"))
+        if self._do(lambda files: files.exists(place)):  # some file systems have directories
+            self._do(lambda files: files.rm(place, recursive=True))
+
+
+def _may_have_expired(error: Exception) -> bool:
+    """Return whether other credentials may help; file systems use many classes for that.
+
+    S3 answers an expired token with "400 Bad Request" where an answer has no body, which s3fs makes
+    EINVAL.
+    """
+    if isinstance(error, OSError):
+        refusals = (errno.EACCES, errno.EPERM, errno.EINVAL)
+        return isinstance(error, PermissionError) or error.errno in refusals
+    return _REFUSED.search(f"{type(error).__name__}: {error}") is not None
 
 
 MANIFEST = "manifest.json"

@@ -7,6 +7,7 @@ the collector does not accept ends the export with an error.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from fft.errors import FftError
 from fft.trace.figures import FIGURES, Figure, Figures
 from fft.trace.format import scope_folders
 from fft.trace.happenings import COMMITTED, ROLLED_BACK, Happening, happenings
+from fft.trace.read import parsed, trace_files
 from fft.trace.report import figures_of
 from fft.util.version import __version__
 
@@ -28,6 +30,7 @@ try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExportResult
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
 except ImportError as error:
     raise FftError(
@@ -42,11 +45,44 @@ _SENT = ("step", "rollback", "transfer")
 """Kinds of activities that become spans."""
 
 
+class _Ids(IdGenerator):  # type: ignore[misc]  # opentelemetry has no types here
+    """Derives ids from the run, so that each export of a run has the same ones.
+
+    Args:
+        directory: The traces. The header that was written first identifies the run, also while it
+            goes on and after the directory was moved.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        heads = [parsed(_first_line(path)) for path in trace_files(directory)]
+        starts = ((head["wall"], head["h"]) for head in heads if head is not None)
+        self._run = min(starts, default=None)  # None: no process has written a line yet
+        self.trace: tuple[object, ...] = ()
+        """Scope and token of the attempt whose spans follow."""
+        self.span: tuple[object, ...] = ()
+        """Kind, rank and line of the span that follows; empty for that of the attempt."""
+
+    def generate_trace_id(self) -> int:
+        return self._derived(16, self.trace)
+
+    def generate_span_id(self) -> int:
+        return self._derived(8, self.trace + self.span)
+
+    def _derived(self, size: int, place: tuple[object, ...]) -> int:
+        text = repr((self._run, place)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=size).digest(), "big") or 1
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline()
+
+
 class _Spans:
     """The spans of one scope: one for each attempt of the job, with those of its ranks in it."""
 
-    def __init__(self, tracer: Any, send: Callable[[Any], None], scope: str) -> None:
-        self._tracer, self._send = tracer, send
+    def __init__(self, tracer: Any, ids: _Ids, send: Callable[[Any], None], scope: str) -> None:
+        self._tracer, self._ids, self._send = tracer, ids, send
         self._scope = {"fft.scope": scope} if scope else {}
         self._attempts: OrderedDict[tuple[int, int], list[Happening]] = OrderedDict()
 
@@ -66,6 +102,7 @@ class _Spans:
     def _end(self, token: tuple[int, int], parts: list[Happening]) -> None:
         names = {"fft.epoch": token[0], "fft.txn": token[1], **self._scope}
         start, end = min(part.start for part in parts), max(part.end for part in parts)
+        self._ids.trace, self._ids.span = (self._scope.get("fft.scope", ""), *token), ()
         whole = self._tracer.start_span("attempt", start_time=_ns(start), attributes=names)
         context = set_span_in_context(whole)
         for part in parts:
@@ -84,6 +121,7 @@ class _Spans:
         if part.outcome:
             names["fft.outcome"] = part.outcome
         start = _ns(part.start)
+        self._ids.span = part.kind, part.rank, part.line
         span = self._tracer.start_span(part.kind, context, start_time=start, attributes=names)
         if part.parts[1:]:
             span.add_event("vote", timestamp=_ns(part.parts[1][1]))
@@ -172,9 +210,10 @@ def export(directory: Path, url: str) -> tuple[int, int]:
     names = {"service.name": "fft", "service.instance.id": str(directory.resolve())}
     resource = Resource.create(names)
     sender = _Sender(url)
-    tracer = TracerProvider(resource=resource).get_tracer("fft", __version__)
+    ids = _Ids(directory)
+    tracer = TracerProvider(resource=resource, id_generator=ids).get_tracer("fft", __version__)
     for folder in scope_folders(directory):
-        spans = _Spans(tracer, sender.add, folder.name if folder != directory else "")
+        spans = _Spans(tracer, ids, sender.add, folder.name if folder != directory else "")
         for found in happenings(folder):
             spans.add(found)
         spans.end()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -103,6 +105,47 @@ def test_batch_norm_with_augmentation_in_workers_is_bit_equal_under_faults(tmp_p
             made.audit()
             ends.append([(weights(m.model), m.consumed) for m in made_model])
     assert ends[0] == ends[1] == ends[2]
+
+
+class Deadly(Augmented):
+    """Images, one of which ends the worker that reads it, twice in each group."""
+
+    def __init__(self, marks: Path) -> None:
+        self.marks = marks
+        marks.mkdir()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 64 == 5 and len(list(self.marks.iterdir())) < 2:
+            (self.marks / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.multiprocess
+def test_killed_workers_cost_no_step_and_change_no_bit(tmp_path: Path) -> None:
+    def work(member: Member, data: Any) -> None:
+        loader = fft.CursorLoader(data, 4, seed=7, num_workers=2)
+        for txn in member.manager.transactions(loader, max_steps=30):
+            with txn:
+                member.model(txn.batch["x"]).square().mean().backward()
+            member.consumed += txn.batch["index"].tolist()
+
+    ends = []
+    for name in ("calm", "killed"):
+        with job(tmp_path / name, 2) as made:
+            members = [made.member(group, model=Convolutions()) for group in "01"]
+            marks = [tmp_path / f"{name}-{member.group}" for member in members]
+            for member, folder in zip(members, marks, strict=True):
+                data = Augmented() if name == "calm" else Deadly(folder)
+                member.start(lambda m, data=data: work(m, data))
+            for member in members:
+                member.end()
+                assert member.error is None, repr(member.error)
+            assert aborts(tmp_path / name) == []
+            made.audit()
+            ends.append([(weights(m.model), m.consumed) for m in members])
+    assert any(len(list(folder.iterdir())) == 2 for folder in marks), "workers were killed"
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.multiprocess

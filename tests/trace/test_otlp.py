@@ -136,6 +136,33 @@ def test_export_sends_attempts_rollbacks_transfers_and_figures(
             assert receiver.metrics[f"fft.{name}"] == pytest.approx(expected), name
 
 
+def test_second_export_has_the_same_ids_and_another_run_has_others(
+    traces: Path, receiver: Receiver, tmp_path: Path
+) -> None:
+    def ids() -> set[tuple[bytes, bytes]]:
+        receiver.spans.clear()
+        sent, _ = otlp.export(traces, receiver.url)
+        found = {(span.trace_id, span.span_id) for span in receiver.spans}
+        assert len(found) == sent > 20, "each span has an id of its own"
+        return found
+
+    first = ids()
+    receiver.statuses = [400]
+    with pytest.raises(FftError, match="Export the run again"):
+        ids()
+    assert ids() == first
+    traces = traces.rename(tmp_path / "moved")
+    assert ids() == first
+    job = TracedJob(tmp_path / "other")
+    for _ in range(12):
+        job.step()
+    job.close()
+    traces = job.directory
+    for path in traces.glob("*.jsonl"):  # simulated jobs begin at the same time
+        path.write_text(path.read_text().replace('"wall":0.', '"wall":7.', 1))
+    assert not ids() & first
+
+
 def test_export_repeats_a_batch_that_the_collector_refuses_for_now(
     traces: Path, receiver: Receiver
 ) -> None:

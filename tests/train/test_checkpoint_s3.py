@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +75,52 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_not(
         store.prepare()
     with pytest.raises(OSError, match=r"s3://|Connect"):
         Checkpoints(store).found()
+
+
+def check_keys_after(server: str, requests: bytes) -> None:
+    """Let the server refuse unknown keys after a number of requests."""
+    plain = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(f"{server}/moto-api/reset-auth", requests, plain)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def test_credentials_that_are_renewed_in_a_file_are_read_again(
+    place: str, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import boto3  # type: ignore[import-untyped]
+
+    iam, file = boto3.client("iam"), tmp_path / "credentials"
+    iam.create_user(UserName="writer")
+    allow = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allow]})
+    iam.put_user_policy(UserName="writer", PolicyName="all", PolicyDocument=policy)
+    old, new = (iam.create_access_key(UserName="writer")["AccessKey"] for _ in range(2))
+
+    def renew(key: dict[str, str]) -> None:
+        file.write_text(
+            f"[default]\naws_access_key_id={key['AccessKeyId']}\n"
+            f"aws_secret_access_key={key['SecretAccessKey']}\n"
+        )
+
+    renew(old)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    store = open_store(place)
+    check_keys_after(server, b"0")
+    try:
+        store.prepare()
+        published(store, 2)
+        check_keys_after(server, b"inf")
+        iam.delete_access_key(UserName="writer", AccessKeyId=old["AccessKeyId"])
+        check_keys_after(server, b"0")
+        with pytest.raises(PermissionError):
+            store.read(f"step-2/{MANIFEST}")  # the old key is refused, and the file has no other
+        renew(new)
+        found = published(store, 4)
+        assert [each.step for each in found.found()] == [2, 4]
+    finally:
+        check_keys_after(server, b"inf")
 
 
 def train(traces: Path, steps: int, seed: int, place: str | None) -> tuple[str, int]:

@@ -352,6 +352,53 @@ def test_a_permanent_error_names_the_item_after_some_attempts(
     assert f"item 3 could not be loaded in {attempts} attempts" in notes
 
 
+class AdoptsLate(Fails):
+    """A loader that adopts a loaded state only with its next item; its state is stale until then.
+
+    With ``never``, its state is stale after a load to the end.
+    """
+
+    def __init__(self, never: bool, error: Exception, times: int) -> None:
+        super().__init__(error, times)
+        self.never, self.begin, self.told = never, 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for item in range(self.begin, 100):
+            self.fail(item)
+            if not self.never:
+                self.told = item + 1
+            yield torch.tensor(item)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["told"]
+        if self.never:
+            self.told = self.begin
+
+
+def test_read_error_after_a_load_continues_at_the_loaded_state() -> None:
+    loader = AdoptsLate(False, ConnectionError("reset"), 2)
+    source = StreamSource(loader)
+    source.load({"told": 3}, 3)
+    got = [int(drawn(Inputs(source, 1, 0), cursor).batch) for cursor in range(3, 9)]
+    assert got == list(range(3, 9))
+    source.load({"told": 20}, 20)
+    assert source.export(20)["loader_state"] == {"told": 20}, "not the state of item 9"
+
+
+def test_read_error_of_a_loader_with_a_stale_state_draws_no_item_twice() -> None:
+    source = StreamSource(AdoptsLate(True, ConnectionError("reset"), 1))
+    inputs = Inputs(source, 1, 0)
+    assert [int(drawn(inputs, cursor).batch) for cursor in range(2)] == [0, 1]
+    with pytest.raises(ConnectionError) as caught:
+        drawn(inputs, 2)
+    notes = "\n".join(caught.value.__notes__)
+    assert "would repeat earlier ones: its state_dict() has not changed" in notes
+    assert caught.value.fft_item == "item 3"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("group", [0, 1])
 def test_unreadable_item_ahead_keeps_its_name_and_the_step_before_it(group: int) -> None:
     inputs = Inputs(as_source(Fails(ValueError("never"), 99)), 1, 0)

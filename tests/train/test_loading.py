@@ -7,8 +7,11 @@ import gc
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ from waiting import wait_until
 
 import fft
 from fft.errors import DataError
-from fft.train.data.source import Due
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
+from fft.train.data.retries import WorkerDied
+from fft.train.data.source import Due, Inputs
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -300,24 +306,123 @@ def test_an_exception_for_an_item_of_others_is_theirs(opened: Callable[..., Any]
         loader.take(Due(number, number, 2))
 
 
+class Deadly(Noisy):
+    """A data set whose sample 21 ends the process that reads it, the first ``times`` times."""
+
+    def __init__(self, log: Path, times: int, how: Callable[[], object]) -> None:
+        super().__init__(log)
+        self.times, self.how = times, how
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        assert self.log is not None
+        if index == 21 and self.log.read_text().split().count("21") <= self.times:
+            self.how()
+        return sample
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plan(cursor: int) -> StartTxn:
+    """Return the begin of a txn of one group."""
+    return StartTxn(Token(1, 1), cursor, "lineage", cursor, 0, 1, ("0",), 0)
+
+
 @pytest.mark.multiprocess
-def test_a_killed_worker_is_an_error_and_the_loader_can_begin_again(
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_items_of_a_killed_worker_are_loaded_again_with_the_same_bits(
+    opened: Callable[..., Any], tmp_path: Path, of_torch: bool
+) -> None:
+    loader = opened(
+        fft.CursorLoader,
+        Deadly(tmp_path / "log", 2, kill_self),
+        4,
+        shuffle=False,
+        num_workers=2,
+    )
+    loader.open()
+    before = signal.getsignal(signal.SIGCHLD)
+    if not of_torch:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        inputs = Inputs(loader, 1, 0)
+        batches = [inputs.draw(plan(cursor)) for cursor in range(12)]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert (tmp_path / "log").read_text().split().count("21") == 3
+    there = [bits(drawn.batch) for drawn in batches if drawn is not None]
+    assert there == [bits(fft.CursorLoader(Noisy(), 4, shuffle=False)[n]) for n in range(12)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [(kill_self, "worker 0 was ended by SIGKILL"), (partial(os._exit, 3), "ended with status 3")],
+)
+def test_third_death_at_an_item_names_the_item_and_the_signal(
+    opened: Callable[..., Any], tmp_path: Path, how: Callable[[], object], words: str
+) -> None:
+    loader = opened(
+        fft.CursorLoader, Deadly(tmp_path / "log", 99, how), 4, shuffle=False, num_workers=2
+    )
+    loader.open()
+    inputs = Inputs(loader, 1, 0)
+    for cursor in range(5):  # workers die ahead, and no item is lost or accused
+        assert inputs.draw(plan(cursor)) is not None
+    with pytest.raises(WorkerDied, match=rf"{words} while item 5 was awaited.*num_workers") as died:
+        inputs.draw(plan(5))
+    assert died.value.fft_item == "item 5"  # type: ignore[attr-defined]
+    assert "item 5 could not be loaded in 3 attempts" in died.value.__notes__
+
+
+@pytest.mark.multiprocess
+def test_death_of_an_idle_worker_raises_only_where_an_item_is_taken(
     opened: Callable[..., Any],
 ) -> None:
     loader = opened(fft.CursorLoader, Noisy(), 4, num_workers=1)
-    loader.take(Due(0, 0, 1))
+    loader.open()
+    inputs = Inputs(loader, 1, 0)
+    inputs.draw(plan(0))
     (pid,) = workers(loader)
-    # torch's handler raises wherever the main thread is; here the loader is to find out
-    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        with pytest.raises((RuntimeError, OSError, EOFError)) as caught:
-            os.kill(pid, signal.SIGKILL)
-            for number in range(1, 9):
-                loader.take(Due(number, number, 1))
-    finally:
-        signal.signal(signal.SIGCHLD, of_torch)
-    assert caught.value.__notes__ == ["fft.CursorLoader: worker 0 has ended, exit code -9"]
-    assert bits(loader.take(Due(9, 9, 1))) == bits(loader[9])
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: gone(pid), "the worker has ended", 10)  # a step function runs
+    for cursor in range(1, 9):
+        drawn = inputs.draw(plan(cursor))
+        assert drawn is not None and bits(drawn.batch) == bits(loader[cursor])
+
+
+class Sockets(Noisy):
+    """A data set whose samples are the open files of the reading process."""
+
+    def __getitem__(self, index: int) -> Any:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the descriptor of the listing itself
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return found
+
+
+@pytest.mark.multiprocess
+def test_workers_of_a_running_job_hold_none_of_its_later_sockets(
+    opened: Callable[..., Any],
+) -> None:
+    early, _peer = socket.socketpair()
+    loader = opened(fft.CursorLoader, Sockets(), 1, num_workers=1, collate_fn=lambda each: each[0])
+    loader.open()
+    late, peer = socket.socketpair()
+    with early, _peer, late, peer:
+        inputs = Inputs(loader, 1, 0)
+        inputs.draw(plan(0))
+        os.kill(workers(loader)[0], signal.SIGKILL)
+        inode = {each: f"socket:[{os.fstat(each.fileno()).st_ino}]" for each in (early, late)}
+        drawn = [inputs.draw(plan(cursor)) for cursor in range(1, 9)][-1]
+        assert drawn is not None and inode[early] in drawn.batch
+        assert inode[late] not in drawn.batch
+        late.close()
+        peer.settimeout(10)
+        assert peer.recv(1) == b"", "the peer learns of the end at once"
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ workers skip obsolete requests that they have not begun.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from inspect import signature
@@ -21,11 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 from torch.utils.data.distributed import DistributedSampler
 
 from fft.errors import DataError
 from fft.train.data.digests import digest_of, runs_no_code
-from fft.train.data.retries import forbid_retry, name_item
+from fft.train.data.retries import WorkerDied, forbid_retry, name_item
 from fft.train.data.source import (
     BATCHES_AS_ORDER,
     OPEN_STREAM,
@@ -43,6 +46,7 @@ from fft.train.data.worker import (
     Samples,
     Substreams,
     begin_worker,
+    keep_sockets,
     same,
     seeded,
 )
@@ -87,6 +91,8 @@ class _Schedule:
         """Numbers of open requests."""
         self.ready: dict[int, Answer] = {}
         """Loaded items that this rank still needs, by item number."""
+        self.is_careful = False
+        """Request only the item that is due, because a worker has died at an unknown item."""
         self._ahead = max(1, workers)
         """Number of workers, at least 1: torch asks them in turn."""
 
@@ -109,8 +115,11 @@ class _Schedule:
     def _next(self) -> int | None:
         if self.due is None:
             return None
-        missing = (n for n in self.due.following() if n not in self.asked and n not in self.ready)
-        number = next(missing)
+        numbers = iter([self.due.number]) if self.is_careful else self.due.following()
+        missing = (n for n in numbers if n not in self.asked and n not in self.ready)
+        number = next(missing, None)
+        if number is None:
+            return None
         return None if self.items is not None and number >= self.items else number
 
     def wants(self, number: int) -> bool:
@@ -157,6 +166,9 @@ class _Loader(Identified):
         self._make()  # torch checks the options
         self._schedule: _Schedule | None = None
         self._iterator: Any = None
+        self._died_at: int | None = None
+        """The item that was due when a worker died, until it is taken. Items ahead wait until then,
+        so that a further death is that item's."""
         self._fingerprint: tuple[Identify | None, str] | None = None
         """The digest of the settings and the probe, with the ``identify`` that it was made with."""
 
@@ -185,11 +197,17 @@ class _Loader(Identified):
 
     def open(self) -> None:
         """Start the workers, which idle until the first `take`."""
+        if self._workers > 0:
+            keep_sockets()
+        self._open()
+
+    def _open(self) -> None:
         if self._iterator is None:
             if self._window is not None:
                 self._window.zero_()
             self._schedule, loader = self._make()
             self._iterator = iter(loader)
+            self._unwatch()
 
     def holds(self, first: int, count: int) -> bool:
         return self._items is None or first + count <= self._items
@@ -198,47 +216,104 @@ class _Loader(Identified):
         """Return item ``due.number``, waiting until it is loaded.
 
         Raises:
-            Exception: The error of loading the item, with a note that names it. Or the error of
-                torch's loader if a worker has died, with a note on its exit code, or if
-                ``timeout`` has passed.
+            Exception: The error of loading the item, with a note that names it; or the error of
+                torch's loader if ``timeout`` has passed.
+            WorkerDied: A worker has ended. The next call starts new ones.
         """
-        self.open()
+        if self._died_at is not None and not due.takes(self._died_at):
+            self._died_at = None
+        self._open()
         schedule = self._schedule
         assert schedule is not None
         schedule.due = due
+        schedule.is_careful = self._died_at is not None
         if self._window is not None:
             self._window.copy_(torch.tensor([due.first, due.number, due.step, due.stride]))
         for number in [n for n in schedule.ready if not schedule.wants(n)]:
             del schedule.ready[number]
         while due.number not in schedule.ready:
             try:
-                answer = Answer(*next(self._iterator))
-            except BaseException as error:
-                if self._workers > 0 and isinstance(error, Exception):
-                    forbid_retry(error)  # new workers would inherit the sockets of the job
-                for worker, code in self._dead_workers(error).items():
-                    error.add_note(f"{self._name}: worker {worker} has ended, exit code {code}")
-                self.close()  # open requests are lost
+                answer = self._next()
+            except Exception as error:
+                dead = self._dead_workers(_ENDING_S)
+                if not dead:
+                    if self._workers > 0:
+                        forbid_retry(error)  # a worker that hangs would be left behind
+                    self.close()  # open requests are lost
+                    raise
+                self._died_at = due.number
+                for process in self._iterator._workers:  # a busy one would end seconds later
+                    process.kill()
+                self.close()
+                died = WorkerDied(self._death(dead, due.number))
+                name_item(died, f"item {due.number}", due.number)
+                raise died from error
+            except BaseException:
+                self.close()
                 raise
             if answer.number is None:
                 continue
             schedule.asked.discard(answer.number)
             if answer.kind != "unwanted" and schedule.wants(answer.number):
                 schedule.ready[answer.number] = answer
+        if due.number == self._died_at:
+            self._died_at = None
         answer = schedule.ready[due.number]
         if answer.kind == "failed":
             del schedule.ready[due.number]
             answer.value.reraise()
         return answer.value
 
-    def _dead_workers(self, error: BaseException) -> dict[int, int]:
-        """Return the exit codes of workers that have ended, by their numbers."""
-        workers = self._iterator._workers if self._workers > 0 else ()
-        if isinstance(error, OSError | EOFError):  # the connection ends before the process
-            ended = wait([w.sentinel for w in workers], _ENDING_S)
-            for w in workers:
-                w.join(_ENDING_S if w.sentinel in ended else 0)
+    def _next(self) -> Answer:
+        """Return the next answer. Only in here an ended worker may raise an error.
+
+        torch's handler of SIGCHLD would raise it wherever the main thread is, such as in a step
+        function. On another thread torch finds the end of a worker within 5 s.
+        """
+        iterator = self._iterator
+        if self._workers > 0 and threading.current_thread() is threading.main_thread():
+            _set_worker_pids(id(iterator), tuple(w.pid for w in iterator._workers))
+            iterator._worker_pids_set = True
+        try:
+            if dead := self._dead_workers(0):  # it has ended since the last call
+                raise WorkerDied(f"workers have ended: {dead}")
+            return Answer(*next(iterator))
+        finally:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if getattr(self._iterator, "_worker_pids_set", False):
+            _remove_worker_pids(id(self._iterator))
+            self._iterator._worker_pids_set = False
+
+    def _dead_workers(self, wait_s: float) -> dict[int, int]:
+        """Return the exit codes of workers that have ended, by their numbers.
+
+        Args:
+            wait_s: Time for the first one to end: its connection ends before the process.
+        """
+        if self._workers == 0:
+            return {}
+        workers = self._iterator._workers
+        ended = wait([w.sentinel for w in workers], wait_s)
+        for w in workers:
+            w.join(_ENDING_S if w.sentinel in ended else 0)
         return {i: w.exitcode for i, w in enumerate(workers) if not w.is_alive()}
+
+    def _death(self, dead: dict[int, int], number: int) -> str:
+        """Return the message on ended workers, by their exit codes, with the fix."""
+        how = ", ".join(
+            f"worker {worker} was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"worker {worker} has ended with status {code}"
+            for worker, code in dead.items()
+        )
+        return (
+            f"{self._name}: {how} while item {number} was awaited. The kernel sends SIGKILL if "
+            "memory runs out (`dmesg` names the process): pass a smaller num_workers=, "
+            "prefetch_factor= or batch size. After another signal, read the items with "
+            "num_workers=0 to find the code that crashes"
+        )
 
     def export(self, first: int) -> Any:
         """Return the settings that must be equal on all ranks; a position is not needed."""

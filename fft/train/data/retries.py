@@ -15,8 +15,14 @@ class Superseded(Exception):
     """The txn that waited for an item is rolled back, so the item is no longer needed."""
 
 
+class WorkerDied(RuntimeError):
+    """A process that loads items has ended by itself, such as by the kernel for want of memory."""
+
+
 PAUSES_S = (0.1, 0.5, 2.0)
 """Pauses before further attempts after an error of a network or a file system, in seconds."""
+PAUSES_OF_DEATHS_S = (0.1, 0.5)
+"""Pauses after the death of a worker, before new ones load the item, in seconds."""
 PAUSES_OF_OTHERS_S = (0.1,)
 """Pauses after any other error, which is likely to be permanent, in seconds."""
 _ALIVE_S = 0.2
@@ -50,8 +56,9 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
     """Call ``load``, and call it again after errors.
 
     An error of a network or a file system (`fft.util.error_places.may_pass`) is followed by up to
-    three further attempts, after pauses of 0.1, 0.5 and 2 s. Any other error, such as
-    FileNotFoundError, is followed by one, after 0.1 s. An error that `forbid_retry` has marked is
+    three further attempts, after pauses of 0.1, 0.5 and 2 s. The death of a worker is followed by
+    two, after 0.1 and 0.5 s. Any other error, such as FileNotFoundError, is followed by one, after
+    0.1 s. An error that `forbid_retry` has marked is
     followed by none. The time of the attempts themselves has no limit here.
 
     Args:
@@ -71,7 +78,7 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
             raise
         except Exception as error:
             failed: str = getattr(error, "fft_item", item)
-            pauses = PAUSES_S if may_pass(error) else PAUSES_OF_OTHERS_S
+            pauses = _pauses(error)
             is_over = attempt > len(pauses) or not getattr(error, "fft_retry", True)
             if is_over:
                 error.fft_item = failed  # type: ignore[attr-defined]
@@ -88,6 +95,13 @@ def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
             )
             _pause(pauses[attempt - 1], alive)
             attempt += 1
+
+
+def _pauses(error: Exception) -> tuple[float, ...]:
+    text_of_torch = "DataLoader worker (pid"
+    if isinstance(error, WorkerDied) or str(error).startswith(text_of_torch):
+        return PAUSES_OF_DEATHS_S
+    return PAUSES_S if may_pass(error) else PAUSES_OF_OTHERS_S
 
 
 def _pause(seconds: float, alive: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -207,6 +208,10 @@ class StreamSource(Identified):
         self._items: list[Any] = []
         self._states: list[Any] = []
         """State of the loader before each of ``_items``."""
+        self._loaded: tuple[Any] | None = None
+        """The state that was loaded, until an item is drawn. Some loaders adopt it only then."""
+        self._before: tuple[Any] | None = None
+        """State before the item that was drawn last."""
         self._digests: list[str] = []
         """Digest of each of ``_items``."""
         self._expected: list[str] = []
@@ -232,6 +237,7 @@ class StreamSource(Identified):
             if drawn is None:
                 return False
             state, item, digest = drawn
+            self._loaded, self._before = None, (state,)
             self._states.append(state)
             self._items.append(item)
             self._digests.append(digest)
@@ -291,11 +297,22 @@ class StreamSource(Identified):
 
         Depending on its class, an iterator that has raised ends or continues after the item.
         """
-        if isinstance(self._loader, _Stateful):
-            self._loader.load_state_dict(copy.deepcopy(state))
-            self._iterator = None
-        else:
+        if not isinstance(self._loader, _Stateful):
             forbid_retry(error)
+        elif self._before is not None and _are_equal(self._before[0], state):
+            forbid_retry(error)
+            error.add_note(
+                f"the item is not drawn again, because {named(self._loader)} would repeat earlier "
+                "ones: its state_dict() has not changed since the item before; let it return the "
+                "number of items drawn, also after load_state_dict()"
+            )
+        else:
+            self._load(state)
+
+    def _load(self, state: Any) -> None:
+        """Return the loader to ``state``."""
+        self._loader.load_state_dict(copy.deepcopy(state))
+        self._loaded, self._iterator = (state,), None
 
     def _digest(self, item: Any, number: int) -> str:
         """Return the digest of item ``number``.
@@ -340,8 +357,8 @@ class StreamSource(Identified):
         if isinstance(state, dict) and set(state) - {_ENDED} == {_STATE, _NEXT}:
             self._expected, self._ended = list(state[_NEXT]), state.get(_ENDED, False)
             state = state[_STATE]
-        self._loader.load_state_dict(copy.deepcopy(state))
-        self._iterator, self._start = None, first
+        self._load(state)
+        self._before, self._start = None, first
         self._items, self._states, self._digests = [], [], []
 
     def close(self) -> None:
@@ -368,9 +385,19 @@ class StreamSource(Identified):
         self._start = first
 
     def _state(self) -> Any:
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded[0])
         if isinstance(self._loader, _Stateful):
             return copy.deepcopy(self._loader.state_dict())
         return None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two states of a loader are equal for certain."""
+    try:
+        return pickle.dumps(one) == pickle.dumps(other)
+    except Exception:  # noqa: BLE001 - a state can be any object
+        return False
 
 
 def as_source(

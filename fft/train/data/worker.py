@@ -12,11 +12,12 @@ import hashlib
 import os
 import random
 import signal
+import stat
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -134,6 +135,41 @@ class Substreams:
             close()
 
 
+_kept: frozenset[int] | None = None
+"""Inodes of the sockets that workers may inherit, or None for all. Spawned workers inherit none."""
+
+
+def keep_sockets() -> None:
+    """Let workers inherit only the sockets that exist now, even if they are forked later.
+
+    A process group is aborted by closing its sockets. The peers do not learn of it while a worker
+    still holds them.
+    """
+    global _kept
+    _kept = frozenset(_sockets().values())
+
+
+def _sockets() -> dict[int, int]:
+    """Return the inode of each open socket, by its descriptor, except the standard streams."""
+    found: dict[int, int] = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # another thread has closed it
+            status = os.fstat(fd)
+            if fd > 2 and stat.S_ISSOCK(status.st_mode):
+                found[fd] = status.st_ino
+    return found
+
+
+def _drop_sockets() -> None:
+    if _kept is None:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd, inode in _sockets().items():
+        if inode not in _kept:
+            os.dup2(nowhere, fd)  # not closed, because inherited objects may still close the number
+    os.close(nowhere)
+
+
 _LAUNCHERS_S = 30.0
 """Time from SIGTERM to SIGKILL by a launcher that sets no limit, such as torchrun, in seconds."""
 _KILL_DELAY_S = 10.0
@@ -206,6 +242,7 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)
+    _drop_sockets()
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, Reader)
     # User code expects its own dataset there; the object is frozen.
