@@ -91,18 +91,23 @@ class JobToken:
         """Return the token in a file that only its owner can read.
 
         Raises:
-            TokenError: The file cannot be read, other users have access to it, or it does not hold
-                a valid token.
+            TokenError: The file cannot be read, belongs to another user than root, is accessible
+                to others, or does not hold a valid token.
         """
         try:
             with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
+                found = os.fstat(file.fileno())
                 data = file.read(_MAX_FILE)
         except OSError as error:
             raise TokenError(
                 f"the token file {path} cannot be read: {error.strerror or error}"
             ) from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if found.st_uid not in (os.geteuid(), 0):
+            raise TokenError(
+                f"the token file {path} belongs to the user with id {found.st_uid}, who knows the "
+                f"token: use a file of your own, or run `chown {os.geteuid()} {path}`"
+            )
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise TokenError(f"others may read the token file {path}; run `chmod 600 {path}`")
         return cls(data.decode("ascii", "replace"), f"the token in {path}")
 
