@@ -17,6 +17,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from fft.errors import ConfigError
 
@@ -138,6 +139,15 @@ class JobToken:
 
     def __reduce__(self) -> str:
         raise TokenError("a job token must not be pickled or copied")
+
+
+TOKEN_USER: Final = "job-token"
+"""The user of NATS servers that FFT starts; a URL names no password."""
+
+
+def password_of(token: JobToken) -> str:
+    """Return the password of `TOKEN_USER`; it reveals neither the token nor other keys."""
+    return token.key("nats login").hex()
 
 
 def derive(secret: bytes, *label: str) -> bytes:

@@ -239,6 +239,7 @@ def serve(
     with_parent: _WITH_PARENT = False,
 ) -> None:
     """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it."""
+    from fft.bus.token import JobToken
     from fft.launch.services import SIGNALS, handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
 
@@ -254,6 +255,7 @@ def serve(
             bus_kind=bus.value,
             cluster=cluster,
             with_lighthouse=_wants_lighthouse(lighthouse, lighthouse_port != 0),
+            token=JobToken.from_env() if path is None else JobToken.from_file(path),
         )
         serve_forever(services, path)
 
@@ -429,6 +431,7 @@ def _supervise(
             bus_kind=bus.value,
             cluster=cluster,
             with_lighthouse=lighthouse,
+            token=token,
         )
     try:
         display = open_display(Console()) if progress else SilentDisplay(Console())
