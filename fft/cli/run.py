@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from fft.cli.shared import plain_errors
 from fft.errors import FftError
@@ -414,7 +413,7 @@ def _supervise(
     from fft.bus.token import JobToken
     from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
-    from fft.trace.display import SilentDisplay, open_display
+    from fft.trace.display import SafeConsole, SilentDisplay, open_display
     from fft.util.files import claimed
     from fft.util.remove_after_death import vanishing
 
@@ -434,7 +433,7 @@ def _supervise(
             token=token,
         )
     try:
-        display = open_display(Console()) if progress else SilentDisplay(Console())
+        display = open_display(SafeConsole()) if progress else SilentDisplay(SafeConsole())
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.output = str(config.trace_dir / "fft-run.log")
         interrupts.go_to(supervisor.interrupt)
