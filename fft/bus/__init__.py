@@ -46,12 +46,18 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> ErrorBus:
+def open_bus(
+    url: str,
+    timeout: float = 5.0,
+    generation: str | None = None,
+    token: JobToken | None = None,
+) -> ErrorBus:
     """Open the bus at `url`: `memory://name`, `tcp://host:port/job` or `nats://…/job`.
 
     Args:
         timeout: Limit in seconds for connecting and for every later operation.
         generation: The `ErrorBus.generation` of an earlier connection to the same bus, if any.
+        token: The login of NATS servers that FFT has started; the messages are not sealed with it.
 
     Raises:
         BusForgot: The bus has lost its contents since `generation` was read.
@@ -69,7 +75,7 @@ def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> E
 
         bus = TcpBus(url, timeout)
     elif separator and scheme in ("nats", "tls"):
-        bus = _nats_bus(url, timeout)
+        bus = _nats_bus(url, timeout, token)
     else:
         raise BusError(f"bus URL {url!r}: write memory://name, tcp://host:port/job or nats://…")
     if generation is not None and bus.generation != generation:
@@ -90,7 +96,7 @@ def open_job_bus(
     Without a token every message is obeyed, whoever its sender is; this logs a warning if other
     machines can reach the bus. `purpose` and `who` are passed to `SealedBus`.
     """
-    bus = open_bus(url, timeout)
+    bus = open_bus(url, timeout, token=token)
     if token is None:
         if not _is_private(url):
             logger.warning(
@@ -110,7 +116,7 @@ def _is_private(url: str) -> bool:
     return parts.scheme == "memory" or host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _nats_bus(url: str, timeout: float) -> ErrorBus:
+def _nats_bus(url: str, timeout: float, token: JobToken | None) -> ErrorBus:
     try:
         from fft.bus.nats import NatsBus
     except ModuleNotFoundError as error:
@@ -119,7 +125,7 @@ def _nats_bus(url: str, timeout: float) -> ErrorBus:
         raise BusError(
             "a nats:// bus needs nats-py, which is not installed: pip install 'fft-torch[nats]'"
         ) from error
-    return NatsBus(url, timeout)
+    return NatsBus(url, timeout, token)
 
 
 def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:

@@ -1,5 +1,8 @@
 """The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
 
+The user `job-token` without a password logs in to servers that FFT has started (natsserver.py): the
+password is derived from the job token.
+
 `tls://` encrypts. The environment configures the client: `FFT_NATS_CREDS` (a credentials file),
 `FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's
 certificate and key). It needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and
@@ -114,6 +117,7 @@ from fft.bus.natslink import (
     WrongSequence,
     parse_url,
 )
+from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.util.chance import CHANCE
 
@@ -331,8 +335,8 @@ def _place(topic: Topic) -> str:
 class NatsBus(ErrorBus):
     """One client of a NATS service, on one job's streams."""
 
-    def __init__(self, url: str, timeout: float = 5.0) -> None:
-        address = parse_url(url)
+    def __init__(self, url: str, timeout: float = 5.0, token: JobToken | None = None) -> None:
+        address = parse_url(url, token)
         if not timeout > 0:
             raise BusError(f"the bus timeout must be more than 0 seconds, not {timeout!r}")
         self.url = address.shown

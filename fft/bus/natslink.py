@@ -32,6 +32,7 @@ from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
 from fft.bus.base import BusClosed, BusForgot, BusUnreachable, check_job
+from fft.bus.token import TOKEN_USER, JobToken, password_of
 from fft.errors import BusError
 from fft.util.chance import CHANCE
 
@@ -102,7 +103,7 @@ SCHEMES: Final = ("nats", "tls")
 _FORM: Final = "write nats://[user:password@]host:port[,host:port...]/job, tls:// with encryption"
 
 
-def parse_url(url: str) -> Address:
+def parse_url(url: str, token: JobToken | None = None) -> Address:
     """Parse `url` and `FFT_NATS_*`; raise `BusError` if either is invalid."""
     scheme, _, rest = url.partition("://")
     place, _, job = rest.partition("/")
@@ -113,6 +114,13 @@ def parse_url(url: str) -> Address:
         raise BusError(f"bus URL {shown!r}: {_FORM}")
     servers = [_server(scheme, one, shown) for one in hosts.split(",")]
     check_job(job, shown)
+    if login == TOKEN_USER:
+        if token is None:
+            raise BusError(
+                f"bus URL {shown!r}: the servers need the login of the job token: set "
+                "FFT_TOKEN_FILE; `fft serve` and `fft run` print it"
+            )
+        password = password_of(token)
     return Address(
         servers,
         job,
@@ -120,7 +128,7 @@ def parse_url(url: str) -> Address:
         user=unquote(user) if at else None,
         password=unquote(password) if password else None,
         tls=_tls(shown) if scheme != "nats" else None,
-        creds=_creds(shown),
+        creds=None if login == TOKEN_USER else _creds(shown),
     )
 
 

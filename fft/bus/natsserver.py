@@ -36,6 +36,7 @@ from typing import Any, Final
 
 from fft.bus.addresses import family_of
 from fft.bus.base import check_job
+from fft.bus.token import TOKEN_USER, JobToken, password_of
 from fft.errors import BusError
 from fft.util.chance import CHANCE
 from fft.util.die_with_parent import tied
@@ -153,7 +154,12 @@ max_payload: 8MB
 jetstream {{ store_dir: "{directory}/store" }}
 """
 _CLUSTER = """\
-cluster {{ name: fft, listen: "127.0.0.1:{route}", pool_size: -1, routes: [{routes}] }}
+cluster {{
+  name: fft, listen: "127.0.0.1:{route}", pool_size: -1, routes: [{routes}]
+  authorization {{ user: route, password: "{password}" }}
+}}
+"""
+_LOGIN = """authorization {{ user: "{user}", password: "{password}" }}
 """
 
 
@@ -171,6 +177,7 @@ class NatsServers:
         cluster: int = 1,
         settings: str = "",
         keep: bool = False,
+        token: JobToken | None = None,
     ) -> None:
         """Start the servers and wait until they accept requests.
 
@@ -182,6 +189,7 @@ class NatsServers:
             settings: Additional lines of the servers' configuration.
             keep: Restart servers that end by themselves; the caller must then not use `kill`,
                 `stop` and `start`.
+            token: Refuse clients without the login of this token; None accepts any client.
 
         Raises:
             BusError: An argument is invalid, nats-server is not installed, or a server does not
@@ -190,7 +198,12 @@ class NatsServers:
         job = job if job is not None else "job-" + secrets.token_hex(4)
         check_job(job, f"nats://{host}:{port}/{job}")
         self.job = job
+        login = ""
+        if token is not None:
+            settings = _LOGIN.format(user=TOKEN_USER, password=password_of(token)) + settings
+            login = f"{TOKEN_USER}@"
         self._settings = settings
+        self._route_password = secrets.token_hex(32)
         if cluster not in (1, 3, 5):
             raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
         self._program = find_server()
@@ -198,7 +211,7 @@ class NatsServers:
         ports = _free_ports(host, 3 * cluster)
         self.ports = [port + number if port else ports[number] for number in range(cluster)]
         self._monitors, self._routes = ports[cluster : 2 * cluster], ports[2 * cluster :]
-        self.url = f"nats://{','.join(f'{self._place}:{one}' for one in self.ports)}/{job}"
+        self.url = f"nats://{login}{','.join(f'{self._place}:{one}' for one in self.ports)}/{job}"
         self._directory = Path(tempfile.mkdtemp(prefix="fft-nats-"))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * cluster
         self._keeper: NatsKeeper | None = None
@@ -216,7 +229,8 @@ class NatsServers:
         """Start server `number` with the current contents of its store, without waiting for it."""
         directory = self._directory / str(number)
         directory.mkdir(exist_ok=True)
-        routes = ",".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
+        password = self._route_password
+        routes = ",".join(f'"nats://route:{password}@127.0.0.1:{port}"' for port in self._routes)
         text = _CONFIG.format(
             number=number,
             place=self._place,
@@ -225,7 +239,7 @@ class NatsServers:
             directory=directory,
         )
         if len(self.ports) > 1:
-            text += _CLUSTER.format(route=self._routes[number], routes=routes)
+            text += _CLUSTER.format(route=self._routes[number], routes=routes, password=password)
         (directory / "conf").write_text(text + self._settings)
         self._processes[number] = subprocess.Popen(
             tied([self._program, "-c", str(directory / "conf")]),

@@ -17,6 +17,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from fft.errors import ConfigError
 
@@ -91,18 +92,23 @@ class JobToken:
         """Return the token in a file that only its owner can read.
 
         Raises:
-            TokenError: The file cannot be read, other users have access to it, or it does not hold
-                a valid token.
+            TokenError: The file cannot be read, belongs to another user than root, is accessible
+                to others, or does not hold a valid token.
         """
         try:
             with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
+                found = os.fstat(file.fileno())
                 data = file.read(_MAX_FILE)
         except OSError as error:
             raise TokenError(
                 f"the token file {path} cannot be read: {error.strerror or error}"
             ) from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if found.st_uid not in (os.geteuid(), 0):
+            raise TokenError(
+                f"the token file {path} belongs to the user with id {found.st_uid}, who knows the "
+                f"token: use a file of your own, or run `chown {os.geteuid()} {path}`"
+            )
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise TokenError(f"others may read the token file {path}; run `chmod 600 {path}`")
         return cls(data.decode("ascii", "replace"), f"the token in {path}")
 
@@ -133,6 +139,15 @@ class JobToken:
 
     def __reduce__(self) -> str:
         raise TokenError("a job token must not be pickled or copied")
+
+
+TOKEN_USER: Final = "job-token"
+"""The user of NATS servers that FFT starts; a URL names no password."""
+
+
+def password_of(token: JobToken) -> str:
+    """Return the password of `TOKEN_USER`; it reveals neither the token nor other keys."""
+    return token.key("nats login").hex()
 
 
 def derive(secret: bytes, *label: str) -> bytes:

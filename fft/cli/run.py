@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from fft.checkpoints.plan import EVERY, KEEP, Checkpointing
 from fft.cli.shared import plain_errors
@@ -239,6 +238,7 @@ def serve(
     with_parent: _WITH_PARENT = False,
 ) -> None:
     """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it."""
+    from fft.bus.token import JobToken
     from fft.launch.services import SIGNALS, handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
 
@@ -254,6 +254,7 @@ def serve(
             bus_kind=bus.value,
             cluster=cluster,
             with_lighthouse=_wants_lighthouse(lighthouse, lighthouse_port != 0),
+            token=JobToken.from_env() if path is None else JobToken.from_file(path),
         )
         serve_forever(services, path)
 
@@ -412,7 +413,7 @@ def _supervise(
     from fft.bus.token import JobToken
     from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
-    from fft.trace.display import SilentDisplay, open_display
+    from fft.trace.display import SafeConsole, SilentDisplay, open_display
     from fft.util.files import claimed
     from fft.util.remove_after_death import vanishing
 
@@ -429,9 +430,10 @@ def _supervise(
             bus_kind=bus.value,
             cluster=cluster,
             with_lighthouse=lighthouse,
+            token=token,
         )
     try:
-        display = open_display(Console()) if progress else SilentDisplay(Console())
+        display = open_display(SafeConsole()) if progress else SilentDisplay(SafeConsole())
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.output = str(config.trace_dir / "fft-run.log")
         interrupts.go_to(supervisor.interrupt)

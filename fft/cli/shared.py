@@ -106,7 +106,9 @@ def _option_line(option: typer.core.TyperOption) -> tuple[str, str]:
 
 def console() -> Console:
     """Return a console on standard output, with a fixed width if that is not a terminal."""
-    made = Console()
+    from fft.trace.display import SafeConsole
+
+    made = SafeConsole()
     if not made.is_terminal:  # a pipe has no width, and the default of 80 would fold every cell
         made.width = 130
     return made

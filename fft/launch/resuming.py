@@ -16,10 +16,11 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -384,13 +385,33 @@ def _processor() -> str:
 
 
 def _make(folder: Path) -> None:
+    """Create the folder and its parent; code is loaded from them, so only this user may write."""
     try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)  # holds pickles: only this user may write
-        folder.mkdir(mode=0o700, exist_ok=True)
+        for each in folder.parent, folder:
+            with suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+            _refuse_open(each)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise _not_made(str(folder), error) from error
+
+
+def _refuse_open(folder: Path) -> None:
+    """Raise `SupervisorError` if another user may have put code into ``folder``."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "is not a folder (a symlink is not followed)"
+    elif found.st_uid != os.geteuid():
+        wrong = f"belongs to the user with id {found.st_uid}"
+    elif found.st_mode & 0o022:
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, so other users may write to it"
+    else:
+        return
+    raise SupervisorError(
+        f"compiled code is executed, and {folder} {wrong}: remove it, or name a folder in "
+        f"{SETTING} that only you may write"
+    )
 
 
 def _not_made(place: str, error: OSError) -> SupervisorError:

@@ -165,6 +165,7 @@ def start_services(
     bus_kind: str = "tcp",
     cluster: int = 1,
     with_lighthouse: bool = False,
+    token: JobToken | None = None,
 ) -> Services:
     """Start a bus, and a lighthouse on request, on ``host``.
 
@@ -174,6 +175,7 @@ def start_services(
         job: Name of the job; by default a fresh one, so that two jobs never share keys.
         bus_kind: ``"tcp"``, or ``"nats"`` for NATS servers as child processes.
         cluster: Number of NATS servers.
+        token: NATS servers accept only clients that have it; a ``tcp://`` bus needs no login.
 
     Raises:
         ServiceError: A service cannot listen on its address.
@@ -183,7 +185,7 @@ def start_services(
     def make_bus(at: int | None) -> _BusServer:
         at = port if at is None else at
         try:
-            return _start_bus(bus_kind, host, at, job, cluster)
+            return _start_bus(bus_kind, host, at, job, cluster, token)
         except BusError as error:
             raise ServiceError(f"the bus was not started: {error}") from error
         except (RuntimeError, OSError, OverflowError) as error:  # OverflowError: invalid port
@@ -203,13 +205,15 @@ def start_services(
     return Services(host, make_bus, make_lighthouse if with_lighthouse else None)
 
 
-def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
+def _start_bus(
+    kind: str, host: str, port: int, job: str | None, cluster: int, token: JobToken | None
+) -> _BusServer:
     from fft.bus import serve_tcp
 
     if kind == "nats":
         from fft.bus.natsserver import NatsServers
 
-        return NatsServers(host, port, job, cluster, keep=True)
+        return NatsServers(host, port, job, cluster, keep=True, token=token)
     if cluster != 1:
         raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
     return serve_tcp(host, port, job)
@@ -219,8 +223,9 @@ def _seen_as(url: str, name: str) -> str:
     """Return ``url`` with each address, such as 0.0.0.0, replaced by ``name``."""
     scheme, _, rest = url.partition("://")
     places, _, job = rest.partition("/")
+    login, at, places = places.rpartition("@")
     ports = (int(place.rpartition(":")[2]) for place in places.split(","))
-    return f"{scheme}://{','.join(joined(name, port) for port in ports)}/{job}"
+    return f"{scheme}://{login}{at}{','.join(joined(name, port) for port in ports)}/{job}"
 
 
 @contextmanager

@@ -5,15 +5,15 @@ This module writes only to the terminal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
 from textwrap import shorten
-from typing import Protocol
+from typing import Final, Protocol
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -234,6 +234,31 @@ def _loss(loss: float | None) -> str:
 # --- where it is shown ---
 
 
+_CONTROLS: Final = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) != "\n"},
+    127: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+"""The visible sign for each control character: a control picture, or a question mark for C1."""
+
+
+class SafeConsole(Console):
+    """A console that shows control characters of texts, such as errors of a script, as signs.
+
+    A terminal would obey them: clear the screen, set its title, or overwrite other lines.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Render as rich does; each text on its way to the terminal passes here."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield segment._replace(text=segment.text.translate(_CONTROLS))
+
+
 class LiveTable:
     """A renderable that is redrawn in place, and that leaves no fragments when the terminal is
     resized."""
@@ -330,8 +355,8 @@ class PlainDisplay:
         self._print(snapshot)
 
     def write(self, line: str) -> None:
-        """Print the line."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """Print the line; a pipe gets it without ANSI colours."""
+        self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def close(self) -> None:
         """Print news that came too soon after the last line."""

@@ -182,7 +182,7 @@ def page(directory: Path) -> str:
     """Return the page of a run as HTML."""
     found, course = timeline_of(directory)
     data = json.dumps(_plain(directory, found, course), separators=(",", ":"))
-    return _PAGE.read_text().replace(_DATA, data.replace("</", "<\\/"))
+    return _PAGE.read_text().replace(_DATA, data.replace("<", "\\u003c"))
 
 
 def write_page(directory: Path, out: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,11 +18,12 @@ from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from nats_trial import TIMEOUT_S, WAIT_S, Trial
 from waiting import wait_until
 
-from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus
+from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus, open_job_bus
 from fft.bus.base import RING_MESSAGES
 from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
 from fft.bus.natslink import WrongSequence, parse_url
 from fft.bus.natsserver import NatsServers
+from fft.bus.token import JobToken
 from fft.errors import BusError
 
 
@@ -394,6 +397,41 @@ def test_an_encrypted_bus_with_a_password(
             restart(server)
             bus.broadcast(b"2")
             assert listener.wait(2) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("cluster", [1, 3])
+def test_servers_of_a_token_refuse_clients_and_routes_without_it(
+    no_thread_left: None, cluster: int
+) -> None:
+    token = JobToken.fresh()
+    with NatsServers(job="mine", cluster=cluster, token=token) as server:
+        where = server.url.removeprefix("nats://job-token@")
+        for login in ("", "job-token:wrong@", f"job-token:{token.text()}@", "me:mine@"):
+            with pytest.raises(BusUnreachable, match=r"(?i)authorization"):
+                open_bus(f"nats://{login}{where}", timeout=5.0)
+        with pytest.raises(BusUnreachable, match=r"(?i)authorization"):
+            open_bus(server.url, timeout=5.0, token=JobToken.fresh())
+        with pytest.raises(BusError, match="FFT_TOKEN_FILE"):
+            open_bus(server.url, timeout=5.0)
+        with open_job_bus(server.url, token, LONG_S) as bus:
+            assert bus.compare_set("k", None, b"1") == b"1"
+            for number in range(cluster if cluster > 1 else 0):
+                assert "Authorization" not in route_answer(server, number, server._route_password)
+                assert "Authorization" in route_answer(server, number, "wrong")
+        files = [path for path in server._directory.rglob("*") if path.is_file()]
+        assert files and all(token.text().encode() not in path.read_bytes() for path in files)
+        assert server._directory.stat().st_mode & 0o077 == 0
+
+
+def route_answer(server: NatsServers, number: int, password: str) -> str:
+    """Return what a server of a cluster says to a route that logs in with ``password``."""
+    with socket.create_connection(("127.0.0.1", server._routes[number]), 10.0) as link:
+        asked = {"user": "route", "pass": password, "name": "x", "server_id": "x", "cluster": "fft"}
+        link.sendall(f"CONNECT {json.dumps(asked)}\r\nPING\r\n".encode())
+        heard = b""
+        while b"PONG" not in heard and (more := link.recv(65536)):
+            heard += more
+        return heard.decode()
 
 
 def test_without_nats_py_the_extra_is_named() -> None:

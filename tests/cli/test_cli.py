@@ -148,14 +148,14 @@ def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) ->
 def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
     with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
         found = re.fullmatch(
-            r"FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=\S+\n",
+            r"FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=(\S+)\n",
             first_line(process),
         )
         assert found
         children = psutil.Process(process.pid).children()
         servers = [child for child in children if "nats" in child.name()]
         assert len(servers) == found[1].count("127.0.0.1:") == cluster
-        with open_bus(found[1], timeout=WAIT_S) as bus:
+        with open_bus(found[1], WAIT_S, token=JobToken.from_file(Path(found[2]))) as bus:
             assert bus.next_number("n") == 1
         process.send_signal(signal.SIGTERM)
         rest, errors = process.communicate(timeout=WAIT_S)

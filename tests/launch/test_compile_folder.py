@@ -58,6 +58,34 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("how", ["symlink", "owner", "group", "others"])
+def test_a_folder_that_another_user_may_have_filled_is_refused(
+    tmp_path: Path, how: str, inner: bool
+) -> None:
+    with compile_cache(config(tmp_path), False, {}) as made:
+        assert made is not None
+    bad = made if inner else made.parent
+    if how == "symlink":
+        bad.rename(tmp_path / "elsewhere")
+        bad.symlink_to(tmp_path / "elsewhere")
+    elif how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(bad, 12345, -1)
+    else:
+        bad.chmod(0o720 if how == "group" else 0o702)
+    told = {"symlink": "symlink", "owner": "12345", "group": "0720", "others": "0702"}[how]
+    with (
+        pytest.raises(SupervisorError, match=f"(?s){bad}.*{told}.*remove it.*{SETTING}"),
+        compile_cache(config(tmp_path), False, {}),
+    ):
+        pass
+    bad.unlink() if how == "symlink" else bad.rename(tmp_path / "removed")
+    with compile_cache(config(tmp_path), False, {}) as again:
+        assert again == made
+
+
 @pytest.mark.multiprocess
 def test_it_goes_when_fft_run_is_killed(tmp_path: Path) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"

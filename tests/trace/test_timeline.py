@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from browsers import browser, needs_browser
+from rich.table import Table
+from rich.text import Text
 from traced import TracedJob, peak_of
 from typer.testing import CliRunner
 
@@ -16,6 +19,7 @@ import fft.trace
 from fft.cli import app
 from fft.errors import FftError
 from fft.messages.protocol import Peer
+from fft.trace.display import PlainDisplay, SafeConsole
 from fft.trace.timeline import _EVENTS, _SPANS, Lane, Span, page
 from fft.trace.writer import TraceWriter
 
@@ -109,6 +113,27 @@ def test_page_of_a_long_trace_needs_little_memory(tmp_path: Path) -> None:
     assert peak_of(lambda: bool(made.append(page(tmp_path)) or made)) < 30e6
     data = data_of(made[0])
     assert len(data["events"]) == _EVENTS and data["left_out"] == 10_000 - _EVENTS
+
+
+def test_markup_and_controls_of_an_error_stay_text(tmp_path: Path) -> None:
+    text = "bad \x1b]0;owned\x07\x1b[2J\x9b1;1H\x7f <!-- <script>"
+    job = TracedJob(tmp_path)
+    job.step()
+    job.refuse(job.live()[1], text)
+    job.settle()
+    job.close()
+    made = page(tmp_path)
+    (line,) = re.findall(r"^const data = .*$", made, re.MULTILINE)
+    assert "<" not in line and json.dumps(text)[1:-1] in json.dumps(data_of(made))
+    out = io.StringIO()
+    console = SafeConsole(file=out, force_terminal=True, width=100, color_system=None)
+    table = Table("error")
+    table.add_row(Text(text))
+    for shown in (text, Text(text), table):
+        console.print(shown, markup=False, highlight=False)
+    PlainDisplay(console).write(text)
+    assert "\u241b[2J" in out.getvalue() and "<!-- <script>" in out.getvalue()
+    assert {one for one in out.getvalue() if not one.isprintable()} == {"\n"}
 
 
 def test_command_writes_the_page(traces: Path) -> None:
