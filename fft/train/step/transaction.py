@@ -22,6 +22,7 @@ from fft.errors import (
     DeviceLost,
     Drained,
     FftError,
+    GradientMissing,
     GradientsDiffer,
     GradientsNotReproducible,
     ResultRefused,
@@ -364,6 +365,11 @@ class TransactionLoop:
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(rollback)
+        elif cause.code == CauseCode.GRADIENT_MISSING:
+            error = GradientMissing(
+                f"step {rollback.step} was not committed: "
+                + cause.text.replace(f"{GradientMissing.__name__}: ", "")
+            ).with_traceback(traceback_of_caller())
         else:
             assert cause.code == CauseCode.MANIFESTS_DIFFER
             error = FftError(
@@ -573,7 +579,8 @@ class TransactionLoop:
             or self._manager._torchft.errored is not None
         ):
             return
-        if isinstance(error, ResultRefused):  # counted on all ranks after the rollback
+        # counted on all ranks after the rollback
+        if isinstance(error, (ResultRefused, GradientMissing)):
             self._manager.report_error(error)
             return
         self.raise_if_retries_exceeded(plan, drawn, error, plan.step)
