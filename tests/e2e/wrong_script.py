@@ -3,8 +3,9 @@
 ``wrong_script.py MISTAKE STEP``. These mistakes come after the commit of STEP: ``raises``: all
 ranks raise in their evaluation; ``once``: group 1 raises there, once; ``leaves``: group 1 leaves
 its loop, while all groups are needed; ``averages``: they average across the groups there;
-``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; ``nothing`` is
-no mistake.
+``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; with
+``branches`` the loss of group 1 does not depend on the bias from STEP on; ``nothing`` is no
+mistake.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def main() -> None:
             if mistake == "updates" and txn.step == step:
                 del optimizer.param_groups[0]["momentum"]
             with txn:
-                model(txn.batch).square().mean().backward()
+                if mistake == "branches" and txn.step >= step and not is_first:
+                    model(txn.batch).square().mean().backward(inputs=[model.weight])
+                else:
+                    model(txn.batch).square().mean().backward()
             if mistake == "updates" and txn.committed and txn.step >= step:
                 raise AssertionError("a commit without its update")
             if txn.committed and manager.current_step() == step:
