@@ -854,8 +854,11 @@ def test_parameters_stepped_without_averaging_are_traced(
     with job(tmp_path, 1) as made:
         made.run(work, register=False)
     (note,) = notes(tmp_path, "not_averaged")
-    assert note["data"] == {"count": 2, "shapes": [[3, 4], [3]]}
-    assert "2 parameters of the optimizers are in no model of sync_gradients()" in caplog.text
+    assert note["data"] == {
+        "warning": "2 parameters of the optimizers are in no model of sync_gradients(), so their "
+        "gradients are not averaged across the groups; shapes: [(3, 4), (3,)]"
+    }
+    assert note["data"]["warning"] in caplog.text
 
 
 def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) -> None:

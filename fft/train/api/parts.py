@@ -504,8 +504,7 @@ def _warn_of_unreduced_parameters(parts: Parts) -> None:
             "so their gradients are not averaged across the groups; shapes: "
             f"{unreduced[:_SHOWN]}"
         )
-        told = {"count": len(unreduced), "shapes": [list(s) for s in unreduced[:_SHOWN]]}
-        parts.job.warn("not_averaged", text, told)
+        parts.job.warn("not_averaged", text)
     known = {id(p) for p in stepped}
     idle = [p for r in reducers for p in r.parameters() if p.requires_grad and id(p) not in known]
     if idle and stepped:

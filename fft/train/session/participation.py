@@ -71,10 +71,10 @@ class Participation:
         """Trace an observation, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
 
-    def warn(self, name: str, text: str, data: dict[str, Any] | None = None) -> None:
+    def warn(self, name: str, text: str) -> None:
         """Log a warning about the script, and trace it, so that `fft run` shows it once."""
         logger.warning("%s", text)
-        self.note(name, {**(data or {}), WARNING: text})
+        self.note(name, {WARNING: text})
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Trace metrics of the script, and report the loss among them."""
