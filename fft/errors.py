@@ -150,6 +150,10 @@ class GradientsDiffer(FftError):
     """Ranks that must have equal reduced gradients do not; the message names them."""
 
 
+class GradientMissing(FftError):
+    """A rank has no gradient for a parameter to which others contribute; the message names it."""
+
+
 class GradientsNotReproducible(FftError):
     """Two computations of the same batch on this rank gave different gradients."""
 

@@ -42,10 +42,9 @@ _OF_DDP = (
     "ddp_backend",
     "ddp_broadcast_buffers",
     "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters",
     "ddp_static_graph",
 )
-"""Arguments that have no effect; ``ddp_timeout`` has one."""
+"""Arguments that have no effect; ``ddp_timeout`` and ``ddp_find_unused_parameters`` have one."""
 _Computed = namedtuple("_Computed", "loss grad_norm rate flos tokens add_metrics")
 """The results of a step function that its commit needs."""
 
@@ -147,7 +146,8 @@ class FFTTrainerMixin(_Base):
         self.optimizer._opt_called = True
         scaler = self.accelerator.scaler
         self.manager.register(self.model, self.optimizer, scheduler, extra, scaler=scaler)
-        self.manager.sync_gradients(self.model)
+        unused = bool(self.args.ddp_find_unused_parameters)
+        self.manager.sync_gradients(self.model, find_unused_parameters=unused)
         if resume is not None:
             self._resume(Path(resume))
         self._source = loader_of(dataloader, self.args)

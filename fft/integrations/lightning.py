@@ -56,6 +56,8 @@ class FFTStrategy(SingleDeviceStrategy):
     Args:
         manager: The manager to use, instead of one that is made from ``options``.
         device: Device of this rank. None selects its GPU, or the CPU if it has no GPU.
+        find_unused_parameters: As for ``DDPStrategy``: permits that a parameter receives no
+            gradient on a rank while it receives one on others.
         options: Arguments of ``fft.ManagerFFT``.
 
     Raises:
@@ -69,6 +71,7 @@ class FFTStrategy(SingleDeviceStrategy):
         self,
         manager: fft.ManagerFFT | None = None,
         device: str | torch.device | None = None,
+        find_unused_parameters: bool = False,
         **options: Any,
     ) -> None:
         if manager is not None and options:
@@ -82,7 +85,7 @@ class FFTStrategy(SingleDeviceStrategy):
             device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
         super().__init__(device=device)
         self.manager = manager or _make_manager(self.root_device, options)
-        self._ranks = ranks()
+        self._ranks, self._finds_unused = ranks(), find_unused_parameters
         self._data: Any = None
         """The `Batches` of the fit, once Lightning has asked for them."""
         self._txns: Iterator[fft.Transaction] | None = None
@@ -150,7 +153,7 @@ class FFTStrategy(SingleDeviceStrategy):
             optimizers = []
         scaler = getattr(self.precision_plugin, "scaler", None)
         self.manager.register(module, optimizers, scaler=scaler, extra=extra)
-        self.manager.sync_gradients(module)
+        self.manager.sync_gradients(module, find_unused_parameters=self._finds_unused)
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -31,6 +31,7 @@ class CauseCode(StrEnum):
     NO_BEGIN = "no_begin"
     NO_DECISION = "no_decision"
     MANIFESTS_DIFFER = "manifests_differ"
+    GRADIENT_MISSING = "gradient_missing"
     DATA_DIFFERS = "data_differs"
     BLOCKS_DIFFER = "blocks_differ"
     BLOCK_BESIDE_STEP = "block_beside_step"
@@ -71,6 +72,7 @@ _OF_THE_PROPOSER = frozenset(
 _COUNTED = frozenset(
     {
         CauseCode.MANIFESTS_DIFFER,
+        CauseCode.GRADIENT_MISSING,
         CauseCode.DATA_DIFFERS,
         CauseCode.BLOCKS_DIFFER,
         CauseCode.STOPPED,

@@ -33,6 +33,8 @@ UNREACHABLE = "unreachable"
 """Name of the note of a joiner that waits outside the epoch: the addresses it cannot connect to."""
 RESULT_REFUSED = "result_refused"
 """Name of the note of a rank that refuses the result of a step: reaction, reason, norm, metrics."""
+WARNING = "warning"
+"""Key of a note with a warning about the script, which the supervisor shows once per note name."""
 NO_REFORM = "no_reform"
 """Name of the note that revokes ``reforms`` of the header: no rank of the group can be replaced."""
 

@@ -26,7 +26,14 @@ from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
 from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures
-from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
+from fft.trace.format import (
+    FETCHING,
+    NO_REFORM,
+    UNREACHABLE,
+    WARNING,
+    progress_in_words,
+    scope_folders,
+)
 from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
@@ -110,6 +117,8 @@ class JobView:
     """Ranks that reported that they cannot write their traces → the newest such incarnation."""
     comparisons: Comparisons = field(default_factory=Comparisons)
     """Comparisons of the replicas, and whether one of them ended the job."""
+    warnings: dict[str, str] = field(default_factory=dict)
+    """Warnings of ranks about their script, by the name of the note; empty once shown."""
     begun: int = 0
     """Step of the checkpoint that the job has begun with."""
     is_stale: bool = False
@@ -283,8 +292,10 @@ class TraceTail:
         elif record.get("note") == "command":
             self._take_command(record)
         elif "note" in record:
-            data = _mapping(record.get("data"))
-            self.view.checkpoints.take(f"{key[0]}/{key[1]}", record["note"], data)
+            data, rank = _mapping(record.get("data")), f"{key[0]}/{key[1]}"
+            self.view.checkpoints.take(rank, record["note"], data)
+            if isinstance(text := data.get(WARNING), str):
+                self.view.warnings.setdefault(str(record["note"]), f"rank {rank}: {text}")
         self.view.committed |= _role(record) in COMMITTING
         if record.get("kind") == "header":
             needed = _number(_mapping(record.get("config")).get("min_groups"))

@@ -157,12 +157,12 @@ def test_killed_group_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_stream_with_a_length_has_the_steps_of_its_epochs(tmp_path: Path) -> None:
     options = {"num_train_epochs": 2, "samples": 24, "stream": "shuffled"}
-    one, other = train(tmp_path, options | {"ddp_find_unused_parameters": False})
+    one, other = train(tmp_path, options | {"ddp_bucket_cap_mb": 1})
     assert (one["step"], one["epoch"]) == (other["step"], other["epoch"]) == (6, 2.0)
     ends = [event for event in one["events"] if event[0].startswith("epoch")]
     assert ends == [["epoch_begin", 0], ["epoch_end", 3], ["epoch_begin", 3], ["epoch_end", 6]]
     logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
-    ignored = "FFTTrainer ignores ddp_find_unused_parameters"
+    ignored = "FFTTrainer ignores ddp_bucket_cap_mb"
     assert [log.count(ignored) for log in logs] == [1, 0]
 
 

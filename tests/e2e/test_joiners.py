@@ -273,6 +273,34 @@ def test_killed_group_returns_to_a_job_that_changes_state_in_steps(
     done = run_fft(*command, str(SCRIPT), kind, str(tmp_path), folder=tmp_path, within=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "back").exists()
-    ends = [(tmp_path / f"end-{group}").read_text() for group in "01"]
+    ends = [(tmp_path / f"end-{group}0").read_text() for group in "01"]
     assert ends[0] == ends[1]
     assert audit_dir(tmp_path / "run").ok
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "kind", ["thaw", "late_sync", pytest.param("fsdp", marks=pytest.mark.long)]
+)
+def test_layer_thawed_between_two_steps_is_trained_by_a_group_that_returns(
+    tmp_path: Path, kind: str
+) -> None:
+    """The weights are those of the undisturbed run; a joiner without the gradients of the layer
+    does not change them."""
+    ends = {}
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "undisturbed":
+            (folder / "killed").touch()
+        command = ["run", "--groups", "2", "--ranks", "2" if kind == "fsdp" else "1"]
+        command += ["--trace-dir", str(folder / "run"), "--timeout", "100", str(SCRIPT), kind]
+        done = run_fft(*command, str(folder), folder=folder, within=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ends[name] = {path.name: path.read_text() for path in sorted(folder.glob("end-*"))}
+        assert audit_dir(folder / "run").is_sound
+        causes = {r["code"] for r in records(folder / "run") if r["kind"] == "abort"}
+        assert ("died" in causes) == (name == "killed") and "gradient_missing" not in causes
+    assert ends["killed"] == ends["undisturbed"]
+    assert len(ends["killed"]) == (4 if kind == "fsdp" else 2)
+    assert ends["killed"]["end-00"] == ends["killed"]["end-10"]

@@ -8,6 +8,7 @@ half.
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -186,7 +187,8 @@ def assert_equal(got: Gradients, wanted: Gradients) -> None:
 
 
 def sync(manager: Any, model: nn.Module, **how: Any) -> None:
-    manager.sync_gradients(model, **how)
+    is_branched = hasattr(model, "odd")
+    manager.sync_gradients(model, find_unused_parameters=is_branched, **how)
 
 
 def one_backward(model: nn.Module, numbers: torch.Tensor) -> None:
@@ -205,11 +207,81 @@ def test_gradients_are_the_mean_when_backward_returns(tmp_path: Path) -> None:
 
 def test_small_buckets_give_the_same_bits(tmp_path: Path) -> None:
     def tiny(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+        sync(manager, model, bucket_cap_mb=64 / 2**20)
 
     found, numbers = reduced(tmp_path, Net(), one_backward, tiny)
     for mine in found:
         assert_equal(mine, alone(Net(), one_backward, numbers))
+
+
+class Branch(nn.Module):
+    """A linear layer, and a branch of the given kind that only one group uses at ``step``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8)
+        self.branch = (
+            nn.Embedding(64, 8, sparse=True) if kind == "sparse" else nn.Linear(8, 8, bias=False)
+        )
+
+    def forward(self, numbers: torch.Tensor, uses_branch: bool) -> torch.Tensor:
+        x = self.base(batch_of(numbers))
+        if uses_branch:
+            is_sparse = isinstance(self.branch, nn.Embedding)
+            x = x + self.branch(numbers % 64 if is_sparse else batch_of(numbers))
+        return x.square().mean()
+
+
+def _average(manager: Any, bucket: Any) -> torch.futures.Future[Any]:
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    manager.allreduce(bucket.buffer()).wait()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "hook", "bfloat16"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_gradient_that_only_others_have_ends_the_job_unless_declared(
+    kind: str, declared: bool, tmp_path: Path
+) -> None:
+    """Both groups get the error with the name of the rank and of its parameter; nothing of the step
+    is applied."""
+
+    def work(member: Member) -> None:
+        model, manager = copy.deepcopy(made_alike), member.manager
+        manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        dtype = torch.bfloat16 if kind == "bfloat16" else None
+        manager.sync_gradients(model, reduce_dtype=dtype, find_unused_parameters=declared)
+        if kind == "hook":
+            manager.register_comm_hook(manager, _average)
+        for txn in manager.transactions(in_order(), max_steps=4):
+            with txn:
+                model(txn.batch, txn.step != 2 or member.group == "0").backward()
+            assert txn.committed or not declared
+            branches[member.group, manager.current_step()] = model.branch.weight.detach().clone()
+
+    branches: dict[tuple[str, int], torch.Tensor] = {}
+    torch.manual_seed(1)
+    made_alike = Branch(kind)
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), register=False) for g in range(2)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end()
+    if declared:
+        assert [member.error for member in members] == [None, None]
+        assert not torch.equal(branches["0", 3], branches["0", 2])
+        assert torch.equal(branches["0", 4], branches["1", 4])
+        return
+    for member in members:
+        assert isinstance(member.error, StepRetriesExceeded), member.error
+        text = str(member.error)
+        assert re.search(r"step 2 .*1/0#\d+: .*'branch\.weight' got no gradient", text), text
+        assert member.manager.current_step() == 2
+    assert torch.equal(branches["0", 2], branches["1", 2])
+    causes = [found["code"] for found in records(tmp_path) if found["kind"] == "abort"]
+    assert causes.count("gradient_missing") == 2, causes
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
@@ -235,7 +307,7 @@ def test_mean_covers_the_participants_of_the_txn(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         model, manager = Net(), member.manager
         manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        manager.sync_gradients(model)
+        sync(manager, model)
         for txn in manager.transactions(in_order(), max_steps=5):
             if txn.step == 1 and member.group == "1":
                 manager.drain()
@@ -365,7 +437,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 
 def test_reduced_in_another_type(tmp_path: Path) -> None:
     def half(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, reduce_dtype=torch.bfloat16)
+        sync(manager, model, reduce_dtype=torch.bfloat16)
 
     found, numbers = reduced(tmp_path, Net(), one_backward, half)
     parts = [alone(Net(), one_backward, [part, part]) for part in numbers]
@@ -393,7 +465,7 @@ def test_a_communication_hook_reduces_each_bucket(tmp_path: Path) -> None:
         return done
 
     def prepare(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=512 / 2**20)
+        sync(manager, model, bucket_cap_mb=512 / 2**20)
         manager.register_comm_hook(manager, compress)
 
     found, numbers = reduced(tmp_path / "hook", Net(), one_backward, prepare)
@@ -401,7 +473,7 @@ def test_a_communication_hook_reduces_each_bucket(tmp_path: Path) -> None:
     assert found[0]["unused.weight"] is None
 
     def half(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, reduce_dtype=torch.bfloat16)
+        sync(manager, model, reduce_dtype=torch.bfloat16)
 
     wanted, again = reduced(tmp_path / "type", Net(), one_backward, half)
     assert [n.tolist() for n in numbers] == [n.tolist() for n in again]
@@ -450,7 +522,7 @@ def test_a_parameter_unfrozen_between_two_txns_is_reduced(tmp_path: Path) -> Non
         model = Net()
         model.hidden.requires_grad_(False)
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        member.manager.sync_gradients(model)
+        sync(member.manager, model)
         for txn in member.manager.transactions(in_order(), max_steps=2):
             with txn:
                 model(txn.batch).backward()
@@ -554,7 +626,7 @@ def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_
             return checkpoint(self.last, x, use_reentrant=True).square().mean()
 
     def tiny(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+        sync(manager, model, bucket_cap_mb=64 / 2**20)
 
     def twice(model: nn.Module, numbers: torch.Tensor) -> None:
         model(numbers).backward()  # ``odd`` in group 1 only
@@ -656,7 +728,7 @@ def refused(traces: Path, body: Body) -> str:
     def work(member: Member) -> None:
         model = Net()
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        member.manager.sync_gradients(model)
+        sync(member.manager, model)
         for txn in member.manager.transactions(in_order(), max_steps=1):
             with txn:
                 body(model, txn.batch)
@@ -782,8 +854,11 @@ def test_parameters_stepped_without_averaging_are_traced(
     with job(tmp_path, 1) as made:
         made.run(work, register=False)
     (note,) = notes(tmp_path, "not_averaged")
-    assert note["data"] == {"count": 2, "shapes": [[3, 4], [3]]}
-    assert "2 parameters of the optimizers are in no model of sync_gradients()" in caplog.text
+    assert note["data"] == {
+        "warning": "2 parameters of the optimizers are in no model of sync_gradients(), so their "
+        "gradients are not averaged across the groups; shapes: [(3, 4), (3,)]"
+    }
+    assert note["data"]["warning"] in caplog.text
 
 
 def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) -> None:

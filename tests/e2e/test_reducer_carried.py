@@ -59,7 +59,7 @@ def test_hook_buckets_carry_their_own_usage_flags(tmp_path: Path) -> None:
     differ."""
 
     def prepare(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
+        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH, find_unused_parameters=True)
         manager.register_comm_hook(manager, averaged)
 
     found, numbers = reduced(tmp_path, Layers(), one_backward, prepare)
@@ -79,7 +79,7 @@ def test_a_hook_may_return_the_future_of_an_all_reduce(tmp_path: Path) -> None:
         return work.get_future().then(lambda future: future.value() * 1.0)
 
     def prepare(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
+        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH, find_unused_parameters=True)
         manager.register_comm_hook(manager, hook)
 
     found, numbers = reduced(tmp_path, Layers(), one_backward, prepare)

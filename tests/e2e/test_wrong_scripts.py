@@ -48,6 +48,40 @@ def test_an_update_that_fails_on_all_groups_ends_the_job_and_is_shown(tmp_path: 
     assert len(start_folders(tmp_path / "traces")) == 1, done.stderr
 
 
+def test_gradient_that_only_one_group_has_ends_the_job(tmp_path: Path) -> None:
+    """The error names the rank and the parameter on whichever group ends first, and the job is not
+    started again."""
+    done = run(tmp_path, 2, "branches", "3")
+    assert done.returncode == 1, done.stderr
+    assert "step 3 was not committed: 1/0#1: parameter 'bias' got no" in done.stderr
+    assert "all ranks must contribute to the same parameters" in done.stderr
+    assert len(start_folders(tmp_path / "traces")) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistake", "warnings"),
+    [
+        ("head", ["SGD.step() of an unregistered optimizer"]),
+        (
+            "averages_one",
+            [
+                "2 parameters of the optimizers are in no model of sync_gradients()",
+                "register(generators=…) without torch.default_generator",
+                "registered optimizers without any gradient in their first steps: SGD.",
+            ],
+        ),
+        pytest.param("nothing", [], marks=pytest.mark.long),
+    ],
+)
+def test_state_outside_of_the_job_is_shown_once_by_fft_run(
+    mistake: str, warnings: list[str], tmp_path: Path
+) -> None:
+    done = run(tmp_path, 2, mistake, "0")
+    assert done.returncode == 0, done.stderr
+    assert [done.stderr.count(text) for text in warnings] == [1] * len(warnings), done.stderr
+    assert done.stderr.count("rank 0/0: ") + done.stderr.count("rank 1/0: ") == len(warnings)
+
+
 def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "breaks", "3")
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,10 @@
 ``wrong_script.py MISTAKE STEP``. These mistakes come after the commit of STEP: ``raises``: all
 ranks raise in their evaluation; ``once``: group 1 raises there, once; ``leaves``: group 1 leaves
 its loop, while all groups are needed; ``averages``: they average across the groups there;
-``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; ``nothing`` is
-no mistake.
+``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; with
+``branches`` the loss of group 1 does not depend on the bias from STEP on; with ``head`` a second
+model has an optimizer that is not registered; with ``averages_one`` a second model is registered,
+but not averaged, and generators of the script replace the global ones; ``nothing`` is no mistake.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ def main() -> None:
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.register(model, optimizer)
+    head = nn.Linear(WIDTH, 1)
+    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    if mistake == "averages_one":
+        both = [model, head], [optimizer, head_optimizer]
+        manager.register(*both, generators=[torch.Generator()])
+    else:
+        manager.register(model, optimizer)
     manager.sync_gradients(model)
     if manager._parts.job.peer.inc > 1:
         again.touch()
@@ -49,7 +57,13 @@ def main() -> None:
             if mistake == "updates" and txn.step == step:
                 del optimizer.param_groups[0]["momentum"]
             with txn:
-                model(txn.batch).square().mean().backward()
+                if mistake == "branches" and txn.step >= step and not is_first:
+                    model(txn.batch).square().mean().backward(inputs=[model.weight])
+                else:
+                    model(txn.batch).square().mean().backward()
+            if mistake == "head":
+                head(txn.batch).square().mean().backward()
+                head_optimizer.step()
             if mistake == "updates" and txn.committed and txn.step >= step:
                 raise AssertionError("a commit without its update")
             if txn.committed and manager.current_step() == step:

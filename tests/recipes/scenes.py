@@ -38,7 +38,7 @@ def tied_shared_unused(job: Job) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager()
     manager.register(model, optimizer)
-    manager.sync_gradients(model, bucket_cap_mb=0.01)
+    manager.sync_gradients(model, bucket_cap_mb=0.01, find_unused_parameters=True)
     loader = fft.CursorLoader(Text(), batch_size=4, seed=20)
     job.own_seed()
     odd: list[bool] = []

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from fft.errors import (
     FftError,
     GradientLayoutMismatch,
+    GradientMissing,
     NoState,
     NotEnoughGroups,
     OtherSettings,
@@ -455,11 +456,11 @@ def is_the_scripts(error: Place | None) -> bool:
     """Return whether the error comes from the script, rather than from FFT, machine or network.
 
     An item that repeatedly failed to load and unequal data come from the script's data. A refused
-    result comes from data, model or policy.
+    result comes from data, model or policy, and a missing gradient from the step function.
     """
     if error is None:
         return False
-    if error.item or error.is_a(UnequalData) or error.is_a(ResultRefused):
+    if error.item or any(map(error.is_a, (UnequalData, ResultRefused, GradientMissing))):
         return True
     return not error.may_pass and not error.is_a(FftError)
 
@@ -494,6 +495,8 @@ class Mistakes:
             return Mistake("job", "the function is not called again", error)
         if error is not None and error.is_a(ResultRefused):
             return Mistake("job", "no rank may commit a result that one has refused", error)
+        if error is not None and error.is_a(GradientMissing):
+            return Mistake("job", "all ranks must contribute to the same parameters", error)
         if error is not None and error.item:
             return self._unreadable(group, error, before)
         if error is not None and job_committed and error.is_a(NotEnoughGroups):

@@ -171,7 +171,7 @@ class ProgressEar:
         return {rank for rank, factor in slow if limit is not None and factor >= limit}
 
     def tell_troubles(self, view: JobView) -> None:
-        """Log gaps in traces and checkpoints that were not taken.
+        """Log gaps in traces, checkpoints that were not taken, and warnings about the script.
 
         They come from the reports, which are added to ``view``, and from the traces in ``view``.
         """
@@ -192,6 +192,10 @@ class ProgressEar:
                         word.rank,
                         word.why,
                     )
+        for name, text in view.warnings.items():
+            if text:
+                logger.warning("%s", text)
+                view.warnings[name] = ""
         while troubles := view.checkpoints.troubles:
             logger.warning("%s; training continues", troubles.pop(0))
 

@@ -211,6 +211,7 @@ class ManagerFFT(TorchftInterface):
         model: nn.Module,
         bucket_cap_mb: float = BUCKET_MB,
         reduce_dtype: torch.dtype | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         """Average the gradients of ``model`` across the replica groups during backward.
 
@@ -226,6 +227,10 @@ class ManagerFFT(TorchftInterface):
             bucket_cap_mb: size of a bucket of gradients in MiB.
             reduce_dtype: type of the reduction. ``torch.bfloat16`` halves the traffic of float32
                 and rounds; None uses the type of the gradient.
+            find_unused_parameters: permit that a parameter receives no gradient on a rank while it
+                receives one on others, as DistributedDataParallel does; such a rank counts as
+                zeros. A wrapper's own setting is taken over. Without it, the step is not committed,
+                and the job ends with an error that names the parameter.
 
         Raises:
             FftError: DistributedDataParallel averages in a way that FFT does not support, or all
@@ -240,7 +245,8 @@ class ManagerFFT(TorchftInterface):
                 f"the gradients of this {type(model).__name__} are already averaged by an "
                 "earlier sync_gradients() or register_pipeline(); remove this call"
             )
-        reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, len(reducers)))
+        index, unused = len(reducers), find_unused_parameters
+        reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, index, unused))
         torch_ddp.take_over(model, reducers[-1])
 
     def _take_over(self, wrapper: nn.Module) -> None:
@@ -414,7 +420,12 @@ class ManagerFFT(TorchftInterface):
         """
         return self._parts.groups.stage_group()
 
-    def register_pipeline(self, schedule: Any, bucket_cap_mb: float = BUCKET_MB) -> None:
+    def register_pipeline(
+        self,
+        schedule: Any,
+        bucket_cap_mb: float = BUCKET_MB,
+        find_unused_parameters: bool = False,
+    ) -> None:
         """Roll back and average ``schedule.step(...)`` of the step function like any other step.
 
         Call it after ``register``, instead of ``sync_gradients``. It requires ``spec="pipeline"``,
@@ -425,6 +436,7 @@ class ManagerFFT(TorchftInterface):
             schedule: of ``torch.distributed.pipelining`` (not DualPipeV), over stages of plain
                 modules made with ``group=manager.stage_group()``.
             bucket_cap_mb: MiB of gradients that are reduced at once.
+            find_unused_parameters: as for `sync_gradients`.
 
         Raises:
             FftError: The schedule, or the way in which its stages are built, is not supported. The
@@ -432,7 +444,8 @@ class ManagerFFT(TorchftInterface):
         """
 
         def averaged(module: nn.Module) -> Reducer:
-            self.sync_gradients(module, bucket_cap_mb)
+            unused = find_unused_parameters
+            self.sync_gradients(module, bucket_cap_mb, find_unused_parameters=unused)
             return self._parts.reductions.reducers[-1]
 
         self._parts.paradigm.register_pipeline(schedule, averaged)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
@@ -345,6 +346,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_unreduced_parameters(parts)
+    _warn_of_other_generators(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.rank.limits["bus_operation"].seconds)
     monitor = monitor_config(parts.rank.limits) if settings.monitor else None
@@ -497,20 +499,31 @@ def _warn_of_unreduced_parameters(parts: Parts) -> None:
     reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
     stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
     if unreduced := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
-        logger.warning(
-            "%d parameters of the optimizers are in no model of sync_gradients(), so "
-            "their gradients are not averaged across the groups; shapes: %s",
-            len(unreduced),
-            unreduced[:_SHOWN],
+        text = (
+            f"{len(unreduced)} parameters of the optimizers are in no model of sync_gradients(), "
+            "so their gradients are not averaged across the groups; shapes: "
+            f"{unreduced[:_SHOWN]}"
         )
-        told = {"count": len(unreduced), "shapes": [list(s) for s in unreduced[:_SHOWN]]}
-        parts.job.note("not_averaged", told)
+        parts.job.warn("not_averaged", text)
     known = {id(p) for p in stepped}
     idle = [p for r in reducers for p in r.parameters() if p.requires_grad and id(p) not in known]
     if idle and stepped:
         shapes = [tuple(p.shape) for p in idle[:_SHOWN]]
         text = "%d parameters of sync_gradients() are in no registered optimizer; shapes: %s"
         logger.warning(text, len(idle), shapes)
+
+
+def _warn_of_other_generators(parts: Parts) -> None:
+    """Warn that rollbacks do not restore the global generators, if the script lists its own."""
+    step = parts.state.registered_state
+    own = None if step is None else step.generators
+    if own is not None and torch.default_generator not in own:
+        parts.job.warn(
+            "own_generators",
+            "register(generators=…) without torch.default_generator: a rollback does not restore "
+            "the global generators, so a repeated step has other dropout masks and other numbers "
+            "of torch.rand(); add torch.default_generator if the step function draws from it",
+        )
 
 
 class EngineHost:

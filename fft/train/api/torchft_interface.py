@@ -191,6 +191,12 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         return self._parts.loop.fixed_slices
 
     @property
+    def contributes(self) -> bool:
+        """Whether the gradients of this rank count in the current txn, and no error was reported
+        in it."""
+        return self.participating_rank() is not None and self._torchft.errored is None
+
+    @property
     def is_in_txn(self) -> bool:
         """Whether a transaction is open on this rank, in which gradients can be reduced."""
         return self._parts.worker.txn is not None

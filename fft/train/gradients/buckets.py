@@ -172,13 +172,15 @@ class Bucket:
         elif self.work is not None:
             self.work.wait()
 
-    def scatter(self, tail: torch.Tensor) -> None:
+    def scatter(self, tail: torch.Tensor, refuse: Callable[[str], object] | None) -> None:
         """Assign each parameter its reduced gradient.
 
         A parameter that received a gradient in none of the groups keeps ``grad = None``.
 
         Args:
             tail: One number per slot, nonzero if at least one group had a gradient for it.
+            refuse: Called with the name of a parameter that only other groups had a gradient for.
+                None: such a parameter is permitted.
         """
         unused = [i for i, slot in enumerate(self.slots) if slot.parameter.grad is None]
         somewhere = tail.tolist() if unused else []
@@ -188,6 +190,8 @@ class Bucket:
                 if not somewhere[i]:
                     continue
                 slot = self.slots[i]
+                if refuse is not None:
+                    refuse(slot.name)
                 if slot.in_place:
                     slot.parameter.grad = self.view(slot)
                 else:

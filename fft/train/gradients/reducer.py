@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parameter import is_lazy
 
-from fft.errors import FftError
+from fft.errors import FftError, GradientMissing
 from fft.train.gradients.buckets import (
     BUCKET_MB,
     Bucket,
@@ -55,6 +55,10 @@ class Reductions(Protocol):
     @property
     def fixed_slices(self) -> int:
         """Number of batches of a step, of which a group may have several, or 0: one each."""
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the gradients of this rank count in this txn, in which no reduction failed."""
 
     @property
     def is_in_txn(self) -> bool:
@@ -217,6 +221,10 @@ class Reducer:
         bucket_mb: Maximum size of a bucket in MiB, in the dtype of the reduction.
         dtype: The dtype of the reduction, such as ``torch.bfloat16``; None keeps the gradient's.
         index: Index of the model among the reduced models; the same in all groups.
+        finds_unused: See `finds_unused`.
+
+    Attributes:
+        finds_unused: Whether a rank may have no gradient for a parameter that others have one for.
 
     Raises:
         FftError: No parameter requires a gradient, or one is not initialized.
@@ -229,7 +237,9 @@ class Reducer:
         bucket_mb: float = BUCKET_MB,
         dtype: torch.dtype | None = None,
         index: int = 0,
+        finds_unused: bool = False,
     ) -> None:
+        self.finds_unused = finds_unused
         self._model = model
         self._index = index
         self._manager = manager
@@ -533,17 +543,23 @@ class Reducer:
         for bucket in buckets:
             flags, count = self._flags, len(bucket.slots)
             tail = bucket.flat()[bucket.size :] if flags is None else flags[offset : offset + count]
-            bucket.scatter(tail)
+            bucket.scatter(tail, None if self._permits_missing else _refuse_missing)
             offset += count
         self._flags = None
 
+    @property
+    def _permits_missing(self) -> bool:
+        """Whether a gradient of this rank may be missing: a joiner's first one does not count."""
+        return self.finds_unused or not self._manager.contributes
+
     def _reduce_sparse(self) -> None:
         """Reduce sparse gradients one by one. Gloo reduces their entries, not their shapes."""
-        works = []
-        for _, parameter in self._layout.sparse:
+        works, missing = [], []
+        for name, parameter in self._layout.sparse:
             grad = parameter.grad
             if grad is None:
-                grad = torch.zeros_like(parameter).to_sparse()
+                missing.append((name, parameter))
+                grad = torch.zeros_like(parameter).to_sparse(1)  # rows, as of an embedding
             grad = grad.coalesce()
             grad = parameter.grad = grad if self._weight == 1.0 else grad * self._weight
             works.append(self._manager.reduce_gradients(grad, self._layout.digest))
@@ -551,6 +567,9 @@ class Reducer:
             work.wait()
         if works:
             self._manager.raise_if_failed()
+        for name, parameter in [] if self._permits_missing else missing:
+            if parameter.grad is not None and parameter.grad._nnz() > 0:
+                _refuse_missing(name)
 
     def _refuse_unknown(self) -> None:
         for name, parameter in self._layout.frozen:
@@ -564,6 +583,15 @@ class Reducer:
         self._backward, self._flags = None, None
         for bucket in self._layout.buckets:
             bucket.work = None
+
+
+def _refuse_missing(name: str) -> NoReturn:
+    raise GradientMissing(
+        f"parameter {name!r} got no gradient on this rank, but on others: zeros would be averaged "
+        "in its place. Let the loss depend on it on all ranks (requires_grad alike, no branch by "
+        "the batch), or permit it: sync_gradients(model, find_unused_parameters=True), "
+        "FFTStrategy(find_unused_parameters=True), or ddp_find_unused_parameters=True of a Trainer"
+    )
 
 
 def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:

@@ -28,6 +28,9 @@ _KINDS = (DistributedDataParallel, PureDistributedDataParallel)
 class PausableReducer(Protocol):
     """The reducer that replaces DDP's."""
 
+    finds_unused: bool
+    """Whether a rank may have no gradient for a parameter that others have one for."""
+
     def quiet(self, quiet: bool) -> bool:
         """Set whether backward only accumulates from now on; return the previous setting."""
 
@@ -56,6 +59,7 @@ def _at_work(thing: object) -> bool:
 def take_over(model: nn.Module, reducer: PausableReducer) -> None:
     """Make ``reducer`` do the work of the wrappers in the model."""
     for wrapper in wrappers(model):
+        reducer.finds_unused |= wrapper.find_unused_parameters
         wrapper.reducer._remove_autograd_hooks()
         wrapper.require_forward_param_sync = False  # buffers belong to the group
         vars(wrapper).update(no_sync=_no_sync(reducer), register_comm_hook=_refuse_hook)

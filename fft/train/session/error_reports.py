@@ -15,6 +15,7 @@ from torchft.manager import ExceptionWithTraceback, Manager
 import fft.errors
 from fft.errors import (
     FftError,
+    GradientMissing,
     GradientsNotReproducible,
     LiveBlockMisuse,
     NoLighthouseQuorum,
@@ -84,6 +85,8 @@ def code_of(error: BaseException, own: CauseCode = CauseCode.STEP_FAILED) -> Cau
         return CauseCode.RECOMPUTED
     if isinstance(error, GradientsNotReproducible):
         return CauseCode.NOT_REPRODUCIBLE
+    if isinstance(error, GradientMissing):
+        return CauseCode.GRADIENT_MISSING
     if isinstance(error, ResultRefused):
         return CauseCode.RESULT_ENDS_JOB if error.ends_job else CauseCode.RESULT_REFUSED
     return CauseCode.COLLECTIVE_FAILED if comes_from_peers(error) else own

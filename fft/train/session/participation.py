@@ -19,7 +19,7 @@ from fft.messages.progress import FetchReport, TraceReport, fitting
 from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
 from fft.trace.checkpoint_notes import report_of
-from fft.trace.format import FETCHING, NO_REFORM
+from fft.trace.format import FETCHING, NO_REFORM, WARNING
 from fft.trace.writer import TraceWriter
 from fft.train.guard.progress_reporter import ProgressReporter
 from fft.util.error_places import place_of
@@ -70,6 +70,11 @@ class Participation:
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Trace an observation, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
+
+    def warn(self, name: str, text: str) -> None:
+        """Log a warning about the script, and trace it, so that `fft run` shows it once."""
+        logger.warning("%s", text)
+        self.note(name, {WARNING: text})
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Trace metrics of the script, and report the loss among them."""

@@ -97,10 +97,15 @@ def _restoring(state: Any) -> Callable[[], None]:
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the plain values that the setters of an FSDP2 module change; empty for other modules.
 
-    Hooks, meshes and communication objects are not plain.
+    Hooks, meshes and communication objects are not plain. The mesh for resharding after forward is
+    left out, because the first forward of a root module removes it, which a joiner has not run.
     """
     return [
-        {name: value for name, value in _settings(thing).items() if isinstance(value, _PLAIN)}
+        {
+            name: value
+            for name, value in _settings(thing).items()
+            if isinstance(value, _PLAIN) and name != "post_forward_mesh_info"
+        }
         for thing in _things(module)
     ]
 

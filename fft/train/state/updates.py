@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,9 @@ from fft.errors import FftError
 from fft.messages.causes import Cause, CauseCode
 
 logger = logging.getLogger(__name__)
+
+_IDLE_AFTER = 10
+"""Number of updates after which an optimizer that never had a gradient is reported."""
 
 
 class Updates:
@@ -49,6 +52,10 @@ class Updates:
             _refuse_unfit(each)
         for each in self._schedulers:
             _refuse_unfit(each)
+        self._count = 0
+        """Number of updates, up to `_IDLE_AFTER`."""
+        self._idle = list(self._optimizers)
+        """Optimizers that had no gradient in these updates."""
         self._epochs: list[Any] = []
         """Positions of the schedulers when the step function began."""
         self._left_at: list[Any] | None = None
@@ -147,6 +154,9 @@ class Updates:
         """Step optimizers, scaler and schedulers, and drop the gradients. `done` is called next."""
         if self.take_statistics is not None:
             self.take_statistics()
+        if self._count < _IDLE_AFTER:
+            self._count += 1
+            self._idle = [each for each in self._idle if not _has_gradients(each)]
         self._is_mine = True
         try:
             for optimizer in self._optimizers:
@@ -163,6 +173,15 @@ class Updates:
         finally:
             self._is_mine = False
         self._drop_gradients()
+
+    def take_idle(self) -> str:
+        """Return once, after some updates, the optimizers that never had a gradient; or nothing."""
+        if self._count < _IDLE_AFTER:
+            return ""
+        # an optimizer of frozen parameters waits until they are thawed
+        idle = [each for each in self._idle if any(p.requires_grad for p in _parameters(each))]
+        self._idle = []
+        return ", ".join(type(each).__name__ for each in idle)
 
     def done(self) -> None:
         """Call the functions of the user for a committed step."""
@@ -341,7 +360,11 @@ def _refuse_unfit(each: Any) -> None:
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in _parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 SCHEDULE_FIX = (

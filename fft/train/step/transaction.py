@@ -21,6 +21,7 @@ from fft.errors import (
     DeviceLost,
     Drained,
     FftError,
+    GradientMissing,
     GradientsDiffer,
     GradientsNotReproducible,
     ResultRefused,
@@ -43,6 +44,7 @@ from fft.train.guard.interrupt import Interrupted
 from fft.train.guard.unsafe_places import guarded
 from fft.train.process_groups import GroupAborted
 from fft.train.session.error_reports import different_blocks
+from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import RankState
 from fft.train.step.commits import CommitExecutor, nothing
@@ -129,7 +131,7 @@ class TransactionLoop:
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        self._guard = UnregisteredStepGuard(state, self._reductions)
+        self._guard = UnregisteredStepGuard(state, self._reductions, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
@@ -363,6 +365,11 @@ class TransactionLoop:
             return
         if cause.code == CauseCode.RESULT_REFUSED:
             error: FftError = self._refused(rollback)
+        elif cause.code == CauseCode.GRADIENT_MISSING:
+            error = GradientMissing(
+                f"step {rollback.step} was not committed: "
+                + cause.text.replace(f"{GradientMissing.__name__}: ", "")
+            ).with_traceback(traceback_of_caller())
         else:
             assert cause.code == CauseCode.MANIFESTS_DIFFER
             error = FftError(
@@ -572,7 +579,8 @@ class TransactionLoop:
             or self._manager._torchft.errored is not None
         ):
             return
-        if isinstance(error, ResultRefused):  # counted on all ranks after the rollback
+        # counted on all ranks after the rollback
+        if isinstance(error, (ResultRefused, GradientMissing)):
             self._manager.report_error(error)
             return
         self.raise_if_retries_exceeded(plan, drawn, error, plan.step)
@@ -860,8 +868,8 @@ class UnregisteredStepGuard:
     """A hook that rejects steps of unregistered optimizers on the job's parameters inside a step
     function, and warns about others."""
 
-    def __init__(self, state: RankState, reductions: TxnReductions) -> None:
-        self._state = state
+    def __init__(self, state: RankState, reductions: TxnReductions, job: Participation) -> None:
+        self._state, self._job = state, job
         self._reductions = reductions
         self._thread = threading.get_ident()
         self._has_warned = False
@@ -895,11 +903,12 @@ class UnregisteredStepGuard:
             )
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "%s.step() of an unregistered optimizer: a rollback does not undo its "
-                "updates, and a joining group does not fetch its state; register it: "
-                "manager.register(model, [optimizer, …])",
-                name,
+            self._job.warn(
+                "unregistered_step",
+                f"{name}.step() of an unregistered optimizer: a rollback does not undo its "
+                "updates, a joining group does not fetch its state, and the groups may get "
+                "different weights. Register it with its model, manager.register([model, …], "
+                "[optimizer, …]), and average its gradients, manager.sync_gradients(model)",
             )
 
     def _of_the_job(self) -> set[torch.Tensor]:
