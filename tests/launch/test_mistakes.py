@@ -21,6 +21,7 @@ from test_supervisor import at_work, record, supervised_children, trace, two_at_
 from fft.errors import (
     CheckpointError,
     GradientLayoutMismatch,
+    GradientMissing,
     NoState,
     OtherSettings,
     ResultRefused,
@@ -69,7 +70,7 @@ def test_repeated_failure_before_the_first_commit_is_a_mistake() -> None:
     assert found is not None and found.ends == "job"
 
 
-@pytest.mark.parametrize("kind", [UnequalData, ResultRefused])
+@pytest.mark.parametrize("kind", [UnequalData, ResultRefused, GradientMissing])
 def test_error_that_a_resumed_job_would_reach_again_ends_it_for_good(kind: type[Exception]) -> None:
     found = Mistakes(["0", "1"], 2).ended("1", place(kind), job_committed=True)
     assert found is not None and found.ends == "job"
