@@ -24,6 +24,7 @@ from fft.errors import FftError
 from fft.protocol.timeouts import HOST_LIMIT_S
 
 if TYPE_CHECKING:
+    from fft.bus.token import JobToken
     from fft.launch.supervisor import JobOutcome, RunConfig
     from fft.messages.fault_plans import FaultPlan
 
@@ -414,8 +415,6 @@ def _supervise(
     from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.display import SafeConsole, SilentDisplay, open_display
-    from fft.util.files import claimed
-    from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()
     services: Services | Joined
@@ -439,17 +438,25 @@ def _supervise(
         interrupts.go_to(supervisor.interrupt)
         with ExitStack() as undo:
             reach = services.settings()
-            if named := os.environ.get("FFT_TOKEN_FILE"):
-                reach["FFT_TOKEN_FILE"] = named
-            elif token is not None:
-                path = claimed(config.trace_dir / "job.token")  # other hosts may share the folder
-                token.save(path)
-                undo.enter_context(vanishing(path))
-                reach["FFT_TOKEN_FILE"] = str(path)
+            if token is not None:
+                reach["FFT_TOKEN_FILE"] = _token_file(token, config.trace_dir, undo)
             _announce(config.trace_dir, reach, serves=serve is not None)
             return supervisor.run()
     finally:
         services.close()
+
+
+def _token_file(token: JobToken, traces: Path, undo: ExitStack) -> str:
+    """Return the path of a file with the token; one that is made here is removed by ``undo``."""
+    from fft.util.files import claimed
+    from fft.util.remove_after_death import vanishing
+
+    if named := os.environ.get("FFT_TOKEN_FILE"):
+        return named
+    path = claimed(traces / "job.token")  # other hosts may share the folder
+    token.save(path)
+    undo.enter_context(vanishing(path))
+    return str(path)
 
 
 def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from stage import Member, Numbers, batch_of, job, parameters, records
 import fft
 from fft.checkpoints.files import Checkpoints
 from fft.checkpoints.stores import open_store
-from fft.errors import StepRetriesExceeded
 
 
 def _train(member: Member, txn: fft.Transaction) -> torch.Tensor:
@@ -113,28 +111,6 @@ def test_stop_within_a_step_drops_it_on_all_groups_without_a_rollback(tmp_path: 
     assert ended == [2, 2, 2]
     saved, _ = Checkpoints(open_store(str(tmp_path / "saved"))).newest()
     assert saved is not None and saved.step == 2
-
-
-@pytest.mark.long
-def test_stop_on_one_group_alone_ends_that_group_with_an_error(tmp_path: Path) -> None:
-    def work(member: Member) -> None:
-        for txn in member.manager.transactions(fft.CursorLoader(Numbers(), batch_size=4), 9):
-            with txn:
-                _train(member, txn)
-            if txn.committed and txn.step == 1 and member.group == "0":
-                member.manager.stop()
-
-    with job(tmp_path, 2) as made:
-        short = timedelta(seconds=3)
-        members = [made.member(group, timeout=short).start(work) for group in ("0", "1")]
-        for member in members:
-            member.end()
-        made.audit()
-    assert members[1].error is None and members[1].manager.current_step() == 9
-    with pytest.raises(
-        StepRetriesExceeded, match=r"manager.stop\(\) after step 2: the groups did not"
-    ):
-        raise members[0].error or AssertionError("no error")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -110,8 +110,7 @@ class ManagerFFT(TorchftInterface):
         config: ManagerConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if pg is None:
-            pg = ProcessGroupNCCL() if torch.cuda.is_available() else ProcessGroupGloo()
+        pg = group_of_device() if pg is None else pg
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
         )
@@ -654,6 +653,11 @@ class ManagerFFT(TorchftInterface):
     def digest(self) -> str:
         """Digest of this rank's parameters, optimizer state and buffers."""
         return self._parts.state.digest()
+
+
+def group_of_device() -> ProcessGroup:
+    """Return a group across the replica groups: NCCL's if CUDA is available, else gloo's."""
+    return ProcessGroupNCCL() if torch.cuda.is_available() else ProcessGroupGloo()
 
 
 __all__ = ["ManagerFFT", "Token", "Transaction"]
