@@ -186,13 +186,14 @@ def test_only_nats_servers_make_a_cluster(tmp_path: Path) -> None:
 def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os; from fft.bus import open_bus\n"
-        "with open_bus(os.environ['FFT_BUS'], 60.0) as bus: print(bus.url, bus.next_number('n'))\n"
+        "import os; from fft.bus import open_bus; from fft.bus.token import JobToken\n"
+        "with open_bus(os.environ['FFT_BUS'], 60.0, token=JobToken.from_env()) as bus:\n"
+        "    print(bus.url, bus.next_number('n'))\n"
     )
     done = forked(tmp_path, "run", "--bus", "nats", "--trace-dir", str(tmp_path), str(script))
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "logs").iterdir()
-    assert re.fullmatch(r"nats://127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
+    assert re.fullmatch(r"nats://job-token@127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
 def test_a_port_in_use_is_named_with_the_mend(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, **more},
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     torch.manual_seed(3)
     try:

@@ -96,8 +96,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 60.0, "ready_window": LONG_S},
-        digest="commit",
-        max_body_failures=100,
+        config=fft.ManagerConfig(digest="commit", max_body_failures=100),
     )
     torch.manual_seed(3)
     whole = "whole" in options

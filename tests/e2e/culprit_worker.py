@@ -29,8 +29,8 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 60.0},  # on a busy machine a group may start late
-        digest="commit",
-        max_body_failures=1000,  # never gives up by itself
+        config=fft.ManagerConfig(digest="commit", max_body_failures=1000),
+        # never gives up by itself
     )
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, 1)

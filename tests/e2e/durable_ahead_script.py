@@ -43,7 +43,7 @@ def manager_of(group: str) -> fft.ManagerFFT:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, "quorum": 60.0},
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
 
 

@@ -53,8 +53,8 @@ def manager_of(group: str, join_s: float) -> fft.ManagerFFT:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": join_s, "join_interval": 0.1, "quorum": 60.0},
-        digest="commit",
-        monitor=False,  # group 0 computes for ever, which it would take for a hang
+        config=fft.ManagerConfig(digest="commit", monitor=False),
+        # group 0 computes for ever, which it would take for a hang
     )
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         # on a busy machine a group may start late; a lost bus must not cost the test 30 s
         timeouts={"join_window": 30.0, "bus_limit": 10.0, **more},
         connect_timeout=timedelta(seconds=3),
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], nn.Linear(WIDTH, 1))

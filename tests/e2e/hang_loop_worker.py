@@ -71,7 +71,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, "hang_limit": hang_limit, "hang_grace": 60.0},
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     manager.register(model, inner)
     optimizer, data = OptimizerWrapper(manager, inner), Samples()

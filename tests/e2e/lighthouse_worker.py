@@ -63,11 +63,14 @@ def main() -> None:
         store_addr="127.0.0.1",
         store_port=port,
         lighthouse_addr=config.get("lighthouses", {}).get(group) or config.get("lighthouse"),
-        membership=config.get("membership"),
+        config=fft.ManagerConfig(
+            membership=config.get("membership"),
+            digest="commit",
+            max_body_failures=config.get("max_body_failures", 5),
+        ),
         init_sync=False,
         bus=config["bus"],
         trace_dir=config["traces"],
-        digest="commit",
         quorum_timeout=timedelta(seconds=config.get("quorum_timeout", 30)),
         timeout=timedelta(seconds=30),
         timeouts={
@@ -75,7 +78,6 @@ def main() -> None:
             "quorum": 120.0,
             "lighthouse_window": config.get("lighthouse_window", 1.0),
         },
-        max_body_failures=config.get("max_body_failures", 5),
     )
     manager.drain_on(signal.SIGTERM)
     manager.register(model, optimizer, generators=[model.generator])

@@ -67,7 +67,7 @@ def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, lea
         world_size=1,
         bus=bus,
         trace_dir=traces,
-        monitor=False,
+        config=fft.ManagerConfig(monitor=False),
     )
     torch.manual_seed(int(group))
     model = torch.nn.Linear(WIDTH, 1)

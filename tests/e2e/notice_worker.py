@@ -54,7 +54,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, "drain_margin": 8.0},
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))

@@ -77,7 +77,7 @@ def train(case: dict[str, Any], group: str, rank: int, steps: int) -> dict[str, 
         init_sync=False,
         bus=case["bus"],
         trace_dir=case["traces"],
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     torch.manual_seed(3)
     model = Net()

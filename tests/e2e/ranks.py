@@ -82,7 +82,7 @@ def sharded_rank(
     min_groups: int,
     timeouts: dict[str, float],
     layer: Callable[[], nn.Module] = with_dropout,
-    **options: Any,
+    **settings: Any,
 ) -> Rank:
     """Return the rank that the environment names, with a model of two layers."""
     group, number = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
@@ -97,8 +97,7 @@ def sharded_rank(
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
-        digest="commit",
-        **options,
+        config=fft.ManagerConfig(**{"digest": "commit", **settings}),
     )
     torch.manual_seed(3)
     model = nn.Sequential(layer(), layer())

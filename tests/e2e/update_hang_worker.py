@@ -39,7 +39,7 @@ def main() -> None:
         state_dict=None,
         min_replica_size=groups,
         init_sync=False,
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
     )
     manager.register(model, optimizer)
     manager.sync_gradients(model)

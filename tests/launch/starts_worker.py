@@ -45,7 +45,7 @@ def main() -> int:
         state_dict=lambda: model.state_dict(),
         min_replica_size=2,
         quorum_timeout=timedelta(seconds=60),
-        monitor=False,
+        config=fft.ManagerConfig(monitor=False),
         **who,
     )
     print("at", manager._parts.job.bus.url.rpartition("/")[2], flush=True)

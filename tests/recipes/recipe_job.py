@@ -55,11 +55,10 @@ class Job:
     _ends: list[Callable[[], object]] = field(default_factory=list)
 
     def manager(self, **options: Any) -> fft.ManagerFFT:
-        """Return a manager as all recipes use it; ``options`` are its arguments."""
+        """Return a manager as all recipes use it; ``options`` are its arguments and settings."""
+        own = {k: options.pop(k) for k in fft.ManagerConfig.model_fields if k in options}
         values: dict[str, Any] = {
             "pg": ProcessGroupGloo(timeout=LIMIT),
-            "load_state_dict": None,
-            "state_dict": None,
             "min_replica_size": 2,
             "replica_id": str(self.group),
             "store_addr": "127.0.0.1",
@@ -67,7 +66,7 @@ class Job:
             "init_sync": False,
             "bus": self.bus,
             "trace_dir": self.traces,
-            "digest": "commit",
+            "config": fft.ManagerConfig(**{"digest": "commit", **own}),
             "timeouts": {"join_window": 30.0},  # on a busy machine a group may start late
             **options,
         }

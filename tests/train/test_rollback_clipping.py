@@ -70,7 +70,7 @@ def _train(case: str, group: str, rank: int, job: dict[str, Any]) -> dict[str, A
         init_sync=False,
         bus=job["bus"],
         trace_dir=job["traces"],
-        digest="commit",
+        config=fft.ManagerConfig(digest="commit"),
         timeouts={"join_window": 30.0},
     )
     torch.manual_seed(3)
