@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
@@ -635,6 +636,21 @@ def test_wrapper_that_outlives_its_trainer_is_ended(
         outcome = job.verdict()
     expected = ExitStatus.DRAINED if how == "is drained" else ExitStatus.COMPLETE
     assert outcome.exit_status == expected, outcome.lines
+
+
+def test_signal_goes_to_the_wrapper_if_its_trainer_ends_meanwhile(
+    run_job: StartJob, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_job(groups=1, ranks=1) as job:
+        wrapper = stage.enter(1)["0", "0"]
+        child = job.supervisor._groups["0"].children[0]
+        with subprocess.Popen(["true"]) as trainer:
+            child.trainer.pid = trainer.pid
+        monkeypatch.setattr(child, "_has_trainer", lambda: True)  # as it was before its end
+        child.signal(signal.SIGTERM)
+        assert wrapper.says() == {"heard": "sigterm"}
+        wrapper.order("exit 0")
+        assert job.verdict().exit_status == ExitStatus.COMPLETE
 
 
 @pytest.mark.parametrize("here", [0, 1])
