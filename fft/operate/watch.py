@@ -142,6 +142,8 @@ class Watch:
             word = _plain(desk, heard)
             if word is None:
                 continue
+            if isinstance(word, Record) and word.kind == "epoch":
+                self.model.supervisors = desk.supervisors()
             lines = self.model.see(word, time.monotonic())
             if (line := event_of(word)) is not None:
                 lines.insert(0, line)

@@ -645,6 +645,32 @@ def test_watch_once_shows_a_group_that_is_not_in_the_job(stack: ExitStack, memor
     assert state["groups"][1]["state"] == "not in the job" and state["is_older"]
 
 
+def test_watch_shows_the_supervisors_of_later_hosts(stack: ExitStack, memory: str) -> None:
+    job = EngineJob(stack, memory, 1, 1).start()
+    job.train(1)
+    holders = {group: Holder(fresh_id(), f"node-{group}", 4711) for group in "0257"}
+    with open_bus(memory) as bus:
+
+        def claim(group: str) -> None:
+            bus.compare_set(holder_register(group), None, encode_holder(holders[group]))
+
+        claim("2")  # before those of the first host
+        bus.write(holder_register("3"), b"of a later version")
+        claim("5")
+        with JobClient(memory) as desk:
+            assert desk.supervisors() == {group: holders[group] for group in "25"}
+        with watching(memory) as (watch, lines):
+            lines.until("watching")
+            assert watch.model.supervisors.keys() == {"2", "5"}
+            claim("0")
+            claim("7")
+            job.start_group("1")
+            for member in job.members:
+                member.train(10_000)
+            lines.until("epoch")
+            wait_until(lambda: watch.model.supervisors == holders, "those that came later")
+
+
 def test_losses_have_a_gap_where_the_group_was_away() -> None:
     model = JobModel()
     model.curves["1"] = LossCurve([(step, 1.0) for step in (2, 4, 9, 11)])
