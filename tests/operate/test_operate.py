@@ -671,6 +671,39 @@ def test_watch_shows_the_supervisors_of_later_hosts(stack: ExitStack, memory: st
             wait_until(lambda: watch.model.supervisors == holders, "those that came later")
 
 
+def test_end_and_verdict_are_two_events(memory: str) -> None:
+    verdicts, lines = iter([None, "exit status 0"]), Lines()
+    watch = Watch(memory, lines, lambda: next(verdicts))
+    watch._end("its work is done")
+    thread = threading.Thread(target=watch.wait, name="watch")
+    thread.start()
+    try:
+        assert lines.until("verdict")["how"] == watch.how == "exit status 0"
+    finally:
+        watch.stop()
+        thread.join(LIMIT_S)
+    again = Watch(memory, lines, lambda: "exit status 0")
+    again._end("exit status 0")
+    again.stop()
+    again.wait()
+    assert lines.until("ended")["how"] == "exit status 0" and lines.events.empty()
+
+
+def test_commit_that_was_read_from_a_register_may_be_older() -> None:
+    peer = Peer("0", 0, 1)
+    epoch = Record(1, "epoch", 1, 0, 0, "x", 0, 0, peer, _two_groups())
+    first, second, third = (Record(n, "commit", 1, n, n, "x", 0, 0, peer) for n in (2, 3, 4))
+    model = JobModel()
+    model.begin(first, epoch, now=5.0)
+    assert model.is_older
+    model.see(second, 5.0)
+    assert not model.is_older, "it was received, at the same time of the clock"
+    model.begin(second, epoch, now=9.0)
+    assert not model.is_older, "no commit while the bus was lost"
+    model.begin(third, epoch, now=12.0)
+    assert model.is_older
+
+
 def test_losses_have_a_gap_where_the_group_was_away() -> None:
     model = JobModel()
     model.curves["1"] = LossCurve([(step, 1.0) for step in (2, 4, 9, 11)])
