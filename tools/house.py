@@ -388,8 +388,8 @@ def lower_limits() -> None:
     limits, _ = room_limits(text)
     for room, figure in rooms().items():
         if figure < limits.get(room, 0):
-            head, row, tail = text.rpartition(f"| `{room}` | {limits[room]} |")
-            text = f"{head}{row.replace(str(limits[room]), str(figure))}{tail}"
+            head, _, tail = text.rpartition(f"| `{room}` | {limits[room]} |")
+            text = f"{head}| `{room}` | {figure} |{tail}"
     LIMITS.write_text(text, encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -666,14 +666,16 @@ def _refuse_foreign(checkpoints: Checkpoints, chosen: Manifest | None) -> None:
     """Raise CheckpointError if checkpoints are not of the run of the chosen one.
 
     A run consists of starts, each of which resumed from a checkpoint of an earlier one. An imported
-    checkpoint belongs to any run.
+    checkpoint belongs to any run. If the checkpoint from which a start resumed is gone or damaged,
+    all earlier checkpoints may be of its run.
     """
     if chosen is None:
         return
     rest = [e.manifest for e in checkpoints.found() if e.step is not None and e.manifest]
+    known = {_as_origin(each) for each in rest}
     related, rest = [chosen], [each for each in rest if each != chosen]
     for one in related:
-        related += (near := [each for each in rest if _are_related(one, each)])
+        related += (near := [each for each in rest if _are_related(one, each, known)])
         rest = [each for each in rest if each not in near]
     if rest:
         parts = [sorted(each.step for each in part) for part in (related, rest)]
@@ -684,11 +686,21 @@ def _refuse_foreign(checkpoints: Checkpoints, chosen: Manifest | None) -> None:
         )
 
 
-def _are_related(one: Manifest, other: Manifest) -> bool:
-    """Return whether two checkpoints are of one start, or of starts next to each other in a run."""
+def _are_related(one: Manifest, other: Manifest, known: Collection[Origin]) -> bool:
+    """Return whether two checkpoints are, or may be, of one start or of successive starts.
+
+    Args:
+        known: The checkpoints that exist; a start that resumed from another one may have followed
+            any start. Publishing removes all later steps, so its steps are the later ones.
+    """
     lives = {life_of(each.attempt) for each in (one, other)}
-    places = [{m.resumed_from, Origin(step=m.step, lineage=m.lineage)} for m in (one, other)]
-    return len(lives) == 1 or "" in lives or bool((places[0] & places[1]) - {None})
+    places = [{each.resumed_from, _as_origin(each)} for each in (one, other)]
+    is_unknown = max(one, other, key=lambda each: each.step).resumed_from not in {None, *known}
+    return len(lives) == 1 or "" in lives or is_unknown or bool((places[0] & places[1]) - {None})
+
+
+def _as_origin(manifest: Manifest) -> Origin:
+    return Origin(step=manifest.step, lineage=manifest.lineage)
 
 
 def _refuse_used(checkpoints: Checkpoints) -> None:

@@ -45,6 +45,8 @@ FIRST_ANSWER_S = 5.0
 """Time that a participant may take to answer whether it accepts a command."""
 _READS = 16
 """Number of attempts to read a consistent state while the job moves on."""
+_MISSING = 16
+"""Number of missing registers of groups in a row after which no further one is read."""
 
 Word = BusMessage | Command | Report | Packed
 _READERS: dict[Topic, Callable[[bytes], Word | RollCall]] = {
@@ -198,11 +200,17 @@ class JobClient:
     def supervisors(self) -> dict[str, Holder]:
         """Return the `fft run` that holds each group, also for groups that are not in the job.
 
-        The names of the groups are numbers from 0. Empty if no `fft run` has started any.
+        The names of the groups are numbers from 0. Registers may be missing, for a host that has
+        not started yet; malformed ones are skipped. Empty if no `fft run` has started any.
         """
         found: dict[str, Holder] = {}
-        while (held := self.bus.read(holder_register(str(len(found))))) is not None:
-            found[str(len(found))] = decode_holder(held)
+        number = missing = 0
+        while missing < _MISSING:
+            held = self.bus.read(holder_register(str(number)))
+            missing = missing + 1 if held is None else 0
+            with suppress(UnreadableMessage):
+                found.update({} if held is None else {str(number): decode_holder(held)})
+            number += 1
         return found
 
     def reports(self) -> list[Report]:

@@ -114,7 +114,9 @@ class JobModel:
     how: str = ""
     """How the job ended; empty while it runs."""
     attached: float = 0.0
-    """When watching began, or began again; the head that was read then may be older."""
+    """When watching began, or began again."""
+    is_older: bool = True
+    """The newest commit, if any, was read from a register and may precede `attached`."""
     supervisors: Mapping[str, Holder] = field(default_factory=dict)
     """Group → the `fft run` that started it."""
     course: Course = field(default_factory=Course)
@@ -153,6 +155,8 @@ class JobModel:
         if epoch is not None:
             self._enter(epoch)
         if head is not None and (self.head is None or head.n >= self.head.n):
+            is_new = self.head is None or head.n > self.head.n
+            self.is_older |= is_new and head.kind == "commit"
             self.head = head
 
     def see(self, word: BusMessage | Record | Command | Report, now: float) -> list[dict[str, Any]]:
@@ -283,6 +287,7 @@ class JobModel:
             self._enter(record)
             self._let_apart(record)
         elif record.kind == "commit":
+            self.is_older = False
             self._let_apart(record)
             for group in record.leavers:
                 self._leaving.discard(group)

@@ -70,7 +70,8 @@ class Watch:
         pause: float | None = _FIRST_PAUSE_S
         while not self._stopped:
             if pause is not None and (how := self._ended()) is not None:
-                self._end(how)
+                if how != self.how:
+                    self._end(how, "verdict")
                 pause = None
             with suppress(queue.Empty):
                 self._wake.get(timeout=pause)
@@ -111,10 +112,10 @@ class Watch:
         told = desk.reports(), time.monotonic(), desk.supervisors()
         self.model.begin(job.head, job.epoch, *told)
 
-    def _end(self, how: str) -> None:
+    def _end(self, how: str, event: str = "ended") -> None:
         """Show the last state, and stop."""
         self.model.how = how
-        self._view.word({"event": "ended", "how": how})
+        self._view.word({"event": event, "how": how})
         self._view.state(self.model, time.monotonic())
 
     def _lost(self, why: str) -> None:
@@ -142,6 +143,8 @@ class Watch:
             word = _plain(desk, heard)
             if word is None:
                 continue
+            if isinstance(word, Record) and word.kind == "epoch":
+                self.model.supervisors = desk.supervisors()
             lines = self.model.see(word, time.monotonic())
             if (line := event_of(word)) is not None:
                 lines.insert(0, line)

@@ -65,7 +65,7 @@ def state_of(job: JobModel, url: str, now: float) -> dict[str, Any]:
         "how": job.how,
         "elapsed": shot.elapsed,
         "since_commit": now - (course.last or job.attached),
-        "is_older": course.last in (None, job.attached),
+        "is_older": job.is_older,
         "present": sum(row.is_present for row in job.rows()),
         "expected": len(shot.rows),
         "step": max((course.step, *(row.step for row in shot.rows))),

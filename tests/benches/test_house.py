@@ -107,6 +107,17 @@ def test_room_limit_rises_only_with_a_reason_and_falls_with_its_room(
     ]
 
 
+def test_lowered_limit_leaves_the_name_of_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "limits.md"
+    monkeypatch.setattr(house, "LIMITS", page)
+    monkeypatch.setattr(house, "rooms", lambda: {"layer9": 7})
+    page.write_text("| `layer9` | 9 | 9 lines | - |\n")
+    house.lower_limits()
+    assert page.read_text() == "| `layer9` | 7 | 9 lines | - |\n"
+
+
 def test_rooms_of_train_have_limits_of_their_own() -> None:
     assert house.room_of("fft/bus/nats.py") == "bus"
     assert house.room_of("fft/train/paradigms/periodic/loop.py") == "train/paradigms"

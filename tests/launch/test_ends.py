@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
@@ -581,22 +582,47 @@ def test_standstill_is_reported_after_half_a_minute_or_three_steps(
     clock = 1000.0
     monkeypatch.setattr(ending.time, "monotonic", lambda: clock)
 
-    def reports(progress: int, seconds: int) -> list[int]:
+    def reports(progress: int | None, seconds: int) -> list[int]:
         nonlocal clock
         found = []
         for _ in range(seconds):
             clock += 1.0
-            if (lasts := found_by.lasts((progress, 0))) is not None:
+            at = None if progress is None else (progress, 0)
+            if (lasts := found_by.lasts(at)) is not None:
                 found.append(round(lasts))
         return found
 
     found_by = ending.Standstill()
-    assert reports(0, 100) == [30, 60], "the start"
+    assert reports(None, 70) == [30, 60], "the start"
+    assert reports(0, 100) == [30, 60], "counted from the first epoch"
     assert reports(1, 50) == [30]
     assert reports(2, 149) == [], "this job has steps of 50 s"
     assert reports(2, 200) == [150, 300]
-    assert reports(3, 10) == reports(4, 29) == []
-    assert reports(4, 10) == [30], "its steps are shorter now"
+    assert reports(3, 1) == reports(4, 149) == [], "one short step is not the usual one"
+    for progress in range(5, 9):
+        assert reports(progress, 10) == []
+    assert reports(9, 35) == [30], "its steps are shorter now"
+
+
+def test_job_that_starts_slowly_gets_no_warning_about_its_commits(
+    run_job: StartJob,
+    stage: Stage,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ending, "STANDSTILL_S", 0.3)
+    caplog.set_level("INFO")
+    with run_job(groups=1, ranks=1) as job:
+        actor = stage.enter(1)["0", "0"]
+        wait_until(lambda: "the job has been starting for" in caplog.text, "it is logged")
+        assert "no commit for" not in caplog.text
+        trace(job, 0, 0, 1, at_work(0, 1, ["0"]))
+        wait_until(lambda: "no commit for" in caplog.text, "it is logged")
+        assert [each.levelname for each in caplog.records if "no commit" in each.message] == [
+            "WARNING"
+        ]
+        actor.order("exit 0")
+        job.verdict()
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "is drained"])
@@ -635,6 +661,21 @@ def test_wrapper_that_outlives_its_trainer_is_ended(
         outcome = job.verdict()
     expected = ExitStatus.DRAINED if how == "is drained" else ExitStatus.COMPLETE
     assert outcome.exit_status == expected, outcome.lines
+
+
+def test_signal_goes_to_the_wrapper_if_its_trainer_ends_meanwhile(
+    run_job: StartJob, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_job(groups=1, ranks=1) as job:
+        wrapper = stage.enter(1)["0", "0"]
+        child = job.supervisor._groups["0"].children[0]
+        with subprocess.Popen(["true"]) as trainer:
+            child.trainer.pid = trainer.pid
+        monkeypatch.setattr(child, "_has_trainer", lambda: True)  # as it was before its end
+        child.signal(signal.SIGTERM)
+        assert wrapper.says() == {"heard": "sigterm"}
+        wrapper.order("exit 0")
+        assert job.verdict().exit_status == ExitStatus.COMPLETE
 
 
 @pytest.mark.parametrize("here", [0, 1])

@@ -645,6 +645,65 @@ def test_watch_once_shows_a_group_that_is_not_in_the_job(stack: ExitStack, memor
     assert state["groups"][1]["state"] == "not in the job" and state["is_older"]
 
 
+def test_watch_shows_the_supervisors_of_later_hosts(stack: ExitStack, memory: str) -> None:
+    job = EngineJob(stack, memory, 1, 1).start()
+    job.train(1)
+    holders = {group: Holder(fresh_id(), f"node-{group}", 4711) for group in "0257"}
+    with open_bus(memory) as bus:
+
+        def claim(group: str) -> None:
+            bus.compare_set(holder_register(group), None, encode_holder(holders[group]))
+
+        claim("2")  # before those of the first host
+        bus.write(holder_register("3"), b"of a later version")
+        claim("5")
+        with JobClient(memory) as desk:
+            assert desk.supervisors() == {group: holders[group] for group in "25"}
+        with watching(memory) as (watch, lines):
+            lines.until("watching")
+            assert watch.model.supervisors.keys() == {"2", "5"}
+            claim("0")
+            claim("7")
+            job.start_group("1")
+            for member in job.members:
+                member.train(10_000)
+            lines.until("epoch")
+            wait_until(lambda: watch.model.supervisors == holders, "those that came later")
+
+
+def test_end_and_verdict_are_two_events(memory: str) -> None:
+    verdicts, lines = iter([None, "exit status 0"]), Lines()
+    watch = Watch(memory, lines, lambda: next(verdicts))
+    watch._end("its work is done")
+    thread = threading.Thread(target=watch.wait, name="watch")
+    thread.start()
+    try:
+        assert lines.until("verdict")["how"] == watch.how == "exit status 0"
+    finally:
+        watch.stop()
+        thread.join(LIMIT_S)
+    again = Watch(memory, lines, lambda: "exit status 0")
+    again._end("exit status 0")
+    again.stop()
+    again.wait()
+    assert lines.until("ended")["how"] == "exit status 0" and lines.events.empty()
+
+
+def test_commit_that_was_read_from_a_register_may_be_older() -> None:
+    peer = Peer("0", 0, 1)
+    epoch = Record(1, "epoch", 1, 0, 0, "x", 0, 0, peer, _two_groups())
+    first, second, third = (Record(n, "commit", 1, n, n, "x", 0, 0, peer) for n in (2, 3, 4))
+    model = JobModel()
+    model.begin(first, epoch, now=5.0)
+    assert model.is_older
+    model.see(second, 5.0)
+    assert not model.is_older, "it was received, at the same time of the clock"
+    model.begin(second, epoch, now=9.0)
+    assert not model.is_older, "no commit while the bus was lost"
+    model.begin(third, epoch, now=12.0)
+    assert model.is_older
+
+
 def test_losses_have_a_gap_where_the_group_was_away() -> None:
     model = JobModel()
     model.curves["1"] = LossCurve([(step, 1.0) for step in (2, 4, 9, 11)])

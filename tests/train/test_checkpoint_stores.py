@@ -631,6 +631,22 @@ def test_starts_of_one_run_are_recognized_after_older_checkpoints_are_gone(store
     assert choose(found, resume=True) == found.manifest(9)
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_run_is_resumed_whose_middle_checkpoint_is_gone(is_damaged: bool, tmp_path: Path) -> None:
+    found = Checkpoints(LocalStore(tmp_path))
+    _publish(found, 10, 0)
+    _publish(found, 20, 0)
+    _publish(found, 30, 1, origin=20)
+    if is_damaged:
+        next((tmp_path / "step-20").glob("*.safetensors")).write_bytes(b"")
+    else:
+        found.remove(["step-20"])
+    assert choose(found, resume=True) == found.manifest(30)
+    _publish(found, 98, 2)  # no start of the run resumed from it, and it did not resume either
+    with pytest.raises(CheckpointError, match="step-98 of one, step-10, step-30 of another"):
+        choose(found, resume=True)
+
+
 @pytest.mark.parametrize(("own", "foreign"), [((2, 4), 98), ((50, 52), 7)])
 def test_checkpoint_of_another_run_is_not_resumed_silently(
     own: tuple[int, int], foreign: int, store: Store

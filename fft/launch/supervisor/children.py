@@ -178,9 +178,10 @@ class Child:
         self.was_asked |= number == signal.SIGTERM
         self.was_killed |= number == signal.SIGKILL
         if number == signal.SIGTERM and self._has_trainer():
-            os.kill(self.trainer.pid, number)
-        else:
-            pidfd.send(self.fd, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.trainer.pid, number)
+                return
+        pidfd.send(self.fd, number)
 
     def outlives(self, pid: int) -> float:
         """Return how long ago ``pid``, which took part in its place, has ended, in seconds, or 0.

@@ -6,7 +6,9 @@ The supervisor uses the members where traces have gaps. This module accesses onl
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Iterable
 
 from fft.bus.base import HEAD, ErrorBus
@@ -121,25 +123,33 @@ STANDSTILL_S = 30.0
 """Time without a commit until the supervisor logs what the job waits for, in seconds."""
 
 
+_STEPS = 20
+"""Number of the last steps whose median counts as the usual time of a step."""
+
+
 class Standstill:
     """The time since the job's last progress. The clock is ``time.monotonic``."""
 
     def __init__(self) -> None:
         self._progress: tuple[int, int] | None = None
-        self._since, self._wait = 0.0, STANDSTILL_S
-        self._step = math.inf
-        """The shortest time between two commits, in seconds."""
+        """None until the first epoch."""
+        self._since, self._wait = time.monotonic(), STANDSTILL_S
+        self._steps = deque[float](maxlen=_STEPS)
+        """Seconds between two commits."""
 
-    def lasts(self, progress: tuple[int, int]) -> float | None:
+    def lasts(self, progress: tuple[int, int] | None) -> float | None:
         """Return the seconds without progress each time that they have doubled, else None.
 
         A job of long steps is given the time of three steps.
+
+        Args:
+            progress: The progress of the job, or None before its first epoch.
         """
         now = time.monotonic()
         if progress != self._progress:
             if self._progress is not None and self._progress > (0, 0):
-                self._step = min(self._step, now - self._since)
-            usual = 3 * self._step if self._step < math.inf else 0.0
+                self._steps.append(now - self._since)
+            usual = 3 * statistics.median(self._steps) if self._steps else 0.0
             self._progress, self._since, self._wait = progress, now, max(STANDSTILL_S, usual)
         if now - self._since < self._wait:
             return None

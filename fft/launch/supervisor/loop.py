@@ -559,6 +559,18 @@ class Supervisor:
         self._links.take_in(view, is_sure)
         return view
 
+    def _report_standstill(self, view: JobView) -> None:
+        """Log what the groups wait for, if the job makes no progress."""
+        has_begun = view.committed or any(r.role != "joining" for r in view.ranks.values())
+        seconds = self._ending.standstill.lasts(view.progress if has_begun else None)
+        if not self._groups or seconds is None:
+            return
+        what = waits_for(self._groups.values(), view)
+        if has_begun:
+            logger.warning("no commit for %.0f s, since step %d. %s", seconds, view.step, what)
+        else:
+            logger.info("the job has been starting for %.0f s. %s", seconds, what)
+
     def _look(self) -> None:
         """Act on the traces: progress, drained groups that return, the end of the plan."""
         view = self._poll()
@@ -571,9 +583,7 @@ class Supervisor:
         self._look_for_early_ends(view)
         self._look_for_wrappers(view)
         self._deaths.warn_of_idle(self._groups.values(), view)
-        if self._groups and (seconds := self._ending.standstill.lasts(view.progress)) is not None:
-            what = waits_for(self._groups.values(), view)
-            logger.warning("no commit for %.0f s, since step %d. %s", seconds, view.step, what)
+        self._report_standstill(view)
         if self._ending.drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
