@@ -173,6 +173,9 @@ class Record:
     live: Literal["", "entry", "end"] = ""
     """The part of a live block that the txn is: a skip that consumes no data; commit records
     only."""
+    fetched: tuple[Peer, ...] = ()
+    """Participants that have fetched their state and committed no step since; in an epoch record
+    without those that fetch it in this epoch."""
     odd: tuple[Peer, ...] = ()
     """Divergent ranks: by the votes' digests their state differs from the majority's, so it counts
     as lost; abort records only."""
@@ -215,6 +218,18 @@ class Record:
     def peer_set(self) -> frozenset[Peer]:
         """``peers`` as a set, for membership tests."""
         return frozenset(self.peers)
+
+    @cached_property
+    def late(self) -> frozenset[Peer]:
+        """Members that fetch the state of the epoch that the record forms."""
+        return frozenset(
+            Peer(g.group, r.rank, r.inc) for g in self.members for r in g.ranks if not r.current
+        )
+
+    @cached_property
+    def unproven(self) -> frozenset[Peer]:
+        """Participants that fetch their state or have fetched it, and committed no step since."""
+        return self.late.union(self.fetched)
 
     @cached_property
     def entries(self) -> dict[tuple[str, int], RankEntry]:

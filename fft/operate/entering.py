@@ -177,6 +177,7 @@ def closing(head: Record) -> Record:
         leavers=(),
         last=True,
         skip=False,
+        fetched=(),
         odd=(),
         diverged=False,
         cause="nobody of the job was left, and another one was started on its bus",

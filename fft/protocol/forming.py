@@ -115,6 +115,18 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
         returned=base.returned,
         bound=c.bound,
         standing=standing,
+        fetched=_fetched(s.head, entries) if s.head else (),
+    )
+
+
+def _fetched(head: Record, groups: Iterable[GroupEntry]) -> tuple[Peer, ...]:
+    """Return ``Record.fetched`` of an epoch of ``groups`` after ``head``.
+
+    A participant stays in it outside the epoch, but not if another process takes its place.
+    """
+    inside = {(g.group, r.rank): (r.inc, r.current) for g in groups for r in g.ranks}
+    return tuple(
+        sorted(p for p in head.unproven if inside.get(p[:2], (p.inc, True)) == (p.inc, True))
     )
 
 

@@ -253,13 +253,22 @@ def learners(s: Local) -> tuple[str, ...]:
     return s.epoch.learners if s.epoch is not None and s.token.txn == 1 else ()
 
 
-def fetchers(s: Local) -> frozenset[Peer]:
-    """Return the members that fetch the state of the epoch whose first txn is open."""
-    if s.epoch is None or s.token.txn != 1:
+def unproven(s: Local) -> frozenset[Peer]:
+    """Return the members that have fetched their state and committed no step since.
+
+    It follows from the newest record, so it is the same on all members. If a rank number has no
+    other member, it contains of that number only the members that fetch in this epoch.
+    """
+    if s.epoch is None or s.head is None:
         return frozenset()
-    return frozenset(
-        Peer(g.group, r.rank, r.inc) for g in s.epoch.members for r in g.ranks if not r.current
-    )
+    found, late = s.head.unproven & s.epoch.peer_set, s.epoch.late
+    proven = {peer.rank for peer in s.epoch.peer_set - found}
+    return frozenset(peer for peer in found if peer in late or peer.rank in proven)
+
+
+def fetched_after(s: Local, skip: bool) -> tuple[Peer, ...]:
+    """Return ``Record.fetched`` after the current txn. ``skip``: it commits no step."""
+    return tuple(sorted(s.head.unproven)) if skip and s.head is not None else ()
 
 
 def contributors(s: Local, c: Config) -> list[str]:

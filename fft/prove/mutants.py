@@ -196,6 +196,13 @@ def _minority_known(s: Local, c: Config, event: Event) -> bool:
     return c.on_divergence == "heal" and divergent_ranks(event.votes) is not None
 
 
+def _joiner_known_in_first_txn(s: Local, c: Config, event: Event) -> bool:
+    assert s.epoch is not None
+    if s.token.txn == 1 and s.epoch.late:
+        return GUARDS["odd_ones_known"](s, c, event)
+    return _minority_known(s, c, event)
+
+
 def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     for effect in EFFECTS["propose_odd"](s, c, event):
         assert isinstance(effect, Decide)
@@ -576,6 +583,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "divergence",
         small(torn=1, corrupt=1, commits=2, digests=True),
         participant=planted({"odd_ones_known": _minority_known}),
+    ),
+    Mutant(
+        "joiner_unlike_after_a_rollback_ends_the_job",
+        "A joiner counts as an old member once the first txn of its epoch is over.",
+        "divergence",
+        small(torn=1, corrupt=1, fault=1, commits=2, digests=True),
+        participant=planted({"odd_ones_known": _joiner_known_in_first_txn}),
     ),
     Mutant(
         "joiner_keeps_its_state",

@@ -191,6 +191,17 @@ def test_change_that_a_process_makes_in_its_first_steps_ends_it_by_name(tmp_path
     assert len(refusals(tmp_path)) == 2
 
 
+def test_training_modes_may_differ_in_the_first_step_with_a_joiner(tmp_path: Path) -> None:
+    """A validation that only one group runs leaves its model in evaluation mode."""
+
+    def body(member: Member, txn: fft.Transaction, _: Value) -> None:
+        member.model.train(member.group == "1")
+
+    ends, *members = run(tmp_path, body)
+    assert [m.error for m in members] == [None, None]
+    assert ends[0] == ends[1] and refusals(tmp_path) == []
+
+
 def test_extra_that_does_not_load_ends_its_rank_by_name_after_a_second_fetch(
     tmp_path: Path,
 ) -> None:

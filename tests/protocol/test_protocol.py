@@ -32,7 +32,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.invariants import Finding
-from fft.protocol.state import hello
+from fft.protocol.state import hello, unproven
 
 
 def clean(job: Job) -> list[Finding]:
@@ -954,6 +954,46 @@ def test_joiner_is_not_to_blame_if_the_others_differ_too() -> None:
     job.settle()
     (record,) = refused_for_differing(job)
     assert record.diverged and record.odd == () and not job.live()
+
+
+def test_joiner_is_unproven_until_a_step_is_committed_for_those_that_come_later_too() -> None:
+    """A rollback, another joiner, and a skip do not make it an old member; a step does."""
+    job, early = joined()
+    job.learn(early)
+    job.settle()
+    job.start_group("2")
+    job.settle()
+    job.fail(job.node("0"))
+    job.settle()
+    late = job.node("2")
+    assert [r.current for g in job.head.members for r in g.ranks] == [True, True, False]
+    assert {unproven(n.local) for n in job.live()} == {frozenset({early.peer, late.peer})}
+    job.compute(skip=True)
+    job.settle()
+    assert job.head.skip
+    assert {unproven(n.local) for n in job.live()} == {frozenset({early.peer, late.peer})}
+    job.compute([early], digest="a")
+    job.compute([n for n in job.live() if n is not early], digest="b")
+    job.settle()
+    (record,) = refused_for_differing(job)
+    assert record.odd == (early.peer,) and not record.diverged
+    job.step()
+    assert {unproven(n.local) for n in job.live()} == {frozenset()}
+    job.compute([early], digest="a")
+    job.compute([n for n in job.live() if n is not early], digest="b")
+    job.settle()
+    assert refused_for_differing(job)[-1].diverged and not job.live()
+
+
+def test_joiner_that_alone_holds_the_state_is_right_for_the_next_joiner() -> None:
+    job, early = joined()
+    job.learn(early)
+    job.settle()
+    job.start_anew("0")
+    job.settle()
+    job.fail(early)
+    job.settle()
+    assert {unproven(n.local) for n in job.live()} == {frozenset({job.node("0").peer})}
 
 
 def test_after_a_rollback_a_learner_is_waited_for() -> None:

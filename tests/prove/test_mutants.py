@@ -54,6 +54,7 @@ SLOW = {
     "coordinator_never_doubted",
     "digests_not_compared",
     "job_forgotten_by_abort",
+    "joiner_unlike_after_a_rollback_ends_the_job",
     "joiner_unmarked",
     "lease_lost_with_its_group",
     "leases_exchanged_by_an_epoch",

@@ -22,7 +22,7 @@ from fft.messages.protocol import (
     Ready,
 )
 from fft.protocol.invariants.claims import Claim, Given, Holds, Move, Same, Yes, voted
-from fft.protocol.state import fetchers, member_peers
+from fft.protocol.state import member_peers, unproven
 
 
 def shard_unity(move: Move) -> Iterator[Claim]:
@@ -90,7 +90,7 @@ def divergence(move: Move) -> Iterator[Claim]:
             wrong = partial(_are_wrong, odd, members)
             yield Given(votes, text, lambda *yes: wrong(yes), needed=False)
     elif outcome == "abort" and head is not None and (head.odd or head.diverged):
-        odd, at, late = head.odd, head.n, fetchers(move.before)
+        odd, at, late = head.odd, head.n, unproven(move.before)
         text = f"record {at} ends the job, though no replicas differ, or joiners alone do"
         if head.diverged:
             ends = partial(_ends_job, late, members)

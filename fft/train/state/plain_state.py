@@ -364,8 +364,12 @@ def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parts_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an exported state by name, each hyperparameter as one part."""
+    """Yield the parts of an exported state by name, each hyperparameter and kind of switch as one
+    part."""
     for key, value in state.items():
+        if key == "flags":
+            yield from ((f"flags.{name}", part) for name, part in value.items())
+            continue
         if key != "optimizers":
             each = enumerate(value) if isinstance(value, list) else None
             yield from ((f"{key}[{i}]", v) for i, v in each) if each else ((key, value),)

@@ -179,10 +179,8 @@ class Healer:
         """The fetch in progress beside the step function."""
         self._compared: list[int] = []
         """Steps of the epochs in which ``extra`` and buffers were compared with another group's."""
-        self.has_joiners = False
-        """A member has fetched its state, and no step was committed since."""
         self._rejections: list[str] = []
-        """Why fetched states were found to differ from the others', since the last commit here."""
+        """Why fetched states were found to differ from the others', since the last step here."""
         self._export_error: Hashable = None
         """Fingerprint of the error that failed the last export, or None if it succeeded."""
 
@@ -197,8 +195,6 @@ class Healer:
         here."""
         epoch = command.record.epoch
         touched = False
-        entries = (rank for group in command.record.members for rank in group.ranks)
-        self.has_joiners |= not all(rank.current for rank in entries)
         # before the groups connect: from then on peers may request the new state
         self.exchange.withdraw()
         try:
@@ -241,7 +237,6 @@ class Healer:
 
     def committed(self) -> None:
         """Note the commit of a step of this rank, whose state is therefore that of the others."""
-        self.has_joiners = False
         self._rejections.clear()
 
     def _is_cut_off(self, error: Exception) -> bool:

@@ -59,8 +59,9 @@ class Voter:
         """
         self._data, self._shard = None, ""
         checks = self._state.checks
+        head = self._job.local.head if self._job.local is not None else None
         is_on = checks is not None and bool(checks.every)
-        self._compares_at_vote = is_on and self._healer.has_joiners
+        self._compares_at_vote = is_on and head is not None and bool(head.unproven)
         is_due = checks is not None and not self._compares_at_vote
         self._equality = checks.digest(plan.step) if checks is not None and is_due else None
 

@@ -437,7 +437,7 @@ class Worker:
         self._voter.end()
         if isinstance(command, Apply):
             engine.take(command)
-            if not block:
+            if not command.skip:
                 self._healer.committed()
             self._voter.committed()
             self._commits.decided(command.record, plan, consumes=not block)
