@@ -355,7 +355,7 @@ def room_limits(text: str) -> tuple[dict[str, int], list[str]]:
     """Return the limit of each room, and what is wrong with the table.
 
     Args:
-        text: The decision record. Of several rows of a room the last one is in force.
+        text: The decision record. The last of several rows of a room is in force.
     """
     limits: dict[str, int] = {}
     wrong = []

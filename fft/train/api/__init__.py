@@ -1,1 +1,1 @@
-"""What training scripts use: the manager, and functions on it."""
+"""The interface of training scripts: the manager, and functions on it."""
