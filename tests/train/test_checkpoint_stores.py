@@ -632,7 +632,7 @@ def test_starts_of_one_run_are_recognized_after_older_checkpoints_are_gone(store
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_run_is_resumed_whose_middle_checkpoint_is_gone(is_damaged: bool, tmp_path: Path) -> None:
+def test_run_is_resumed_without_its_middle_checkpoint(is_damaged: bool, tmp_path: Path) -> None:
     found = Checkpoints(LocalStore(tmp_path))
     _publish(found, 10, 0)
     _publish(found, 20, 0)
