@@ -420,7 +420,7 @@ def test_bus_outlives_the_loss_of_all_of_its_connections(
             other.broadcast(b"%d" % turn)
             other.broadcast(b"%d" % turn, "commands")
             other.send("mine", b"%d" % turn)
-            wait_until(lambda: bus._client is None or bus._client._is_down(), "it is cut")
+            wait_until(lambda: bus._client is None or bus._client._is_down(), "it is cut")  # type: ignore[attr-defined]
             start = time.monotonic()
             assert bus.next_number("n") == turn, "the request is sent once, on a new connection"
             assert time.monotonic() - start < NOISE_S
@@ -438,7 +438,7 @@ def test_request_is_not_repeated_if_its_answer_is_lost(
     with open_bus(url, timeout=LONG_S) as bus, ThreadPoolExecutor(1) as pool:
         network.lose()
         lost = pool.submit(bus.next_number, "n")
-        wait_until(lambda: bus._client._lock.locked(), "it has been sent")
+        wait_until(lambda: bus._client._lock.locked(), "it has been sent")  # type: ignore[attr-defined]
         network.cut()
         assert isinstance(lost.exception(NOISE_S), BusUnreachable)
         network.find()
@@ -452,7 +452,7 @@ def test_listener_of_forgotten_connections_is_renewed_with_the_others(
     network, url = way
     with open_bus(url, timeout=1.0) as bus, open_bus(tcp_url) as other:
         listeners = [Heard(bus), Heard(bus, inbox="mine")]
-        wait_until(lambda: all(one.subscription._is_waiting for one in listeners), "they wait")
+        wait_until(lambda: all(one.subscription._is_waiting for one in listeners), "they wait")  # type: ignore[attr-defined]
         network.forget()
         with pytest.raises(BusUnreachable):
             bus.read("k")

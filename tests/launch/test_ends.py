@@ -568,11 +568,15 @@ def test_outage_exceeds_its_limit_after_failures_without_a_long_gap(
 ) -> None:
     outage = Outage()
     for at in failures:
-        monkeypatch.setattr(ending.time, "monotonic", lambda at=at: 1000.0 + at)
+        monkeypatch.setattr(
+            "fft.launch.supervisor.ending.time.monotonic", lambda at=at: 1000.0 + at
+        )
         found = outage.exceeds(60.0)
     assert found is is_over
     outage.answered()
-    monkeypatch.setattr(ending.time, "monotonic", lambda: 1000.0 + failures[-1] + 1.0)
+    monkeypatch.setattr(
+        "fft.launch.supervisor.ending.time.monotonic", lambda: 1000.0 + failures[-1] + 1.0
+    )
     assert not outage.exceeds(60.0), "another outage"
 
 
@@ -580,7 +584,7 @@ def test_standstill_is_reported_after_half_a_minute_or_three_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = 1000.0
-    monkeypatch.setattr(ending.time, "monotonic", lambda: clock)
+    monkeypatch.setattr("fft.launch.supervisor.ending.time.monotonic", lambda: clock)
 
     def reports(progress: int | None, seconds: int) -> list[int]:
         nonlocal clock
