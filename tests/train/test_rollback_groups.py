@@ -119,19 +119,19 @@ def test_abort_frees_a_blocked_rank_and_its_tensor_is_never_written_again() -> N
 # -- several groups in one process
 
 
-def _connections() -> int:
-    """Return the TCP connections of this process, without listeners."""
-    count = 0
+def _connections() -> set[str]:
+    """Return the TCP connections of this process by inode, without listeners."""
+    found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             link = os.readlink(f"/proc/self/fd/{name}")
             if link.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as sock:
                     sock.getpeername()
-                    count += 1
+                    found.add(link)
         except OSError:
             continue
-    return count
+    return found
 
 
 def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
@@ -165,8 +165,9 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
             return tensor.tolist()
 
         assert on_threads(ranks, rank) == [[3.0] * 8] * ranks
-        # the store's server is another thread and closes its ends a moment later
-        wait_until(lambda: _connections() == before, "only the first group's connections to go")
+        # The store's server is another thread and closes its ends a moment later. Connections of
+        # earlier tests may end meanwhile; `second` and `ours` show that others live.
+        wait_until(lambda: _connections() <= before, "the first group's connections to go")
         ours.sendall(b"still here")
         assert theirs.recv(16) == b"still here"
         ours.close()
