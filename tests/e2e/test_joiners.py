@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -26,11 +27,13 @@ KINDS = ["rate", "clamp", "perturb", "buffer", "extra"]
 class Value:
     """A registered object that step functions change."""
 
-    def __init__(self, forgets: bool = False) -> None:
+    def __init__(self, forgets: bool = False, counts: bool = False) -> None:
         self.value, self.forgets = 0.0, forgets
+        self._counts, self._calls = counts, itertools.count()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
+        calls = {"calls": next(self._calls)} if self._counts else {}
+        return {"value": self.value, **calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.forgets:
@@ -202,17 +205,22 @@ def test_training_modes_may_differ_in_the_first_step_with_a_joiner(tmp_path: Pat
     assert ends[0] == ends[1] and refusals(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("fault", "entry"), [({"forgets": True}, "value"), ({"counts": True}, "calls")]
+)
 def test_extra_that_does_not_load_ends_its_rank_by_name_after_a_second_fetch(
-    tmp_path: Path,
+    tmp_path: Path, fault: dict[str, bool], entry: str
 ) -> None:
     def body(member: Member, txn: fft.Transaction, value: Value) -> None:
         if member.group == "0":
             value.value = 3.0
 
-    _, first, late = run(tmp_path, body, lambda group: Value(forgets=group == "1"))
+    _, first, late = run(tmp_path, body, lambda group: Value(**(fault if group == "1" else {})))
     assert first.error is None
     assert isinstance(late.error, FetchedStateDiffers), late.error
-    assert "extra['value']['value'] of this rank differs from that of group 0" in str(late.error)
+    text = str(late.error)
+    assert f"extra['value'][{entry!r}] of this rank differs from that of group 0" in text
+    assert "state_dict() must leave out what changes by itself (a clock, a count of calls)" in text
     failed = [line for line in read_lines(tmp_path) if (line.get("event") or {}).get("torn")]
     assert len([f for f in failed if f["event"]["type"] == "heal_failed"]) == 2
 

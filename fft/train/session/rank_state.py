@@ -407,7 +407,8 @@ class RankState:
                 raise FetchedStateDiffers(
                     f"{place} of this rank differs from that of group {source} after its state was "
                     "loaded: load_state_dict() must restore every entry that state_dict() returns, "
-                    "or the object must not be registered"
+                    "and state_dict() must leave out what changes by itself (a clock, a count of "
+                    "calls) or is another on each rank"
                 )
         self.lost = None
 
