@@ -19,7 +19,7 @@ from fft.engine.loop import Command, Engine
 from fft.errors import BusError, Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
 from fft.messages.causes import NO_CAUSE, Cause, CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import STOP, Fault, NoStep, Record, encode
+from fft.messages.protocol import STOP, Fault, NoStep, Record, Token, encode
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
 from fft.trace.format import IDLE
@@ -81,7 +81,8 @@ class StepPresence:
 
     Attributes:
         has_reported: Whether the user called ``report_error`` in the running step function.
-        message: The newest message of a rank without a step function, or None.
+        message: The message of the newest txn from a rank without a step function, or None. In one
+            txn that of a rank that has stopped the training replaces others.
     """
 
     def __init__(self, job: Participation) -> None:
@@ -102,8 +103,15 @@ class StepPresence:
 
     def receive(self, message: NoStep) -> None:
         """Implement ``Host.no_step``. Engine thread only."""
-        self.message = message
-        self._compare()
+        held = self.message
+        if held is None or _precedence(message) > _precedence(held):
+            self.message = message
+            self._compare()
+
+    def has_message(self, txn: StartTxn, place: str) -> bool:
+        """Whether a rank has sent for ``txn`` that it is at ``place``."""
+        held = self.message
+        return held is not None and (held.token, held.place) == (txn.token, place)
 
     def _compare(self) -> None:
         """Report a fault if the message concerns the running step function.
@@ -119,6 +127,10 @@ class StepPresence:
         if not is_stop:
             text = f"the ranks are not in the same live block ({text})"
         self._job.post(Fault(txn.token, text, code, "no_step"))
+
+
+def _precedence(message: NoStep) -> tuple[Token, bool]:
+    return message.token, message.place == STOP
 
 
 class Worker:
@@ -252,12 +264,12 @@ class Worker:
     def _wait_without_step(self, engine: Engine, place: str) -> Command:
         """Return the engine's next command. If it takes long, send that this rank is at ``place``.
 
-        One message is enough: every rank in a step of this txn receives it.
+        One message from each place is enough: every rank in a step of this txn receives it.
         """
         with suppress(TimeoutError):
             return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
-        txn, sent = self.txn, self.step.message
-        if txn is not None and (sent is None or sent.token != txn.token):
+        txn = self.txn
+        if txn is not None and not self.step.has_message(txn, place):
             try:
                 engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
             except BusError as error:  # the timeouts of the ranks in a step remain
