@@ -406,9 +406,8 @@ class RankState:
             if place is not None:
                 raise FetchedStateDiffers(
                     f"{place} of this rank differs from that of group {source} after its state was "
-                    "loaded: load_state_dict() must restore every entry that state_dict() returns, "
-                    "and state_dict() must leave out what changes by itself (a clock, a count of "
-                    "calls) or is another on each rank"
+                    "loaded: load_state_dict() must restore all that state_dict() returns, and "
+                    "state_dict() must leave out what changes by itself (a clock, a count of calls)"
                 )
         self.lost = None
 

@@ -268,8 +268,7 @@ class Worker:
         """
         with suppress(TimeoutError):
             return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
-        txn = self.txn
-        if txn is not None and not self.step.has_message(txn, place):
+        if (txn := self.txn) is not None and not self.step.has_message(txn, place):
             try:
                 engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
             except BusError as error:  # the timeouts of the ranks in a step remain
