@@ -158,7 +158,8 @@ class Course:
     """Number of slices of a step → number of steps; empty if groups take local steps."""
     idle: list[tuple[float, float]] = field(default_factory=list)
     """Times in which scripts worked between two transactions, such as an evaluation, as begin and
-    end; empty if they are not known. They count neither as lost by a fault nor by a join."""
+    end, in the order of the begins; empty if they are not known. They count neither as lost by a
+    fault nor by a join."""
     ended: bool = False
     """The job ended with a commit."""
     epochs: list[EpochStats] = field(default_factory=list)
@@ -322,7 +323,7 @@ class Course:
     def idle_s(self, since: float, until: float) -> float:
         """Return the seconds between two times in which a script worked between transactions."""
         total, end = 0.0, since
-        for begun, ended in sorted(self.idle):
+        for begun, ended in self.idle:
             total += max(0.0, min(ended, until) - max(begun, end))
             end = max(end, ended)
         return total

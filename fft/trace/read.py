@@ -255,12 +255,13 @@ def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], fl
 
 
 def idle_times(directory: str | Path) -> list[tuple[float, float]]:
-    """Return the times that scripts took between transactions (notes `IDLE`), as (begin, end)."""
+    """Return the times that scripts took between transactions (notes `IDLE`), as (begin, end) in
+    order."""
     paths, mark = trace_files(directory), f'"note":"{IDLE}"'.encode()
     pieces = (piece for path in paths for piece in TraceFile(path).pieces() if mark in piece)
     lines = [line for line in map(parsed, pieces) if line is not None]
     clocks = clocks_of(paths) if lines else Clocks()
-    return [(clocks.at(line) - line["data"]["seconds"], clocks.at(line)) for line in lines]
+    return sorted((clocks.at(line) - line["data"]["seconds"], clocks.at(line)) for line in lines)
 
 
 def clocks_of(paths: Iterable[Path]) -> Clocks:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -281,14 +280,6 @@ def test_extra_of_a_subclass_comes_back_as_that_subclass() -> None:
 
 
 # -- DTensors
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    group = ShardProcessGroupGloo()
-    group.use_fake_backend(0, 2)
-    yield group.mesh()
-    group.unregister()
 
 
 def sharded(mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer, StepState]:

@@ -4,7 +4,6 @@ steps: both are in the state that a rollback restores and another process loads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import FftError, StateMismatch
-from fft.train.process_groups import ShardProcessGroupGloo
 from fft.train.state.plain_state import refuse_unloadable
 from fft.train.state.step_state import StepState
 
@@ -156,15 +154,6 @@ def test_switches_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture
     assert joiner[0].weight.requires_grad and not joiner[0].bias.requires_grad
     assert [module.training for module in joiner.modules()] == [True, True, False, True]
     assert "requires_grad of model0.0.weight differed" in caplog.text
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh whose collectives return at once."""
-    group = ShardProcessGroupGloo()
-    group.use_fake_backend(0, 2)
-    yield group.mesh()
-    group.unregister()
 
 
 def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> None:

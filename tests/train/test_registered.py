@@ -25,15 +25,6 @@ from fft.train.state.step_state import StepState
 from fft.train.state.updates import unwrapped
 
 
-@pytest.fixture
-def shard() -> Iterator[ShardProcessGroupGloo]:
-    """A group whose collectives return at once."""
-    group = ShardProcessGroupGloo()
-    group.use_fake_backend(0, 2)
-    yield group
-    group.unregister()
-
-
 def linear() -> nn.Linear:
     return nn.Linear(4, 4, bias=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fft.train.gradients.reducer import Reducer
-from fft.train.process_groups import ShardProcessGroupGloo
 from fft.train.state.step_state import StepState
 
 _AFTER_THE_STEP = {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}
 """Setters that need a default process group or CUDA; a test below covers their effects."""
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh whose collectives return at once."""
-    group = ShardProcessGroupGloo()
-    group.use_fake_backend(0, 2)
-    yield group.mesh()
-    group.unregister()
 
 
 def sharded(mesh: DeviceMesh) -> Any:

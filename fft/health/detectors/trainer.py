@@ -216,10 +216,9 @@ class ProgressDetector:
             self._worked.now(event.at, self._attention)
 
     def _begin(self, at: float, step: int) -> None:
+        # a joiner's first steps keep the alarms, since they have no times of their own
         if step != self._step and self._is_timed:
-            self._alarms = (
-                0  # a joiner's first steps keep it, since they have no times of their own
-            )
+            self._alarms = 0
         self._step, self._begun_at = step, at
 
     def _end(self, at: float, committed: bool, took: float | None) -> None:

@@ -105,8 +105,6 @@ class Bucket:
     again: bool = False
     """A gradient arrived after the bucket was issued, so the bucket must be reduced again."""
     work: Work | Future[Any] | None = None
-    """Version counter of the buffer after its reduction. In-place edits of the gradients increase
-    the counter."""
 
     def flat(self) -> torch.Tensor:
         """Return the buffer with gradients and flags; allocate it if necessary."""

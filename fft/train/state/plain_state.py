@@ -144,11 +144,9 @@ def refuse_unloadable(optimizer: torch.optim.Optimizer) -> None:
 def _changes(optimizer: torch.optim.Optimizer, method: str) -> bool:
     """Return whether the class, the object or a hook changes torch's method of that name."""
     base = getattr(torch.optim.Optimizer, method)
-    hooks = (getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None) for when in _WHEN)
+    names = (f"_optimizer_{method}_{when}_hooks" for when in ("pre", "post"))
+    hooks = (getattr(optimizer, name, None) for name in names)
     return getattr(getattr(optimizer, method), "__func__", None) is not base or any(hooks)
-
-
-_WHEN = ("pre", "post")
 
 
 def load_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Mapping[Any, Any]]) -> None:

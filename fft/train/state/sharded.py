@@ -111,14 +111,10 @@ def settings_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the result of `settings_of`; hooks stay.
-
-    A plain value may replace an object: the first forward of a root module removes its mesh for
-    resharding, and a module that joins has not run yet.
-    """
-    for thing, values in zip(_things(module), settings or (), strict=False):
-        now = vars(thing)
-        now.update({k: value for k, value in values.items() if not callable(now.get(k))})
+    """Load the result of `settings_of`, where the values here are plain, too."""
+    pairs = zip(_things(module), settings_of(module), settings or (), strict=False)
+    for thing, mine, values in pairs:
+        vars(thing).update({name: value for name, value in values.items() if name in mine})
 
 
 def _things(module: nn.Module) -> list[Any]:

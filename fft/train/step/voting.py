@@ -60,10 +60,9 @@ class Voter:
         self._data, self._shard = None, ""
         checks = self._state.checks
         head = self._job.local.head if self._job.local is not None else None
-        is_on = checks is not None and bool(checks.every)
-        self._compares_at_vote = is_on and head is not None and bool(head.unproven)
-        is_due = checks is not None and not self._compares_at_vote
-        self._equality = checks.digest(plan.step) if checks is not None and is_due else None
+        at_vote = bool(checks and checks.every and head and head.unproven)
+        self._compares_at_vote = at_vote
+        self._equality = None if checks is None or at_vote else checks.digest(plan.step)
 
     def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""

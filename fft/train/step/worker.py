@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _ALONE_S = 0.5
 """Seconds for which a rank without a step function waits for the decision, before it sends where it
 is. Ranks that reach the same place meanwhile decide without that message."""
+_IDLE_S = 1.0
+"""Time of the script between two transactions, such as an evaluation, from which it is traced."""
 
 
 class Limit:
@@ -69,10 +71,6 @@ class Rollback(NamedTuple):
     cause: Cause = NO_CAUSE
     step: int = -1
     members: tuple[str, ...] = ()
-
-
-_IDLE_S = 1.0
-"""Time of the script between two transactions, such as an evaluation, from which it is traced."""
 
 
 class StepPresence:
