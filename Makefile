@@ -119,11 +119,11 @@ house: setup
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
-	$(BIN)/fft check hsdp
-	@code=0; $(BIN)/fft check local_commit --property agreement --bounds processes || code=$$?; test $$code = 1
-	@code=0; $(BIN)/fft check plain_votes --property agreement --bounds messages || code=$$?; test $$code = 1
-	$(BIN)/fft mutants
-	$(BIN)/fft simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
+	$(BIN)/fft dev check hsdp
+	@code=0; $(BIN)/fft dev check local_commit --property agreement --bounds processes || code=$$?; test $$code = 1
+	@code=0; $(BIN)/fft dev check plain_votes --property agreement --bounds messages || code=$$?; test $$code = 1
+	$(BIN)/fft dev mutants
+	$(BIN)/fft dev simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
 
 # Both parts are run even if the first finds something. The page is written in either case.
 chaos: setup

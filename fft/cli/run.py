@@ -121,7 +121,7 @@ _HOST_LIMIT = Annotated[
 _TAKE_OVER = Annotated[bool, _option(_MACHINES, "Take over running groups.", "--take-over")]
 
 _FAULTS = Annotated[Path | None, _option(_TESTS, "Fault plan (YAML).", metavar="FILE")]
-_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft inject`.", "--injectable")]
+_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft dev inject`.", "--injectable")]
 _STOP_AFTER_PLAN = Annotated[
     int | None, _option(_TESTS, "Drain so many steps after the plan.", metavar="STEPS")
 ]

@@ -61,35 +61,31 @@ def timeline(
     sys.stdout.write(f"{text}\n")
 
 
-def export(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
-    ] = None,
-    otlp: Annotated[
-        str, typer.Option(help="Base URL of an OTLP/HTTP collector.", metavar="URL")
-    ] = "http://127.0.0.1:4318",
-) -> None:
-    """Send a run to an OpenTelemetry collector: spans of steps, rollbacks, transfers; figures."""
-    with plain_errors():
-        from fft.trace.otlp import export as send
-
-        folder = trace_folder(directory)
-        spans, figures = send(folder, otlp)
-    sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
-
-
 def report(
     directory: Annotated[
         Path | None,
         typer.Argument(help="A trace directory. Default: that of the newest run here."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    otlp: Annotated[
+        str | None,
+        typer.Option(
+            help="Send spans and figures to an OTLP/HTTP collector at this base URL instead.",
+            metavar="URL",
+        ),
+    ] = None,
 ) -> None:
     """Show what a run has achieved, what each fault has cost, and what ranks waited for."""
     from fft.trace import report as of
 
     with plain_errors():
         folder = trace_folder(directory)
+        if otlp is not None:
+            from fft.trace.otlp import export
+
+            spans, figures = export(folder, otlp)
+            sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
+            return
         if as_json:
             sys.stdout.write(json.dumps(of.full_report(folder), indent=2) + "\n")
             return
