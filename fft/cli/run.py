@@ -105,7 +105,7 @@ _DIAGNOSE_AFTER = Annotated[
 ]
 _EVICT_STRAGGLERS = Annotated[
     float | None,
-    _option(_RECOVERY, "Restart groups that are so many times slower.", metavar="FACTOR"),
+    _option(_RECOVERY, "Restart groups slower than FACTOR × the median.", metavar="FACTOR"),
 ]
 
 _JOIN = Annotated[bool, _option(_MACHINES, "Join the job that FFT_BUS names.", "--join")]
