@@ -60,10 +60,7 @@ _CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", met
 _LIGHTHOUSE = Annotated[
     bool | None,
     _option(
-        None,
-        "Serve torchft's lighthouse. Default: if FFT_MEMBERSHIP=lighthouse.",
-        "--lighthouse/--no-lighthouse",
-        show_default=False,
+        None, "Serve torchft's lighthouse.", "--lighthouse/--no-lighthouse", show_default=False
     ),
 ]
 
@@ -140,7 +137,7 @@ def _calm_lighthouse() -> None:
 
 def _wants_lighthouse(given: bool | None, needed: bool) -> bool:
     """Whether to serve a lighthouse; without an option, if the job cannot do without one."""
-    return needed or os.environ.get("FFT_MEMBERSHIP") == "lighthouse" if given is None else given
+    return needed if given is None else given
 
 
 _KILLS = (signal.SIGINT, signal.SIGTERM)
