@@ -635,9 +635,9 @@ def propose_refusal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(verdict, Abort), "the row is guarded by tally_aborts"
     s.cause, s.proposed = verdict.cause, True
     s.skip |= verdict.skip
-    record = replace(abort_record(s, c), odd=verdict.ranks, diverged=verdict.ends_job)
-    accused = verdict.ranks or record.accused
-    yield Decide(s.head, replace(record, accused=accused))
+    record = abort_record(s, c)
+    odd, accused = verdict.ranks, verdict.accused
+    yield Decide(s.head, replace(record, odd=odd, accused=accused, diverged=verdict.ends_job))
 
 
 @action

@@ -102,6 +102,11 @@ class Abort:
     skip: bool = False
     """The txn is rolled back because a rank skips the step."""
 
+    @property
+    def accused(self) -> tuple[Peer, ...]:
+        """Ranks that the votes are evidence against."""
+        return self.ranks or self.cause.accused
+
 
 Verdict = Pending | Commit | Abort
 
