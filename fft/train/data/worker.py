@@ -121,9 +121,7 @@ class Substreams:
     def read(self, request: Request) -> Any:
         assert request.number is not None
         stream = self._streams.pop((request.number, request.step), None)
-        while len(self._streams) >= request.streams:
-            oldest = self._streams.pop(next(iter(self._streams)))
-            getattr(oldest, "close", lambda: None)()
+        self.close(keeps=request.streams - 1)
         if stream is None:
             stream = iter(self.origin(request.number, request.step))
         try:
@@ -135,6 +133,12 @@ class Substreams:
             ) from None
         self._streams[request.number + request.step, request.step] = stream
         return batch
+
+    def close(self, keeps: int = 0) -> None:
+        """Close the open streams, except for the newest ones."""
+        while len(self._streams) > keeps:
+            oldest = self._streams.pop(next(iter(self._streams)))
+            getattr(oldest, "close", lambda: None)()
 
 
 _kept: frozenset[int] | None = None
