@@ -73,7 +73,12 @@ def main() -> None:
         torch.set_default_device("meta")  # a tensor of FFT's own that lands there has no data
     if added:
         model[0].requires_grad_(False)
-    manager.register(model, optimizer)
+    if case == "lbfgs":
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    manager.register(
+        model, [] if is_lbfgs else optimizer, extra={"o": optimizer} if is_lbfgs else {}
+    )
     manager.sync_gradients(model)
     loader = fft.CursorLoader(data, batch_size=8, num_workers=1)
     for txn in manager.transactions(loader, max_steps=16):
@@ -81,7 +86,14 @@ def main() -> None:
             x, y = txn.batch
             if case == "added_group_in_step" and txn.step == 4:
                 optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 1e-3})
-            F.mse_loss(model(x), y).backward()
+
+            def closure(x: Any = x, y: Any = y, txn: Any = txn) -> Any:
+                model.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return txn.mean(loss.detach())
+
+            optimizer.step(closure) if is_lbfgs else closure()
         if case == "added_group" and txn.committed and txn.step == 3:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 1e-3})

@@ -42,7 +42,15 @@ def run(root: Path, case: str, *options: str, plan: str = "", status: int = 0) -
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "case",
-    ["extra_state", "observers", "cache", "added_group", "added_group_in_step", "default_device"],
+    [
+        "extra_state",
+        "observers",
+        "cache",
+        "added_group",
+        "added_group_in_step",
+        "default_device",
+        "lbfgs",
+    ],
 )
 def test_reported_job_ends_with_the_same_bits_under_faults(tmp_path: Path, case: str) -> None:
     whole = run(tmp_path / "whole", case)
