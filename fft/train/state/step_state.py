@@ -697,7 +697,7 @@ class StepState:
 
 
 class _ModuleState:
-    """What a module keeps outside of parameters and buffers (``nn.Module.get_extra_state``)."""
+    """The state of a module besides parameters and buffers (``nn.Module.get_extra_state``)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
