@@ -153,7 +153,7 @@ class _Loader(Identified):
         self._items = self.items_in_all = items
         """Number of items, on all ranks and in all data epochs, or None if there is no end."""
         self._identity = identity
-        self._window = torch.zeros(4, dtype=torch.int64) if workers > 0 else None
+        self._window = torch.zeros(4, dtype=torch.int64, device="cpu") if workers > 0 else None
         if self._window is not None:
             self._window.share_memory_()  # type: ignore[no-untyped-call]
         self._reader = Reader(self._name, data, seed, self._window)
@@ -206,7 +206,8 @@ class _Loader(Identified):
             if self._window is not None:
                 self._window.zero_()
             self._schedule, loader = self._make()
-            self._iterator = iter(loader)
+            with torch.device("cpu"):  # a script may have called torch.set_default_device()
+                self._iterator = iter(loader)
             self._unwatch()
 
     def holds(self, first: int, count: int) -> bool:
@@ -228,7 +229,8 @@ class _Loader(Identified):
         schedule.due = due
         schedule.is_careful = self._died_at is not None
         if self._window is not None:
-            self._window.copy_(torch.tensor([due.first, due.number, due.step, due.stride]))
+            place = [due.first, due.number, due.step, due.stride]
+            self._window.copy_(torch.tensor(place, device="cpu"))
         for number in [n for n in schedule.ready if not schedule.wants(n)]:
             del schedule.ready[number]
         while due.number not in schedule.ready:
@@ -625,8 +627,9 @@ class _Order:
     def _made(self, which: int) -> _Epoch:
         if self._own is None:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
-            return _Epoch(torch.randperm(self._samples, generator=generator))
-        made = self._own(which)
+            return _Epoch(torch.randperm(self._samples, generator=generator, device="cpu"))
+        with torch.device("cpu"):
+            made = self._own(which)
         digest, length = _digest(made), _length_of(made)
         what = "sample indexes" if made.ends is None else "batches"
         if self._digests.setdefault(which, digest) != digest:
