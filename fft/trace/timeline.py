@@ -1,4 +1,4 @@
-"""``fft timeline``: one offline page that shows a run, with a lane for each rank.
+"""``fft report --html``: one offline page that shows a run, with a lane for each rank.
 
 Traces are read twice, block by block, and merged by time. The size of the page is bounded. In a
 long run, the steps of a rank are merged into longer spans. The page keeps the first events, and the

@@ -1,4 +1,4 @@
-"""Tests of `fft timeline`, in a browser where one is installed, and of `fft.trace.Run`."""
+"""Tests of `fft report --html`, in a browser where one is installed, and of `fft.trace.Run`."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def test_markup_and_controls_of_an_error_stay_text(tmp_path: Path) -> None:
 
 def test_command_writes_the_page(traces: Path) -> None:
     out = traces / "out.html"
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(out)])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(out)])
     assert result.exit_code == 0 and "</html>" in out.read_text()
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(traces / "no" / "x")])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(traces / "no" / "x")])
     assert result.exit_code == 2
 
 
