@@ -15,7 +15,6 @@ import signal
 import stat
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
@@ -30,6 +29,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fft.train.data.source import Due
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
+from fft.util.terminal import show_error
 
 _random_lock = threading.Lock()
 """Held while items are read, because all threads of the process share the global generators."""
@@ -298,7 +298,7 @@ def _send_pickling_error(queue: Any, error: Exception, sent: Any) -> None:
     """
     number, answer = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
     if not isinstance(answer, Answer):  # a message of torch itself
-        traceback.print_exception(error)
+        show_error(error)
         return
     wrapper: Any = ExceptionWrapper  # has no types in torch
     if answer.kind == "failed":  # the class of the exception exists only in the worker
