@@ -156,6 +156,21 @@ def _towards(bus_url: str) -> str:
     return (*public, *found)[0]
 
 
+def without_password(url: str) -> str:
+    """Return the URL of a bus for display and messages, with ``***`` instead of its password."""
+    scheme, slashes, rest = url.partition("://")
+    place, slash, job = rest.partition("/")
+    login, at, hosts = place.rpartition("@")
+    user, _, password = login.partition(":")
+    login = f"{user}:***" if password else login
+    return f"{scheme}{slashes}{login}{at}{hosts}{slash}{job}"
+
+
+def with_job_of(url: str, other: str) -> str:
+    """Return ``url`` with the job's name of ``other``, which may lack the password."""
+    return f"{url.rpartition('/')[0]}/{other.rpartition('/')[2]}"
+
+
 def _hosts_of(bus_url: str) -> list[str]:
     """Return the hosts of all servers of a bus; a NATS URL separates them by commas."""
     parts = urlsplit(bus_url)
