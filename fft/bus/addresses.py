@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
@@ -158,12 +159,7 @@ def _towards(bus_url: str) -> str:
 
 def without_password(url: str) -> str:
     """Return the URL of a bus for display and messages, with ``***`` instead of its password."""
-    scheme, slashes, rest = url.partition("://")
-    place, slash, job = rest.partition("/")
-    login, at, hosts = place.rpartition("@")
-    user, _, password = login.partition(":")
-    login = f"{user}:***" if password else login
-    return f"{scheme}{slashes}{login}{at}{hosts}{slash}{job}"
+    return re.sub(r"^(\w+://[^:/@]*):[^/]+@", r"\1:***@", url)
 
 
 def with_job_of(url: str, other: str) -> str:

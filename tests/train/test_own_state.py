@@ -143,6 +143,35 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 1))
 
 
+class Forgetful:
+    """Registered as ``extra``; it loads only one of its two entries."""
+
+    def __init__(self) -> None:
+        self.kept, self.lost = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"kept": self.kept, "lost": self.lost}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.kept = state["kept"]
+
+
+def test_entry_of_a_checkpoint_that_extra_does_not_load_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def registered(extra: Forgetful) -> StepState:
+        model = nn.Linear(2, 1)
+        return StepState([model], [torch.optim.SGD(model.parameters())], extra={"mine": extra})
+
+    saved, resumed = Forgetful(), Forgetful()
+    saved.kept = saved.lost = 3
+    registered(resumed).load_checkpoint(copy.deepcopy(registered(saved).export()))
+    assert resumed.kept == 3
+    assert [r.getMessage().partition(" differs")[0] for r in caplog.records] == [
+        "extra['mine']: lost"
+    ]
+
+
 def test_switches_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
     donor, joiner = network(), network()
     for model in (donor, joiner):

@@ -504,6 +504,31 @@ class StreamLoader(_Loader):
         identity = {"items": items, "seed": seed}
         super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
 
+    def _probe(self) -> str | None:
+        """Return a digest of item 1, which must not depend on where its stream was opened.
+
+        Raises:
+            DataError: It differs between a stream opened at item 0 and one opened at item 1.
+        """
+        if self._needs_workers or (self._items is not None and self._items < 2):
+            return None
+        data = Substreams(self._reader.data.origin)
+        reader = Reader(self._name, data, self._seed, None)
+        try:
+            reader.read_here(Request(0, 1, None))
+            items = [reader.read_here(Request(1, 1, None)) for _ in range(2)]
+        finally:
+            data.close()
+        one, other = (digest_of(item, self.identify) for item in items)
+        if one != other:
+            raise DataError(
+                f"{self._name}: item 1 of open_stream(0, 1) differs from that of open_stream(1, 1),"
+                " so groups would draw some batches twice and others never. Let item n depend on n "
+                "alone: shuffle by a generator with a seed of your own, not by the global one. If "
+                "only its augmentation is random, pass transactions(loader, identify=…)"
+            )
+        return one
+
 
 class _Epoch(NamedTuple):
     """The order of one data epoch."""

@@ -47,6 +47,7 @@ from fft.train.state.plain_state import (
     plain,
     set_hyperparameters,
     tensors_of,
+    unlike_places,
     with_layout_of,
 )
 from fft.train.state.random_states import capture_random
@@ -401,23 +402,23 @@ class StepState:
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in extra.items():
             self._extra[name].load_state_dict(values)
-        self._warn_of_partial_loads(state["extra"])
         self._flags.load(state["flags"], names)
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
-    def _warn_of_partial_loads(self, loaded: Mapping[str, Any]) -> None:
-        """Warn of ``extra`` whose state after loading differs from the loaded state."""
-        for name, values in loaded.items():
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint as `load` does, and warn of parts that were not loaded.
+
+        A state that a peer has sent is compared by the caller, which refuses such parts.
+        """
+        self.load(state)
+        text = "extra[%r]: %s differs from the checkpoint after load_state_dict(): load every entry"
+        for name, values in state["extra"].items():
             now = plain(self._extra[name].state_dict(), f"extra[{name}]")
-            if digest_of(now) != digest_of(values):
-                logger.warning(
-                    "extra[%r]: its state_dict() after load_state_dict() differs from the state "
-                    "that was loaded, so this group differs from the others; load every entry",
-                    name,
-                )
+            for place in unlike_places(values, now):
+                logger.warning(text, name, place or "its state")
 
     def digest(self, buffers: bool = True) -> str:
         """Return a Blake2b digest (128 bit, hex) over parameters, optimizer state and buffers.
