@@ -454,15 +454,17 @@ def _token_file(token: JobToken, traces: Path, undo: ExitStack) -> str:
 
 def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:
     """Write down and print how the job is reached; hosts that join share the first one's file."""
+    from fft.bus.addresses import without_password
     from fft.launch.services import in_words
     from fft.operate.job_file import JobFile
     from fft.trace.starts import root_of
 
     folder = root_of(traces)
+    shown = {**reach, "FFT_BUS": without_password(reach["FFT_BUS"])}
     found = JobFile.read(folder)
     if serves or found is None or found.settings.get("FFT_BUS") != reach["FFT_BUS"]:
         JobFile.of(traces, reach, serves).write()
-    write_err(f"to watch this job: fft watch {folder}; from another machine: {in_words(reach)}")
+    write_err(f"to watch this job: fft watch {folder}; from another machine: {in_words(shown)}")
 
 
 def own_folder(root: Path, name: str) -> Path:
