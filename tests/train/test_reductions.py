@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
-from torchft.manager import Manager
 
 from fft.messages.protocol import Manifest
-from fft.train.gradients.recomputation import Recomputation
-from fft.train.gradients.reductions import ManifestBuilder, TxnReductions
+from fft.train.gradients.reductions import ManifestBuilder, OpenTxn, Reductions
 from fft.train.guard.watchers import Watchers
-
-
-def _as_it_is(future: Any, default: Any, timeout: Any) -> Any:
-    return future
 
 
 def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> None:
     """The engine cancels on its own thread while the main thread may be reducing."""
-    reductions = TxnReductions(cast("Manager", None), Watchers(), None, Recomputation(0))
+    side = SimpleNamespace(pg=None, timeout=timedelta(seconds=60), logger=logging)
+    manager: Any = SimpleNamespace(_torchft=side, report_error=print)
+    reductions = Reductions(OpenTxn(), manager, Watchers(), None, 0)
     never: torch.futures.Future[int] = torch.futures.Future()
-    before = reductions.wrap(_as_it_is, never, 1, None)
+    before = reductions.wrap_future(never, 1)
     assert not before.done()
     reductions.cancel()
-    after = reductions.wrap(_as_it_is, never, 2, None)
+    after = reductions.wrap_future(never, 2)
     assert (before.done(), before.value(), after.done(), after.value()) == (True, 1, True, 2)
     reductions.begin()
-    assert not reductions.wrap(_as_it_is, never, 3, None).done()
+    assert not reductions.wrap_future(never, 3).done()
 
 
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN)

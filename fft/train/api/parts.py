@@ -56,12 +56,12 @@ from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
 from fft.train.api.torchft_diloco import refuse_dropping
 from fft.train.checkpoint.checkpointer import Checkpointer
-from fft.train.gradients.recomputation import Recomputation
-from fft.train.gradients.reductions import TxnReductions
+from fft.train.gradients.reducer import Reducers
+from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.watchers import Watchers
 from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.process_groups.epoch_groups import EpochGroups
-from fft.train.session.error_reports import Reported
+from fft.train.session.error_reports import QuietLogger
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import RankState
@@ -129,22 +129,26 @@ class Parts:
         store = store_address(manager, settings.bus_url)
         is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
         self.groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
-        self.injector = make_injector(self.job, self.groups)
-        self.commands = OperatorCommands(self.job, self.injector)
-        recomputation = Recomputation(settings.config.recompute_every)
-        self.reductions = TxnReductions(manager, self.watchers, self.injector, recomputation)
-        self.state = RankState(manager, self.injector, settings)
-        nonfinite = settings.config.on_nonfinite
+        self.injector = injector = make_injector(self.job, self.groups)
+        self.commands = OperatorCommands(self.job, injector)
+        self.txn, self.reducers = OpenTxn(), Reducers()
+        manager._torchft.logger = QuietLogger(self.txn, manager._torchft.logger)
+        every, nonfinite = settings.config.recompute_every, settings.config.on_nonfinite
+        self.reductions = Reductions(self.txn, manager, self.watchers, injector, every)
+        self.state = RankState(manager, injector, settings)
+        recomputation = self.reductions.recomputation
         results = ResultJudge(self.job, self.groups, recomputation, nonfinite)
-        own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = RankContext(manager, settings, limits, *own, results, self.injector)
+        own = self.scope, self.job, self.watchers, self.groups, self.state, self.txn
+        more = self.reductions, self.reducers, results, injector
+        self.rank = rank = RankContext(manager, settings, limits, *own, *more)
         self.paradigm = self.state.paradigm = paradigm_of(rank)
         recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
             self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
-        host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
-        self.leaving = Leaving(self.job, self.watchers, host, margin_s)
+        self.leaving = Leaving(
+            self.job, self.watchers, EngineHost(self), limits["drain_margin"].seconds
+        )
         undo.callback(self.leaving.close)
         self.healer = Healer(rank, transfer)
         self.voter = Voter(rank, self.healer)
@@ -161,7 +165,7 @@ class Parts:
         the thread returns. Otherwise the barrier of the next epoch would wait for it. A rank with a
         pending collective may only be waiting for the hung rank, so it is not excluded.
         """
-        job, plan, local = self.job, self.worker.txn, self.job.local
+        job, plan, local = self.job, self.txn.plan, self.job.local
         if local is not None and local.role == "apart":  # lets waiting groups continue
             job.broadcast_hang(reason)
         if job.executor.role == "applying":
@@ -169,7 +173,7 @@ class Parts:
         if plan is None or job.executor.role == "applying":
             return
         waits = self.groups.pending()
-        if self.reductions.raises or waits or not job.broadcast_hang(reason):
+        if self.txn.by_fft or waits or not job.broadcast_hang(reason):
             job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
@@ -195,7 +199,7 @@ class Parts:
                 self.checkpointer.close(serves=not _is_failing())
         self.watchers.end_reports()
         self.commands.close()
-        self.reductions.close()
+        self.reducers.close()
         self.state.close()
         self.commits.close()
         self.groups.close()
@@ -357,7 +361,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
         local,
         Buses(scope.bus, job.bus, job.group_bus),
         job.trace,
-        EngineHost(manager, parts),
+        EngineHost(parts),
         scope.others,
     )
     engine.start()
@@ -398,7 +402,7 @@ def _refuse_unfit(parts: Parts) -> None:
     parts.state.refuse_unsendable()
     for function in parts.state.users.values():
         refuse_dropping(function)
-    for reducer in parts.reductions.reducers:
+    for reducer in parts.reducers:
         reducer.update_layout()
 
 
@@ -495,7 +499,7 @@ def _warn_of_unreduced_parameters(parts: Parts) -> None:
 
     Also warn about reduced parameters that no optimizer steps.
     """
-    reducers = parts.reductions.reducers
+    reducers = parts.reducers
     reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
     stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
     if unreduced := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
@@ -529,16 +533,13 @@ def _warn_of_other_generators(parts: Parts) -> None:
 class EngineHost:
     """The engine's callbacks into this process; implements `fft.engine.core.Host`."""
 
-    def __init__(self, manager: Manager, parts: Parts) -> None:
-        self._manager, self._parts = weakref.ref(manager), weakref.ref(parts)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.ref(parts)
 
     def cancel_futures(self, cause: str) -> None:
-        manager, parts = self._manager(), self._parts()
-        if manager is None or parts is None:
-            return
-        if manager._torchft.errored is None:
-            manager._torchft.errored = Reported(TxnAborted(cause))
-        parts.reductions.cancel()
+        if (parts := self._parts()) is not None:
+            parts.txn.failure = parts.txn.failure or TxnAborted(cause)
+            parts.reductions.cancel()
 
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:

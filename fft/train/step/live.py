@@ -45,14 +45,14 @@ class LiveBlocks:
     def __init__(self, rank: RankContext, loop: TransactionLoop) -> None:
         self._manager, self._limits = rank.manager, rank.limits
         self._job, self._watchers = rank.job, rank.watchers
-        self._reductions, self._paradigm = rank.reductions, rank.state.paradigm
+        self._txn, self._paradigm = rank.txn, rank.state.paradigm
         self._loop, self._worker, self._commits = loop, loop.worker, loop.commits
         self._open = ""
         """Place of the open block, or empty."""
         self._plan: StartTxn | None = None
         self._members: tuple[Peer, ...] = ()
-        self._raised_before = False
-        """The value of ``reductions.raises`` before the open block, which `_close` restores."""
+        self._before = False
+        """The value of ``txn.by_fft`` before the open block, which `_close` restores."""
 
     def block(self, frame: FrameType | None) -> LiveBlock:
         """Return a block that the code of ``frame`` enters."""
@@ -73,7 +73,7 @@ class LiveBlocks:
         """
         self._raise_if_nested(place)
         self._open = place
-        self._raised_before, self._reductions.raises = self._reductions.raises, True
+        self._before, self._txn.by_fft = self._txn.by_fft, True
         try:
             self._members = self._commit_entry(place)
             self._note("entered", place)
@@ -248,7 +248,7 @@ class LiveBlocks:
 
     def _close(self) -> None:
         self._open, self._plan = "", None
-        self._reductions.raises = self._raised_before
+        self._txn.by_fft = self._before
 
     def _note(self, what: str, place: str, **more: object) -> None:
         members = list(map(str, self._members))
@@ -264,7 +264,7 @@ class LiveBlocks:
                 f"live block at {place} inside the live block at {self._open}: blocks cannot be "
                 "nested. Move the inner code into the outer block, or the inner block behind it"
             )
-        if self._worker.txn is not None and self._worker.voted is None:
+        if self._txn.plan is not None and self._txn.voted is None:
             raise LiveBlockMisuse(
                 f"live block at {place} inside an open transaction: enter it between two "
                 "transactions, after `with txn:` or after should_commit()"

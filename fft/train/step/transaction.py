@@ -38,7 +38,7 @@ from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
 from fft.train.data.step_input import StepInput
-from fft.train.gradients.reductions import TxnReductions
+from fft.train.gradients.reducer import Reducers
 from fft.train.guard import accelerator
 from fft.train.guard.interrupt import Interrupted
 from fft.train.guard.unsafe_places import guarded
@@ -98,7 +98,8 @@ class TransactionLoop:
         self._txn: Transaction | None = None
         """The newest txn that was yielded."""
         self._manager, self._watchers = rank.manager, rank.watchers
-        self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
+        self._state, self._open, self._groups = rank.state, rank.txn, rank.groups
+        self._reductions, self._reducers = rank.reductions, rank.reducers
         self._voter, self._settings = voter, rank.settings
         self._left_at: int | None = None
         """The step after which the loop was left early, or None."""
@@ -127,18 +128,18 @@ class TransactionLoop:
                 "transactions() once, with the total number of steps; do the work of an "
                 "epoch between two transactions"
             )
-        self._reductions.raises = True
+        self._open.by_fft = True
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        self._guard = UnregisteredStepGuard(state, self._reductions, self.job)
+        self._guard = UnregisteredStepGuard(state, self._reducers, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
             self._voter.announce(self._goal(loader, source, max_steps))
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
-            self._reductions.raises = False  # torchft's loop may follow
+            self._open.by_fft = False  # torchft's loop may follow
             self.close()
             state.close_source()
         state.checkpoints.before_change()  # the script may change the state after its loop
@@ -181,7 +182,7 @@ class TransactionLoop:
             why = "groups that read shards cannot take the batches of others; remove sharded="
         elif mode == WorldSizeMode.FIXED_WITH_SPARES:
             why = "world_size_mode=FIXED_WITH_SPARES fixes the number of groups; remove one of both"
-        elif not self._reductions.reducers:
+        elif not self._reducers:
             why = "FFT must weight the gradients; call manager.sync_gradients(model) before"
         if why:
             raise FftError(f"transactions(loader, global_batch=…): {why}")
@@ -273,7 +274,7 @@ class TransactionLoop:
                 "is the last one of all; call manager.drain(), which leaves with the next commit"
             )
         self._stop_with_next()
-        if self._txn is not None and self._manager.is_in_txn:
+        if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)
 
     def _stop_with_next(self) -> None:
@@ -461,7 +462,7 @@ class TransactionLoop:
         if not self._stops:
             self.worker.step.begin(plan)
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
-        self._voter.begin_reducers()
+        self._reducers.begin()
         interrupter, engine = self._watchers.interrupter, self.job.engine
         if interrupter is None or engine is None:
             return
@@ -495,15 +496,14 @@ class TransactionLoop:
     @property
     def reported(self) -> Exception | None:
         """The error reported in the open txn, which will be rolled back; None if there is none."""
-        error = self._manager._torchft.errored
-        return None if error is None else error.original_exception
+        return self._open.failure
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `Transaction.mean`."""
         tensor = torch.as_tensor(value).detach().clone()
         if not tensor.is_floating_point():
             tensor = tensor.double()
-        plan = self.worker.txn
+        plan = self._open.plan
         if plan is not None and plan.fixed_slices and plan.index is not None:
             # 1 exactly if the groups take equal numbers of slices
             tensor *= len(plan.slices) * plan.participants / plan.fixed_slices
@@ -550,7 +550,7 @@ class TransactionLoop:
         """See `Transaction.batches`."""
         if drawn.dealt is None:
             return iter([drawn.batch])
-        return Batches(drawn.batch, self._reductions.reducers)
+        return Batches(drawn.batch, self._reducers)
 
     def handle_exception(
         self, plan: StartTxn, drawn: StepInput | None, error: BaseException
@@ -574,10 +574,7 @@ class TransactionLoop:
         except DeviceLost as lost:
             self.job.note_error(lost)
             raise
-        if (
-            isinstance(error, (TxnAborted, GroupAborted))
-            or self._manager._torchft.errored is not None
-        ):
+        if isinstance(error, (TxnAborted, GroupAborted)) or self._open.failure is not None:
             return
         # counted on all ranks after the rollback
         if isinstance(error, (ResultRefused, GradientMissing)):
@@ -628,7 +625,7 @@ class TransactionLoop:
 
     def find_incomplete(self) -> FftError | None:
         """Return the mistake of a step function that returned incompletely, or None."""
-        if self._manager._torchft.errored is not None:
+        if self._open.failure is not None:
             return None
         if self._reductions.manifest.empty and self._settings.spec.policies.min_reductions:
             return FftError(
@@ -640,12 +637,12 @@ class TransactionLoop:
             )
         if (mistake := self._state.updates.scheduled_in_body()) is not None:
             return mistake
-        for reducer in self._reductions.reducers:
+        for reducer in self._reducers:
             if (why := reducer.unfinished) is not None:
                 return FftError(f"{why}: these gradients differ from those of the other groups")
         updates = self._state.updates
         is_idle = updates.has_optimizers and not updates.have_gradients
-        if is_idle and self._reductions.reducers and self._settings.spec.policies.min_reductions:
+        if is_idle and self._reducers and self._settings.spec.policies.min_reductions:
             return FftError(
                 "gradients were reduced, but no parameter of a registered optimizer has one "
                 "at the end of the step function (zero_grad() after backward()?), so the "
@@ -868,9 +865,9 @@ class UnregisteredStepGuard:
     """A hook that rejects steps of unregistered optimizers on the job's parameters inside a step
     function, and warns about others."""
 
-    def __init__(self, state: RankState, reductions: TxnReductions, job: Participation) -> None:
+    def __init__(self, state: RankState, reducers: Reducers, job: Participation) -> None:
         self._state, self._job = state, job
-        self._reductions = reductions
+        self._reducers = reducers
         self._thread = threading.get_ident()
         self._has_warned = False
         self._hook = register_optimizer_step_pre_hook(self._check_step)
@@ -912,6 +909,6 @@ class UnregisteredStepGuard:
             )
 
     def _of_the_job(self) -> set[torch.Tensor]:
-        reduced = (p for r in self._reductions.reducers for p in r.parameters())
+        reduced = (p for r in self._reducers for p in r.parameters())
         step = self._state.registered_state
         return {*reduced, *(() if step is None else step.parameters())}

@@ -19,7 +19,7 @@ from fft.train.data.step_input import StepInput
 from fft.train.gradients.recomputation import Recompute
 from fft.train.guard.injector import InjectedFault
 from fft.train.process_groups import CollectiveFailed, GroupAborted
-from fft.train.session.error_reports import Reported, code_of, text_of
+from fft.train.session.error_reports import code_of, text_of
 from fft.train.session.rank_context import RankContext
 from fft.train.step.healing import Healer
 
@@ -34,7 +34,7 @@ class Voter:
     def __init__(self, rank: RankContext, healer: Healer) -> None:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
-        self._state, self._reductions = rank.state, rank.reductions
+        self._state, self._txn, self._reductions = rank.state, rank.txn, rank.reductions
         self._healer, self._recomputation = healer, rank.results.recomputation
         self.preconditions = rank.state.paradigm.vote_preconditions()
         self._loop = ""
@@ -79,10 +79,6 @@ class Voter:
         checks = self._state.checks
         if checks is not None and self._equality is None and not self._compares_at_vote:
             self._equality = checks.now()
-
-    def begin_reducers(self) -> None:
-        """Start the reducers for a step function."""
-        self._reductions.begin_reducers()
 
     def ask(self, plan: StartTxn) -> None:
         """Request the preconditions of the txn that begins; its vote waits for them.
@@ -132,14 +128,12 @@ class Voter:
         if not self._has_state():
             return
         # an inf in one shard is enough: the engine combines the skip flags of all ranks
-        is_step = not block and self._manager._torchft.errored is None
+        is_step = not block and self._txn.failure is None
         skip = skip or (is_step and self._must_skip(plan))
-        error = self._manager._torchft.errored
         cause, code = "", CauseCode.NONE
-        if error is not None:
-            failed = error.original_exception
-            cause, code = text_of(failed), code_of(failed)
-        if self._compares_at_vote and not block and self._manager._torchft.errored is None:
+        if (error := self._txn.failure) is not None:
+            cause, code = text_of(error), code_of(error)
+        if self._compares_at_vote and not block and error is None:
             epoch = self._job.local.epoch if self._job.local is not None else None
             overlaps = epoch is not None and bool(epoch.learners)
             self._equality = self._state.digest_for_first_vote(overlaps)
@@ -177,10 +171,10 @@ class Voter:
         try:
             return self._state.paradigm.must_skip(plan)
         except (ResultRefused, GradientsNotReproducible, Recompute, GroupAborted) as error:
-            self._manager._torchft.errored = Reported(error)
+            self._txn.failure = error
             return False
         except CollectiveFailed as error:  # a peer has already left the sum of the norms
-            self._manager._torchft.errored = Reported(error)
+            self._txn.failure = error
             self._job.note_error(error)
             return False
 
@@ -207,14 +201,14 @@ class Voter:
     def _await_preconditions(self, plan: StartTxn) -> None:
         """Wait until each condition holds; vote NO for the first one that does not."""
         for each in self.preconditions:
-            if self._manager._torchft.errored is not None:
+            if self._txn.failure is not None:
                 return
             if (error := each.wait_until_met(plan)) is not None:
-                self._manager._torchft.errored = Reported(error)
+                self._txn.failure = error
 
     def _has_state(self) -> bool:
         """Wait for a fetch; return whether this rank can vote. A NO vote needs no state."""
-        if self._healer.background_fetch is None or self._manager._torchft.errored is not None:
+        if self._healer.background_fetch is None or self._txn.failure is not None:
             return True
         with self._watchers.waiting():  # the fetch has its own limits
             return self._healer.load_fetched()

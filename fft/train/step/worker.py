@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError, Drained, FftError, NoLighthouseQuorum, NoState, TxnAborted
@@ -24,7 +24,7 @@ from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
 from fft.trace.format import IDLE
 from fft.train.process_groups import GroupAborted
-from fft.train.session.error_reports import Reported, code_of, error_of, text_of
+from fft.train.session.error_reports import code_of, error_of, text_of
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
 from fft.train.state.step_state import TornState
@@ -146,15 +146,11 @@ class Worker:
         self._manager, self._injector = rank.manager, rank.injector
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._groups = rank.state, rank.groups
-        self._reductions = rank.reductions
+        self._txn, self._reductions, self._reducers = rank.txn, rank.reductions, rank.reducers
         self._healer, self._voter, self._leaving = healer, voter, leaving
         self._commits, self._join = commits, join
         self.hooks = Hooks(rank.job)
         self.step = StepPresence(rank.job)
-        self.txn: StartTxn | None = None
-        """The open txn, or None between two txns."""
-        self.voted: Literal["step", "skip"] | None = None
-        """This rank's vote in the open txn while the decision is pending, or None."""
         self._begun = 0
         """Number of txns that this process has started."""
         self._finish: Finish | None = None
@@ -244,7 +240,7 @@ class Worker:
             self._commits.by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # healing enforces its own timeouts
-            self._healer.heal(command, self._state.paradigm.describe(self._reductions.models))
+            self._healer.heal(command, self._state.paradigm.describe(self._reducers.models))
 
     def _apply_too_late(self, command: Apply) -> None:
         """Handle a commit that arrives after the step function was interrupted."""
@@ -266,9 +262,10 @@ class Worker:
         """
         with suppress(TimeoutError):
             return self._wait(engine, Limit(place, timedelta(seconds=_ALONE_S)))
-        if (txn := self.txn) is not None and not self.step.has_message(txn, place):
+        plan = self._txn.plan
+        if plan is not None and not self.step.has_message(plan, place):
             try:
-                engine.bus.broadcast(encode(NoStep(self._job.peer, txn.token, place)))
+                engine.bus.broadcast(encode(NoStep(self._job.peer, plan.token, place)))
             except BusError as error:  # the timeouts of the ranks in a step remain
                 logger.warning("could not send that this rank is at %s: %s", place, error)
         return self._wait(engine, None)
@@ -276,7 +273,7 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """Return the engine's next command. Raises TimeoutError, which names the awaited ranks."""
         left = None if limit is None else limit.left()
-        self._state.paradigm.await_command(engine, self.txn)
+        self._state.paradigm.await_command(engine, self._txn.plan)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
@@ -328,27 +325,20 @@ class Worker:
         self._watchers.txn_ended(committed=False)
 
     def _close_txn(self) -> None:
-        self.txn = self.voted = None
+        self._txn.close()
         self.step.end()
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
         self._groups.run_deferred_abort()  # the abort was deferred after this command was issued
         self._healer.exchange.end_service(plan)
-        manager._torchft.errored = None
         self._reductions.begin()
         manager._torchft.step = plan.step
         manager._torchft.participating_replica_rank = plan.index
         manager._torchft.participating_replica_world_size = plan.participants
-        if self._state.registered_state is not None and not self._reductions.raises:
-            # FFT's own loop captures after it loads the batch, which may consume RNG state
-            self._state.registered_state.capture()
-        self.txn = plan
+        self._txn.begin(plan)
         self._voter.begin(plan)
         self._compare_updates(plan)
-        if not self._reductions.raises:  # FFT's own loop starts them with the step function
-            self._voter.begin_reducers()
-            self.step.begin(plan)
         self._watchers.txn_begun(plan.step)
         try:
             self._voter.ask(plan)
@@ -384,6 +374,7 @@ class Worker:
             command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
         )
         self._reductions.reset()
+        self._reducers.reset()
         with self._watchers.waiting():  # hooks have their own limits
             self.hooks.finalize.run()
         try:
@@ -430,14 +421,14 @@ class Worker:
         Raises:
             TimeoutError: No decision within ``limit``. The vote remains cast; call again to wait.
         """
-        plan, engine = self.txn, self._job.engine
+        plan, engine = self._txn.plan, self._job.engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
-        if self.voted is None:
+        if self._txn.voted is None:
             self._job.report_not_replaceable(self._groups.can_reform)
             self._rollback = Rollback()  # torchft's loop does not take it
             self._voter.vote(plan, skip, last, consumes, block)
-            self.voted = "skip" if skip else "step"
+            self._txn.voted = "skip" if skip else "step"
             self.step.end()
             # no vote was cast if the fetched state is missing; then the txn is rolled back
             self.step_aborted()
@@ -462,16 +453,16 @@ class Worker:
         if self._job.executor.role == "applying" and not self._commits.by_loop.is_made:
             self._commits.fail(error)
             return
-        manager = self._manager
+        txn = self._txn
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
             self.step.has_reported = True
-        first, manager._torchft.errored = manager._torchft.errored is None, Reported(error)
-        if self.txn is None:
+        first, txn.failure = txn.failure is None, error
+        if txn.plan is None:
             logger.warning(
                 "an error was reported between two txns; it rolls nothing back: %s", text_of(error)
             )
         elif not isinstance(error, (TxnAborted, GroupAborted)):
             kind = type(error).__name__
-            self._job.post(Fault(self.txn.token, text_of(error), code_of(error), kind))
+            self._job.post(Fault(txn.plan.token, text_of(error), code_of(error), kind))
             if first:  # after the fault is posted: this reads source files
                 self._job.note_error(error)
