@@ -26,7 +26,7 @@ def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> No
     never: torch.futures.Future[int] = torch.futures.Future()
     before = reductions.wrap_future(never, 1)
     assert not before.done()
-    reductions.cancel()
+    reductions.cancel("a peer has failed")
     after = reductions.wrap_future(never, 2)
     assert (before.done(), before.value(), after.done(), after.value()) == (True, 1, True, 2)
     reductions.begin()

@@ -40,7 +40,7 @@ from fft.bus.base import HEAD
 from fft.bus.token import JobToken
 from fft.engine.calls import Buses
 from fft.engine.loop import Engine
-from fft.errors import ConfigError, FftError, NoState, TxnAborted
+from fft.errors import ConfigError, FftError, NoState
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command, RollCall, fresh_id
 from fft.messages.protocol import Fault, NoStep, Peer, RankEntry, Record, Start
@@ -73,12 +73,12 @@ from fft.train.session.settings import (
 )
 from fft.train.session.step_results import ResultJudge
 from fft.train.state.transfer import StateTransfer
+from fft.train.step.attempt import Attempt
 from fft.train.step.commits import CommitExecutor
 from fft.train.step.healing import Healer
 from fft.train.step.leaving import Leaving
 from fft.train.step.operator_commands import OperatorCommands, make_injector
 from fft.train.step.transaction import TransactionLoop
-from fft.train.step.voting import Voter
 from fft.train.step.worker import Worker
 from fft.util.files import is_disk_full
 from fft.util.pidfd import is_there
@@ -151,11 +151,11 @@ class Parts:
         )
         undo.callback(self.leaving.close)
         self.healer = Healer(rank, transfer)
-        self.voter = Voter(rank, self.healer)
-        self.commits = CommitExecutor(rank)
+        self.commits = commits = CommitExecutor(rank)
+        self.attempt = Attempt(rank, self.healer, self.leaving, commits)
         begin = partial(join, manager, self)
-        self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
-        self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
+        self.worker = Worker(rank, self.healer, commits, self.attempt, begin)
+        self.loop = TransactionLoop(rank, commits, self.attempt, self.worker)
 
     def handle_hang(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -188,7 +188,7 @@ class Parts:
         with self.watchers.waiting():
             self.worker.hooks.terminate()
         self.paradigm.left(_is_failing())
-        for each in self.voter.preconditions:
+        for each in self.attempt.preconditions:
             each.close()
         self.healer.cancel_fetch()
         self.paradigm.close()
@@ -366,7 +366,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     )
     engine.start()
     parts.paradigm.joined(config)
-    for each in parts.voter.preconditions:
+    for each in parts.attempt.preconditions:
         each.start()
     speed = watchers.report_speed(
         job.bus, job.peer, settings.config.progress_interval, scope.reported_as
@@ -490,7 +490,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
 
 def _can_reform(parts: Parts, config: Config) -> bool:
     """Return whether a replacement process may take over from a lost rank of this group."""
-    may = parts.paradigm.can_reform and not parts.voter.preconditions
+    may = parts.paradigm.can_reform and not parts.attempt.preconditions
     return config.world > 1 and may and parts.groups.can_reform
 
 
@@ -531,56 +531,35 @@ def _warn_of_other_generators(parts: Parts) -> None:
 
 
 class EngineHost:
-    """The engine's callbacks into this process; implements `fft.engine.core.Host`."""
+    """The engine's callbacks into this process; implements `fft.engine.core.Host`.
+
+    `Worker` has both halves of a rollback, on the engine's thread and on the main thread.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = weakref.ref(parts)
 
-    def cancel_futures(self, cause: str) -> None:
+    def _run(self, callback: Callable[[Parts], None]) -> None:
         if (parts := self._parts()) is not None:
-            parts.txn.failure = parts.txn.failure or TxnAborted(cause)
-            parts.reductions.cancel()
+            callback(parts)
+
+    def cancel_futures(self, cause: str) -> None:
+        self._run(lambda parts: parts.reductions.cancel(cause))
 
     def abort_groups(self, cause: str) -> None:
-        if (parts := self._parts()) is not None:
-            parts.groups.abort(cause, may_defer=lambda: _may_run_collectives(parts.job))
-            parts.healer.exchange.interrupt()
-            parts.worker.hooks.on_abort.run_all()
-            parts.paradigm.interrupted(cause)  # the call may come from a failing engine
+        self._run(lambda parts: parts.worker.abort(cause))
 
     def members_lost(self) -> None:
-        if (parts := self._parts()) is not None and not _may_run_collectives(parts.job):
-            parts.groups.run_deferred_abort()
+        self._run(lambda parts: parts.worker.members_lost())
 
     def interrupt(self, cause: str) -> None:
-        if (parts := self._parts()) is None:
-            return
-        parts.voter.end()
-        if parts.job.executor.role != "applying":  # otherwise the command waits for the update
-            parts.watchers.interrupt(cause)
-        parts.paradigm.interrupted(cause)
+        self._run(lambda parts: parts.worker.interrupt(cause))
 
     def decided(self, record: Record) -> None:
-        if (parts := self._parts()) is not None:
-            parts.commits.on_record(record)
+        self._run(lambda parts: parts.commits.on_record(record))
 
     def no_step(self, message: NoStep) -> None:
-        if (parts := self._parts()) is not None:
-            parts.worker.step.receive(message)
+        self._run(lambda parts: parts.attempt.presence.receive(message))
 
     def command(self, command: Command) -> None:
-        if (parts := self._parts()) is not None:
-            parts.commands.execute(command)
-
-
-def _may_run_collectives(job: Participation) -> bool:
-    """Return whether the ranks of this group may still run collectives between two txns.
-
-    The script may run an evaluation there, which FFT would not repeat after an abort. Until all
-    ranks of the group have completed its collectives, no rank has started the aborted txn.
-    """
-    local, me = job.local, job.peer
-    if local is None or local.role != "rolling_back" or job.executor.role != "idle":
-        return False
-    gone = local.dead | local.suspected
-    return not any(peer.group == me.group and peer != me for peer in gone)
+        self._run(lambda parts: parts.commands.execute(command))

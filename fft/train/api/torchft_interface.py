@@ -25,7 +25,7 @@ from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_diloco import refuse_dropping
 from fft.train.guard.unsafe_places import guarded
 from fft.train.session.error_reports import Reported
-from fft.train.step.worker import Limit
+from fft.train.step.attempt import Limit
 
 
 class ShutDownAtExit:
@@ -69,7 +69,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             TimeoutError: ``timeout`` has expired; the message names what is missing. Call it again.
             FftError: the last vote is undecided: call ``should_commit()`` again.
         """
-        worker, txn = self._parts.worker, self._parts.txn
+        attempt, txn = self._parts.attempt, self._parts.txn
         self._parts.paradigm.refuse_torchft_loop()
         self._parts.rank.results.refuse_torchft_loop()
         limit = None if timeout is None else Limit("start_quorum", timeout)
@@ -80,16 +80,13 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if txn.plan is not None:
             # The loop skips this step, as after a scaler that found an inf: vote to skip it on all
             # ranks.
-            command = worker.vote_and_wait(skip=True, limit=limit)
+            command = attempt.vote(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
                 self._parts.commits.apply(command)
-        if (plan := worker.begin(limit)) is None:
+        if (plan := self._parts.worker.begin(limit)) is None:
             raise Drained("this replica group has drained")
-        if (state := self._parts.state.registered_state) is not None:
-            state.capture()
-        self._parts.reducers.begin()
-        worker.step.begin(plan)
+        attempt.enter_by_torchft(plan)
 
     def wait_quorum(self) -> None:
         """Return at once: membership is known when a txn begins."""
@@ -108,7 +105,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
         limit = None if timeout is None else Limit("should_commit", timeout)
-        command = self._parts.worker.vote_and_wait(limit=limit)
+        command = self._parts.attempt.vote(limit=limit)
         if command is not None and command.skip:  # another rank skips this step
             self._parts.commits.apply(command)
             return False
@@ -135,7 +132,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if self._parts.job.engine is None:
             self._parts.txn.failure = e
         else:
-            self._parts.worker.report_error(e)
+            self._parts.attempt.report(e)
 
     @guarded
     def allreduce(
@@ -159,18 +156,10 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Wrap a future as torchft does; a rollback completes it with ``default`` at once."""
         return self._parts.reductions.wrap_future(fut, default, timeout)
 
-    def num_participants(self) -> int:
-        """Number of groups whose gradients count in the current txn."""
-        return self._torchft.participating_replica_world_size
-
     @property
     def is_in_txn(self) -> bool:
         """Whether a transaction is open on this rank, in which gradients can be reduced."""
         return self._parts.txn.plan is not None
-
-    def participating_rank(self) -> int | None:
-        """Index of this group among the participating groups, or None for a spare."""
-        return self._torchft.participating_replica_rank
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

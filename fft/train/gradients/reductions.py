@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +27,8 @@ from fft.train.guard import accelerator
 from fft.train.guard.injector import Injector
 from fft.train.guard.unsafe_places import guarded
 from fft.train.guard.watchers import Watchers
+
+_NONE = object()
 
 
 class OpenTxn:
@@ -107,7 +108,9 @@ class Reductions:
         self._works: list[Reduction] = []
         self._last: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
-        self._futures: set[_CancellableFuture] = set()
+        self._futures: dict[torch.futures.Future[Any], Any] = {}
+        """Future → the value with which a rollback completes it."""
+        self._futures_lock = threading.Lock()
         self._is_cancelled = False
         """The txn is rolled back: a new future is cancelled at once, and not waited for."""
 
@@ -297,20 +300,31 @@ class Reductions:
         # with an accelerator, a future is done as soon as its work is queued
         if future.done() and stream is None:
             return future.then(value)
-        outer = _CancellableFuture(default, self._futures.discard)
-        self._futures.add(outer)
-        limit = self._timeout if timeout is None else timeout
-        future_timeout(future, limit).then(value).add_done_callback(outer.settle)
+        outer: torch.futures.Future[Any] = torch.futures.Future()
+        self._futures[outer] = default
+        inner = future_timeout(future, self._timeout if timeout is None else timeout).then(value)
+        inner.add_done_callback(lambda done: self._complete(outer, done.value()))
         # checked after the insertion, so that either `cancel` or this line cancels the future
         if self._is_cancelled:
-            outer.cancel()
-        return outer.future
+            self._complete(outer, default)
+        return outer
 
-    def cancel(self) -> None:
-        """Complete every pending future with its default, now and until `begin`. Engine thread."""
+    def _complete(self, future: torch.futures.Future[Any], value: Any) -> None:
+        """Complete a pending future, unless another thread has."""
+        with self._futures_lock:
+            is_pending = self._futures.pop(future, _NONE) is not _NONE
+        if is_pending:
+            future.set_result(value)
+
+    def cancel(self, cause: str) -> None:
+        """Roll the txn back: complete every pending future with its default, now and until `begin`.
+
+        Engine thread.
+        """
+        self.txn.failure = self.txn.failure or TxnAborted(cause)
         self._is_cancelled = True
-        for future in list(self._futures):
-            future.cancel()
+        for future, default in list(self._futures.items()):
+            self._complete(future, default)
 
 
 class Reduction(_ManagedWork):  # type: ignore[misc]
@@ -344,33 +358,6 @@ class Reduction(_ManagedWork):  # type: ignore[misc]
             tail._fut = torch.futures.Future()
             tail._fut.set_result(self._value)
         return done
-
-
-class _CancellableFuture:
-    """A torch future that completes with the wrapped one, or with ``default`` when cancelled."""
-
-    def __init__(self, default: Any, on_done: Callable[[_CancellableFuture], None]) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
-        self._default = default
-        self._on_done = on_done
-        self._lock = threading.Lock()
-        self._done = False
-
-    def settle(self, inner: torch.futures.Future[Any]) -> None:
-        """Complete as the wrapped future, whose errors torchft has already replaced."""
-        self._set(inner.value())
-
-    def cancel(self) -> None:
-        """Complete with the default now."""
-        self._set(self._default)
-
-    def _set(self, value: Any) -> None:
-        with self._lock:
-            if self._done:
-                return
-            self._done = True
-        self._on_done(self)
-        self.future.set_result(value)
 
 
 class ManifestBuilder:
