@@ -145,7 +145,7 @@ class ManagerFFT(TorchftInterface):
             self._torchft.quorum_future = concurrent.futures.Future()
             self._torchft.quorum_future.set_result(None)
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
-            self._live = LiveBlocks(self._parts.rank, self._parts.loop)
+            self._live = LiveBlocks(self._parts, self._parts.loop)
             peer = self._parts.job.peer
             self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
@@ -306,7 +306,7 @@ class ManagerFFT(TorchftInterface):
         """
         if self._parts.job.engine is not None:
             raise FftError("call manager.veto() before the first step, on all ranks alike")
-        self._parts.rank.results.vetoes.append(function)
+        self._parts.results.vetoes.append(function)
 
     def initialize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` when this rank joins the job, and after each rollback.

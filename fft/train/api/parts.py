@@ -94,7 +94,7 @@ _SHOWN = 5
 """Maximum number of parameter shapes that are listed in a warning."""
 
 
-class Parts:
+class Parts(RankContext):
     """The components of one manager, created after the torchft manager is constructed."""
 
     def __init__(
@@ -117,45 +117,42 @@ class Parts:
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
         traces = _traces_of(start, settings)
-        self.settings = settings = replace(settings, bus_url=start.url, trace_dir=traces)
+        settings = replace(settings, bus_url=start.url, trace_dir=traces)
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        self.scope = scope_of(settings, manager, bus, operation_s, undo)
-        trace = TraceWriter(self.scope.traces(traces), peer)
+        scope = scope_of(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(scope.traces(traces), peer)
         undo.callback(trace.close)
-        self.job = Participation(peer, bus, trace)
-        self.watchers = Watchers()
+        job, watchers = Participation(peer, bus, trace), Watchers()
         store = store_address(manager, settings.bus_url)
         is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
-        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
-        self.injector = injector = make_injector(self.job, self.groups)
-        self.commands = OperatorCommands(self.job, injector)
-        self.txn, self.reducers = OpenTxn(), Reducers()
-        manager._torchft.logger = QuietLogger(self.txn, manager._torchft.logger)
+        groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
+        injector = make_injector(job, groups)
+        self.commands = OperatorCommands(job, injector)
+        txn = OpenTxn()
+        manager._torchft.logger = QuietLogger(txn, manager._torchft.logger)
         every, nonfinite = settings.config.recompute_every, settings.config.on_nonfinite
-        self.reductions = Reductions(self.txn, manager, self.watchers, injector, every)
-        self.state = RankState(manager, injector, settings)
-        recomputation = self.reductions.recomputation
-        results = ResultJudge(self.job, self.groups, recomputation, nonfinite)
-        own = self.scope, self.job, self.watchers, self.groups, self.state, self.txn
-        more = self.reductions, self.reducers, results, injector
-        self.rank = rank = RankContext(manager, settings, limits, *own, *more)
-        self.paradigm = self.state.paradigm = paradigm_of(rank)
-        recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
+        reductions = Reductions(txn, manager, watchers, injector, every)
+        state = RankState(manager, injector, settings)
+        results = ResultJudge(job, groups, reductions.recomputation, nonfinite)
+        own = scope, job, watchers, groups, state, txn, reductions, Reducers(), results, injector
+        super().__init__(manager, settings, limits, *own)
+        self.paradigm = self.state.paradigm = paradigm_of(self)
+        reductions.recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
-            self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
+            self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, self)
         self.leaving = Leaving(
             self.job, self.watchers, EngineHost(self), limits["drain_margin"].seconds
         )
         undo.callback(self.leaving.close)
-        self.healer = Healer(rank, transfer)
-        self.commits = commits = CommitExecutor(rank)
-        self.attempt = Attempt(rank, self.healer, self.leaving, commits)
-        begin = partial(join, manager, self)
-        self.worker = Worker(rank, self.healer, commits, self.attempt, begin)
-        self.loop = TransactionLoop(rank, commits, self.attempt, self.worker)
+        self.healer = Healer(self, transfer)
+        self.commits = commits = CommitExecutor(self)
+        self.attempt = Attempt(self, self.healer, self.leaving, commits)
+        begin = partial(join, self)
+        self.worker = Worker(self, self.healer, commits, self.attempt, begin)
+        self.loop = TransactionLoop(self, commits, self.attempt, self.worker)
 
     def handle_hang(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -330,32 +327,32 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
     return Peer(group, manager._torchft.group_rank, incarnation)
 
 
-def join(manager: Manager, parts: Parts) -> Engine:
-    """Join the job: start the engine of ``manager``. Called on the thread that trains."""
+def join(parts: Parts) -> Engine:
+    """Join the job: start the engine of this rank. Called on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.checkpoints.resume()
-    config = _config(manager, parts)
+    config = _config(parts)
     _refuse_unfit(parts)
     parts.worker.hooks.begin()
-    refuse_other_settings(job.bus, _common_settings(manager, parts, config))
+    refuse_other_settings(job.bus, _common_settings(parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)
-    local = _initial(manager, parts, participant)
+    local = _initial(parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
     more = {"reforms": reforms, "owes": {DIGESTS: parts.state.traces_digests}}
     more["batches"] = parts.paradigm.batches
     job.trace.write("header", header(scope.spec, config, local, **more))
-    limit_s = parts.rank.limits["quorum"].seconds
+    limit_s = parts.limits["quorum"].seconds
     wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
     if config.world > 1:
-        job.open_group_bus(config.store, settings.token, parts.rank.limits["bus_operation"].seconds)
-    monitor = monitor_config(parts.rank.limits) if settings.monitor else None
+        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
+    monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
-    atexit.register(manager._at_exit)
+    atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,
         local,
@@ -384,7 +381,7 @@ def _refuse_rules(parts: Parts) -> None:
     if not (rules := parts.settings.config.active):
         return
     parts.paradigm.refuse_unless_lockstep("ManagerConfig(active=…)")
-    most, least = at_most(rules), parts.rank.manager._torchft.min_replica_size
+    most, least = at_most(rules), parts.manager._torchft.min_replica_size
     if most is not None and most < least:
         raise ConfigError(
             f"ManagerConfig(active=…): max_active({most}) is less than min_replica_size={least}, "
@@ -432,39 +429,40 @@ def _transport(manager: Manager, bus_url: str) -> Any:
     return reachable_url(served, bus_url) if isinstance(served, str) else served
 
 
-def _config(manager: Manager, parts: Parts) -> Config:
-    settings, mode = parts.settings, manager._torchft.replica_world_size_mode
+def _config(parts: Parts) -> Config:
+    settings, torchft = parts.settings, parts.manager._torchft
+    mode = torchft.replica_world_size_mode
     return Config(
         me=parts.job.peer,
         store=parts.groups.store,
-        transport=_transport(manager, settings.bus_url),
+        transport=_transport(parts.manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
-        timeouts=timers(settings.spec, parts.rank.limits),
-        min_groups=manager._torchft.min_replica_size,
+        timeouts=timers(settings.spec, parts.limits),
+        min_groups=torchft.min_replica_size,
         expected_groups=settings.expected_groups,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
         fixed_slices=parts.loop.fixed_slices,
         rules=settings.config.active,
         place=settings.config.place if settings.config.active else "",
-        **parts.scope.terms(manager._torchft.group_world_size),
+        **parts.scope.terms(torchft.group_world_size),
     )
 
 
-def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str, Any]:
+def _common_settings(parts: Parts, config: Config) -> dict[str, Any]:
     """Return the settings that must be equal in all processes of the job."""
     return common_settings(
         parts.settings.spec,
-        ranks_of_a_group=manager._torchft.group_world_size,
+        ranks_of_a_group=parts.world,
         min_replica_size=config.min_groups,
-        world_size_mode=manager._torchft.replica_world_size_mode.name,
+        world_size_mode=parts.manager._torchft.replica_world_size_mode.name,
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
         on_nonfinite=parts.settings.config.on_nonfinite,
         recompute_every=parts.settings.config.recompute_every,
         check_buffers=parts.settings.config.check_buffers,
-        vetoes=len(parts.rank.results.vetoes),
+        vetoes=len(parts.results.vetoes),
         slices_of_a_global_batch=config.fixed_slices,
         mesh=parts.groups.mesh_text,
         active=list(map(str, parts.settings.config.active)),
@@ -472,18 +470,19 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
     )
 
 
-def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
+def _initial(parts: Parts, participant: Participant) -> Local:
     """Return the initial state of this rank: a fresh one, or that of the loaded checkpoint."""
-    state, step = parts.state, manager._torchft.step
+    state, torchft = parts.state, parts.manager._torchft
+    step = torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
-    fresh = own if manager._torchft.init_sync else GENESIS
+    fresh = own if torchft.init_sync else GENESIS
     if parts.settings.is_replacement:  # the process initialized its weights without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
         step=step,
         cursor=state.cursor,
-        batches=manager._torchft.batches_committed,
+        batches=torchft.batches_committed,
         returned=state.returned,
     )
 

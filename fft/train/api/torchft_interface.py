@@ -71,7 +71,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """
         attempt, txn = self._parts.attempt, self._parts.txn
         self._parts.paradigm.refuse_torchft_loop()
-        self._parts.rank.results.refuse_torchft_loop()
+        self._parts.results.refuse_torchft_loop()
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if txn.plan is not None and txn.voted != "skip":
             txn.refuse_in_doubt("start_quorum()")

@@ -20,7 +20,7 @@ from fft.train.session.settings import Settings
 from fft.train.session.step_results import ResultJudge
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankContext:
     """One rank of a job.
 

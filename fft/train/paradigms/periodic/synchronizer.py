@@ -150,7 +150,7 @@ class Synchronizer(ABC):
         packing: Packing,
         storage: Storage,
     ) -> None:
-        rank: RankContext = manager._parts.rank
+        rank: RankContext = manager._parts
         self._rank, self.schedule, self.packing = rank, schedule, packing
         self._refuse_unfit(inner_optimizer, outer_optimizers)
         self.plan = {

@@ -53,7 +53,7 @@ class StageInput:
     in_any_order = True
 
     def __init__(self, manager: Manager, loader: Any) -> None:
-        rank: RankContext = manager._parts.rank
+        rank: RankContext = manager._parts
         refuse_other_spec(rank)
         self._manager, self._rank = manager, rank
         before = [other.scope for other in rank.scope.flow if not other.ahead]
