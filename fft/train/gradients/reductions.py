@@ -187,9 +187,8 @@ class Reductions:
 
     def _issue(self, tensor: torch.Tensor, op: Any, should_quantize: bool) -> Reduction:
         """Start a reduction. An error is reported, and the work is then done at once."""
-        done = Reduction(self, _DummyWork(tensor), tensor)
         if self.txn.failure is not None:
-            return done
+            return Reduction(self, _DummyWork(tensor), tensor)
         if self.txn.index is None:
             tensor.zero_()
         divisor, sent = 0, op
@@ -205,11 +204,11 @@ class Reductions:
                 options = AllreduceOptions()
                 options.reduceOp = sent
                 work = self._group.allreduce([tensor], options)
-            return Reduction(self, work, tensor, divisor)
         except Exception as error:
             self._logger.exception(f"a reduction could not be started: {error}")
             self.report_error(error)
-            return done
+            work, divisor = _DummyWork(tensor), 0
+        return Reduction(self, work, tensor, divisor)
 
     def mean(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its mean over the groups. Raises TxnAborted if that fails.

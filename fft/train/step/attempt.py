@@ -24,6 +24,7 @@ from fft.errors import (
     FftError,
     GradientMissing,
     GradientsNotReproducible,
+    NoLighthouseQuorum,
     NoState,
     ResultRefused,
     TxnAborted,
@@ -196,16 +197,48 @@ class Attempt:
     # --- begin ---
 
     def begin(self, plan: StartTxn) -> None:
-        """Start the txn of ``plan``.
+        """Open the txn of ``plan``, which the engine has started.
 
-        The first votes of a joiner compare the whole state, as the step function has left it.
+        Raises:
+            NoLighthouseQuorum: A precondition has failed in too many attempts in a row.
+        """
+        torchft = self._manager._torchft
+        self._groups.run_deferred_abort()  # the abort was deferred after this command was issued
+        self._healer.exchange.end_service(plan)
+        self._reductions.begin()
+        torchft.step = plan.step
+        torchft.participating_replica_rank = plan.index
+        torchft.participating_replica_world_size = plan.participants
+        self.txn.begin(plan)
+        self._begin_comparisons(plan)
+        self._watchers.txn_begun(plan.step)
+        try:
+            for each in self.preconditions:
+                each.ask(plan)
+        except NoLighthouseQuorum:
+            self.leave()
+            raise
+        if self._injector is not None:
+            self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _begin_comparisons(self, plan: StartTxn) -> None:
+        """Decide what the votes of this txn compare.
+
+        The first votes of a joiner compare the whole state, as the step function has left it. A
+        mark in the manifest shows that no optimizer step followed the last commit on this rank. It
+        is omitted in an epoch's first txn with a joiner: the joiner has made no commit, and its
+        vote would not match.
         """
         self._data, self._shard = None, ""
-        checks = self._state.checks
-        head = self._job.local.head if self._job.local is not None else None
+        checks, local = self._state.checks, self._job.local
+        head = None if local is None else local.head
         at_vote = bool(checks and checks.every and head and head.unproven)
         self._compares_at_vote = at_vote
         self._equality = None if checks is None or at_vote else checks.digest(plan.step)
+        epoch = None if local is None else local.epoch
+        has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
+        if self._commits.by_loop.missed is not None and not has_learners:
+            self._reductions.manifest.note("no optimizer step after the last commit")
 
     def note_data(self, drawn: StepInput) -> None:
         """Add the digest of the data that this txn has drawn to the vote."""
@@ -222,15 +255,6 @@ class Attempt:
         checks = self._state.checks
         if checks is not None and self._equality is None and not self._compares_at_vote:
             self._equality = checks.now()
-
-    def ask(self, plan: StartTxn) -> None:
-        """Request the preconditions of the txn that begins; its vote waits for them.
-
-        Raises:
-            NoLighthouseQuorum: a precondition has failed in too many attempts in a row.
-        """
-        for each in self.preconditions:
-            each.ask(plan)
 
     def end_wait(self) -> None:
         """End the wait for the preconditions, because the txn is over. Thread-safe. Idempotent."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fft.engine.loop import Engine
-from fft.errors import NoLighthouseQuorum
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Record
@@ -44,17 +43,17 @@ class Worker:
         attempt: Attempt,
         join: Callable[[], Engine],
     ) -> None:
-        self._manager, self._injector = rank.manager, rank.injector
+        self._torchft = rank.manager._torchft
         self._job, self._watchers = rank.job, rank.watchers
         self._state, self._groups = rank.state, rank.groups
-        self._txn, self._reductions, self._reducers = rank.txn, rank.reductions, rank.reducers
+        self._reductions, self._reducers = rank.reductions, rank.reducers
         self._healer, self._commits = healer, commits
         self._attempt, self._join = attempt, join
         self.hooks = Hooks(rank.job)
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
-            "begin_body": self._enter,
+            "begin_body": attempt.begin,
             "apply": self._apply_too_late,
             "leave": attempt.stop,
         }
@@ -86,7 +85,7 @@ class Worker:
         # detected late: a second optimizer stepped after the first one had been counted
         by_loop = self._commits.by_loop
         executor.lost = by_loop.take_incomplete() or executor.lost
-        if by_loop.check_missed(self._manager._torchft.step - 1):
+        if by_loop.check_missed(self._torchft.step - 1):
             self._job.note("no_optimizer_step", {"step": by_loop.missed})
         while self._attempt.finish is None:
             command = self._attempt.wait(engine, limit)
@@ -136,37 +135,6 @@ class Worker:
         self._attempt.trace_consumption()
         self._commits.fail(RuntimeError("interrupted before the optimizer step"))
 
-    def _enter(self, plan: StartTxn) -> None:
-        manager = self._manager
-        self._groups.run_deferred_abort()  # the abort was deferred after this command was issued
-        self._healer.exchange.end_service(plan)
-        self._reductions.begin()
-        manager._torchft.step = plan.step
-        manager._torchft.participating_replica_rank = plan.index
-        manager._torchft.participating_replica_world_size = plan.participants
-        self._txn.begin(plan)
-        self._attempt.begin(plan)
-        self._compare_updates(plan)
-        self._watchers.txn_begun(plan.step)
-        try:
-            self._attempt.ask(plan)
-        except NoLighthouseQuorum:
-            self._attempt.leave()
-            raise
-        if self._injector is not None:
-            self._injector.begin(plan.step, len(plan.members), plan.commits)
-
-    def _compare_updates(self, plan: StartTxn) -> None:
-        """Mark the vote's manifest if no optimizer step followed the last commit on this rank.
-
-        The mark detects groups that differ in this. It is omitted in an epoch's first txn with a
-        joiner: the joiner has made no commit, and its vote would not match.
-        """
-        epoch = self._job.local.epoch if self._job.local is not None else None
-        has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
-        if self._commits.by_loop.missed is not None and not has_learners:
-            self._reductions.manifest.note("no optimizer step after the last commit")
-
     # --- a rollback: on the engine's thread, then on the main thread ---
 
     def abort(self, cause: str) -> None:
@@ -211,9 +179,7 @@ class Worker:
         is_mine = self._job.peer in command.cause.accused
         if is_mine and command.cause.code == CauseCode.REPLICAS_DIFFER:
             self._healer.rejected(command.cause.text)
-        self._groups.unwind(
-            command.cause.text, self._watchers.waiting(), self._manager._torchft.timeout
-        )
+        self._groups.unwind(command.cause.text, self._watchers.waiting(), self._torchft.timeout)
         self._reductions.reset()
         self._reducers.reset()
         with self._watchers.waiting():  # hooks have their own limits
