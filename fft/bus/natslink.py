@@ -141,13 +141,13 @@ def _server(scheme: str, place: str, shown: str) -> str:
 
 def _tls(shown: str) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=os.environ.get("FFT_NATS_CA"))
-        if cert := os.environ.get("FFT_NATS_CERT"):
-            context.load_cert_chain(cert, os.environ.get("FFT_NATS_KEY"))
+        folder = os.environ.get("FFT_NATS_TLS")
+        context = ssl.create_default_context(cafile=folder and f"{folder}/ca.crt")
+        if os.path.exists(cert := f"{folder}/tls.crt"):
+            context.load_cert_chain(cert, f"{folder}/tls.key")
     except OSError as error:
         raise BusError(
-            f"bus URL {shown!r}: {error}; set FFT_NATS_CA to the authority's certificate, "
-            "FFT_NATS_CERT and FFT_NATS_KEY to the client's, as PEM files"
+            f"bus URL {shown!r}: {error}: {folder}/ca.crt, or tls.crt with tls.key (FFT_NATS_TLS)"
         ) from error
     return context
 

@@ -1,7 +1,7 @@
 """The commands for schedulers.
 
-`fft launch slurm` submits a job, `fft launch k8s` prints the manifests of one, and `fft outcome`
-prints how a job has ended.
+`fft launch slurm` submits a job, `fft launch k8s` prints the manifests of one, and
+`fft launch outcome` prints how a job has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typer
 from fft.checkpoints.plan import EVERY
 from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
+from fft.launch.exit_status import IN_WORDS
 
 
 def _finite(seconds: float) -> float:
@@ -27,7 +28,9 @@ def _finite(seconds: float) -> float:
     return seconds
 
 
-app = typer.Typer(help="Start a job on a scheduler.", no_args_is_help=True)
+app = typer.Typer(
+    help="Start a job on a scheduler, and ask how it has ended.", no_args_is_help=True
+)
 
 _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
 _ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
@@ -186,6 +189,7 @@ def k8s(
     sys.stdout.write(rendered(job.jobset() if jobset else job.manifests()))
 
 
+@app.command(epilog=IN_WORDS)
 def outcome(
     groups: Annotated[int, typer.Option(min=1, help="Number of groups of the job.")],
     bus: BusUrl = None,

@@ -35,41 +35,38 @@ def drain(
     all_groups: Annotated[
         bool, typer.Option("--all", help="All groups, which leave with one commit.")
     ] = False,
+    undo: Annotated[
+        bool,
+        typer.Option(
+            "--undo",
+            help="Start groups again that were drained or evicted; they join after a commit.",
+        ),
+    ] = False,
 ) -> None:
     """Let groups leave a running job after a commit; no group rolls back for it."""
+    from fft.operate.drain import bring_back
     from fft.operate.drain import drain as ask
     from fft.operate.job_file import split_folder
 
     given = groups or []
+    if undo and all_groups:
+        raise typer.BadParameter("--undo needs the names of the groups: leave out --all")
     if len(given) > 1 if all_groups else not given:
         raise typer.BadParameter("expected names of groups, or --all and at most a directory")
     names, folder = ([], next(map(Path, given), None)) if all_groups else split_folder(given)
     with job_client(bus, folder) as client:
+        if undo:
+            for name in names:
+                bring_back(client, name)
+                sys.stdout.write(f"group {name} is started again, and joins after a commit\n")
+            return
         present = sorted(client.job().groups)
         names = names or present
         record = ask(client, names, wait)
-    goes_on = f"`fft return {names[0]}` starts it again"
+    goes_on = f"`fft drain --undo {names[0]}` starts it again"
     if set(present) <= set(names):
         goes_on = "no group is left, so the job ends; start it again to resume from its checkpoint"
     sys.stdout.write(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
-
-
-def return_group(
-    groups: Annotated[
-        list[str],
-        typer.Argument(metavar="GROUP… [DIR]", help="Groups; then the job's trace directory."),
-    ],
-    bus: BusUrl = None,
-) -> None:
-    """Start groups again that were drained or evicted; they join after a commit."""
-    from fft.operate.drain import bring_back
-    from fft.operate.job_file import split_folder
-
-    names, folder = split_folder(groups)
-    with job_client(bus, folder) as client:
-        for name in names:
-            bring_back(client, name)
-            sys.stdout.write(f"group {name} is started again, and joins after a commit\n")
 
 
 def evict(

@@ -60,10 +60,7 @@ _CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", met
 _LIGHTHOUSE = Annotated[
     bool | None,
     _option(
-        None,
-        "Serve torchft's lighthouse. Default: if FFT_MEMBERSHIP=lighthouse.",
-        "--lighthouse/--no-lighthouse",
-        show_default=False,
+        None, "Serve torchft's lighthouse.", "--lighthouse/--no-lighthouse", show_default=False
     ),
 ]
 
@@ -105,7 +102,7 @@ _DIAGNOSE_AFTER = Annotated[
 ]
 _EVICT_STRAGGLERS = Annotated[
     float | None,
-    _option(_RECOVERY, "Restart groups that are so many times slower.", metavar="FACTOR"),
+    _option(_RECOVERY, "Restart groups slower than FACTOR × the median.", metavar="FACTOR"),
 ]
 
 _JOIN = Annotated[bool, _option(_MACHINES, "Join the job that FFT_BUS names.", "--join")]
@@ -121,7 +118,7 @@ _HOST_LIMIT = Annotated[
 _TAKE_OVER = Annotated[bool, _option(_MACHINES, "Take over running groups.", "--take-over")]
 
 _FAULTS = Annotated[Path | None, _option(_TESTS, "Fault plan (YAML).", metavar="FILE")]
-_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft inject`.", "--injectable")]
+_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft dev inject`.", "--injectable")]
 _STOP_AFTER_PLAN = Annotated[
     int | None, _option(_TESTS, "Drain so many steps after the plan.", metavar="STEPS")
 ]
@@ -140,7 +137,7 @@ def _calm_lighthouse() -> None:
 
 def _wants_lighthouse(given: bool | None, needed: bool) -> bool:
     """Whether to serve a lighthouse; without an option, if the job cannot do without one."""
-    return needed or os.environ.get("FFT_MEMBERSHIP") == "lighthouse" if given is None else given
+    return needed if given is None else given
 
 
 _KILLS = (signal.SIGINT, signal.SIGTERM)

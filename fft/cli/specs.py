@@ -1,4 +1,4 @@
-"""The commands that show a spec: `fft graph`, `fft spec`, `fft config`, `fft schema`."""
+"""The commands that show a spec: `fft config` and `fft dev spec`, `graph` and `schema`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fft.cli.shared import SPEC, console, plain_errors
 
 
 class GraphFormat(StrEnum):
-    """The output languages of ``fft graph``."""
+    """The output languages of ``fft dev graph``."""
 
     mermaid = "mermaid"
     dot = "dot"

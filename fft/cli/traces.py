@@ -35,61 +35,46 @@ def audit(
     raise typer.Exit(0 if found.ok else 1)
 
 
-def timeline(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
-    ] = None,
-    out: Annotated[Path, typer.Option("-o", help="The page to write.")] = Path("timeline.html"),
-    perfetto: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev instead of the page."),
-    ] = None,
-) -> None:
-    """Write one offline HTML page that shows a run: ranks, steps, faults, transfers, waits."""
-    with plain_errors():
-        folder = trace_folder(directory)
-        if perfetto is not None:
-            from fft.trace.perfetto import write_trace
-
-            write_trace(folder, perfetto)
-            text = f"open {perfetto} in https://ui.perfetto.dev"
-        else:
-            from fft.trace.timeline import write_page
-
-            write_page(folder, out)
-            text = f"open {out} in a browser"
-    sys.stdout.write(f"{text}\n")
-
-
-def export(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
-    ] = None,
-    otlp: Annotated[
-        str, typer.Option(help="Base URL of an OTLP/HTTP collector.", metavar="URL")
-    ] = "http://127.0.0.1:4318",
-) -> None:
-    """Send a run to an OpenTelemetry collector: spans of steps, rollbacks, transfers; figures."""
-    with plain_errors():
-        from fft.trace.otlp import export as send
-
-        folder = trace_folder(directory)
-        spans, figures = send(folder, otlp)
-    sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
-
-
 def report(
     directory: Annotated[
         Path | None,
         typer.Argument(help="A trace directory. Default: that of the newest run here."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a timeline as one offline page.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    otlp: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send spans and figures to an OTLP/HTTP collector."),
+    ] = None,
 ) -> None:
-    """Show what a run has achieved, what each fault has cost, and what ranks waited for."""
+    """Show what a run has achieved, what each fault has cost, and what ranks waited for; or bring
+    this into another form."""
     from fft.trace import report as of
 
     with plain_errors():
         folder = trace_folder(directory)
+        if html is not None:
+            from fft.trace.timeline import write_page
+
+            write_page(folder, html)
+            sys.stdout.write(f"open {html} in a browser\n")
+        if perfetto is not None:
+            from fft.trace.perfetto import write_trace
+
+            write_trace(folder, perfetto)
+            sys.stdout.write(f"open {perfetto} in https://ui.perfetto.dev\n")
+        if otlp is not None:
+            from fft.trace.otlp import export
+
+            spans, figures = export(folder, otlp)
+            sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
+        if html or perfetto or otlp:
+            return
         if as_json:
             sys.stdout.write(json.dumps(of.full_report(folder), indent=2) + "\n")
             return

@@ -61,7 +61,7 @@ exec {out}< <(trap '' TERM; exec fft serve --host 0.0.0.0 --port @PORT@ \\
 serve=$!
 until read -r <&"$out"; do alive "$serve" || exit 1; done
 while :; do
-  fft outcome --groups @GROUPS@ --wait & over=$!
+  fft launch outcome --groups @GROUPS@ --wait & over=$!
   while alive "$over"; do
     if [ -n "$stop" ] && [ -z "$drained" ]; then
       fft drain --all --wait 10
@@ -99,7 +99,7 @@ trap 'stop=1; ${child:+kill -TERM $child}' TERM
     + _ALIVE
     + """\
 outcome() {  # sets job to the status, or to 2 without an answer, and bus to the line about the bus
-  mapfile -t answer < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
+  mapfile -t answer < <(fft launch outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
   job=${answer[2]-2} bus=${answer[1]-}
 }
 # Pods of this Job create this file when the job is complete. A pod that starts after the bus has
@@ -119,7 +119,7 @@ await_bus() {  # returns while the job on the bus is not complete
       echo "no bus at $FFT_BUS, and $complete_file exists: the job is complete"; exit 0
     fi
     if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
-      fft outcome --groups @GROUPS@ >&2
+      fft launch outcome --groups @GROUPS@ >&2
       echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s: look at the pod of the bus" >&2
       exit @NO_BUS_STATUS@
     fi

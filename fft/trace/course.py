@@ -1,9 +1,9 @@
 """The history of a job, computed from the records of its head register: steps, memberships, faults
 and goodput.
 
-Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report`` and
-``fft timeline`` afterwards. Times are seconds on one clock; records arrive in the order of their
-numbers, and a record that was seen before is ignored.
+Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report``
+afterwards. Times are seconds on one clock; records arrive in the order of their numbers, and a
+record that was seen before is ignored.
 """
 
 from __future__ import annotations

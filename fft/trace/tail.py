@@ -104,7 +104,7 @@ class JobView:
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
     commanded: dict[str, AnyFault] = field(default_factory=dict)
-    """Faults that processes have accepted from an operator (`fft inject`), by name."""
+    """Faults that processes have accepted from an operator (`fft dev inject`), by name."""
     history: History = field(default_factory=History)
     course: Course = field(default_factory=Course)
     """Steps, memberships and faults, by the records in the traces."""

@@ -1,4 +1,4 @@
-"""``fft timeline``: one offline page that shows a run, with a lane for each rank.
+"""``fft report --html``: one offline page that shows a run, with a lane for each rank.
 
 Traces are read twice, block by block, and merged by time. The size of the page is bounded. In a
 long run, the steps of a rank are merged into longer spans. The page keeps the first events, and the
@@ -246,7 +246,7 @@ def _other_starts(directory: Path) -> list[str]:
     """Name the commands for the pages of the job's other starts, as the page shows one."""
     folder = directory.resolve()
     starts = start_folders(root_of(folder))
-    others = [f"fft timeline {each}" for each in starts if each != folder]
+    others = [f"fft report {each} --html FILE" for each in starts if each != folder]
     number = f"start {number_of(folder)} of {len(starts)} of this job"
     return [f"{number}; the others: {'; '.join(others)}"] if others else []
 

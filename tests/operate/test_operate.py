@@ -169,7 +169,7 @@ def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -
 
 
 def about(kind: str, **what: Any) -> bytes:
-    """Return the arguments of `fft say` for a message of this kind with all required fields."""
+    """Return the arguments of `fft dev say` for a message of this kind with all required fields."""
     seen = {"group": "1", "rank": 0, "pid": 1000, "host": "host-1", "by": "me"}
     return json.dumps(
         {"type": kind, **(seen if kind in ("death", "suspect") else {}), **what}
@@ -280,7 +280,9 @@ def test_drain_of_all_groups_is_one_commit(
     monkeypatch.delenv("FFT_TOKEN", raising=False)
     done = CliRunner().invoke(app, ["drain", "--all", "--bus", memory])
     assert done.exit_code == 0 and done.stdout.startswith("group 0, 1 has left"), done.output
-    assert "no group is left, so the job ends" in done.stdout and "fft return" not in done.stdout
+    assert (
+        "no group is left, so the job ends" in done.stdout and "fft drain --undo" not in done.stdout
+    )
     with open_bus(memory) as bus:
         head = bus.read(HEAD)
     assert head is not None and decode_packed(head).record.leavers == ("0", "1")

@@ -1,4 +1,4 @@
-"""Tests of `fft timeline`, in a browser where one is installed, and of `fft.trace.Run`."""
+"""Tests of `fft report --html`, in a browser where one is installed, and of `fft.trace.Run`."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def test_markup_and_controls_of_an_error_stay_text(tmp_path: Path) -> None:
 
 def test_command_writes_the_page(traces: Path) -> None:
     out = traces / "out.html"
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(out)])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(out)])
     assert result.exit_code == 0 and "</html>" in out.read_text()
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(traces / "no" / "x")])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(traces / "no" / "x")])
     assert result.exit_code == 2
 
 
@@ -221,10 +221,10 @@ def test_page_names_hosts_and_the_other_starts_of_the_job(traces: Path) -> None:
     for path in traces.glob("*.jsonl"):
         (later / path.name).write_bytes(path.read_bytes())
     assert (
-        f"start 1 of 2 of this job; the others: fft timeline {later}"
+        f"start 1 of 2 of this job; the others: fft report {later} --html FILE"
         in (data_of(page(traces))["summary"])
     )
     assert (
-        f"start 2 of 2 of this job; the others: fft timeline {traces}"
+        f"start 2 of 2 of this job; the others: fft report {traces} --html FILE"
         in (data_of(page(later))["summary"])
     )

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -79,18 +80,19 @@ class Samples:
     def read(self, request: Request) -> Any:
         samples: Any = request.samples
         assert samples is not None and request.number is not None
-        if self._items and (epoch := request.number // self._items) != self._epoch:
-            self.origin.set_epoch(epoch)
-            self._epoch = epoch
+        if self._items:
+            epoch = request.number // self._items
+            if epoch != self._epoch or _set_last.get(id(self.origin)) is not self:
+                self.origin.set_epoch(epoch)
+                self._epoch, _set_last[id(self.origin)] = epoch, self
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
 
     def _batch(self, samples: list[int]) -> Any:
         several = getattr(self.origin, "__getitems__", None)
-        if several is not None:  # preferred, as in torch's loader
-            return self._collate(several(samples))
-        return self._collate([self._sample(i) for i in samples])
+        # preferred, as in torch's loader
+        return self._collate(several(samples) if several else [self._sample(i) for i in samples])
 
     def _sample(self, index: int) -> Any:
         try:
@@ -98,6 +100,10 @@ class Samples:
         except Exception as error:
             error.add_note(f"while sample {index} of the dataset was read")
             raise
+
+
+_set_last: WeakValueDictionary[int, Samples] = WeakValueDictionary()
+"""The reader that has set the epoch of a dataset last, by the ``id`` of the dataset."""
 
 
 class Substreams:
@@ -115,8 +121,7 @@ class Substreams:
     def read(self, request: Request) -> Any:
         assert request.number is not None
         stream = self._streams.pop((request.number, request.step), None)
-        while len(self._streams) >= request.streams:
-            self._close(next(iter(self._streams)))
+        self.close(keeps=request.streams - 1)
         if stream is None:
             stream = iter(self.origin(request.number, request.step))
         try:
@@ -129,10 +134,11 @@ class Substreams:
         self._streams[request.number + request.step, request.step] = stream
         return batch
 
-    def _close(self, place: tuple[int, int]) -> None:
-        close = getattr(self._streams.pop(place), "close", None)
-        if close is not None:
-            close()
+    def close(self, keeps: int = 0) -> None:
+        """Close the open streams, except for the newest ones."""
+        while len(self._streams) > keeps:
+            oldest = self._streams.pop(next(iter(self._streams)))
+            getattr(oldest, "close", lambda: None)()
 
 
 _kept: frozenset[int] | None = None

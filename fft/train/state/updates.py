@@ -352,10 +352,16 @@ def _refuse_unfit(each: Any) -> None:
     except ValueError:  # a built-in function has no signature
         return
     except TypeError as error:
+        if isinstance(each, torch.optim.Optimizer):
+            fix = (
+                "register it as extra= and call its step(closure) in the step function, where the "
+                "closure calls backward() and returns txn.mean(loss)"
+            )
+        else:
+            fix = "register it as extra=, and call it between two txns, after `if txn.committed:`"
+        kind = type(each).__name__
         raise FftError(
-            f"{type(each).__name__}.step() needs an argument ({error}), which FFT cannot pass: do "
-            "not register it; call it between two txns, after `if txn.committed:`, and register "
-            "its state as extra="
+            f"{kind}.step() needs an argument ({error}), which FFT cannot pass: {fix}"
         ) from None
 
 
