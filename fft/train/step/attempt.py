@@ -402,17 +402,17 @@ class Attempt:
         if self._job.executor.role == "applying" and not self._commits.by_loop.is_made:
             self._commits.fail(error)
             return
-        txn = self.txn
+        txn, plan = self.txn, self.txn.plan  # the main thread may close the txn meanwhile
         if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
             self.presence.has_reported = True
         first, txn.failure = txn.failure is None, error
-        if txn.plan is None:
+        if plan is None:
             logger.warning(
                 "an error was reported between two txns; it rolls nothing back: %s", text_of(error)
             )
         elif not isinstance(error, (TxnAborted, GroupAborted)):
             kind = type(error).__name__
-            self._job.post(Fault(txn.plan.token, text_of(error), code_of(error), kind))
+            self._job.post(Fault(plan.token, text_of(error), code_of(error), kind))
             if first:  # after the fault is posted: this reads source files
                 self._job.note_error(error)
 
