@@ -301,7 +301,8 @@ def test_killed_group_returns_with_the_state_of_the_others(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "kind", ["thaw", "late_sync", pytest.param("fsdp", marks=pytest.mark.long)]
+    "kind",
+    ["thaw", "late_sync", *(pytest.param(k, marks=pytest.mark.long) for k in ("always", "fsdp"))],
 )
 def test_layer_thawed_between_two_steps_is_trained_by_a_group_that_returns(
     tmp_path: Path, kind: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -177,6 +178,8 @@ class StepState:
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
         """All parameters by name, as of the last `capture`."""
+        self._unheld: dict[str, str] = {}
+        """Digests of the objects in ``extra`` that `unheld` has found."""
         self._edited: set[str] | None = None
         """Names of parameters that step functions have changed; None before the first has ended."""
 
@@ -566,6 +569,17 @@ class StepState:
     def has_extra(self, thing: object) -> bool:
         """Return whether ``thing`` is registered in ``extra``."""
         return any(thing is each for each in self._extra.values())
+
+    def unheld(self) -> str:
+        """Name the objects in ``extra`` to which only this one refers, and that have not changed
+        since the call before: the script has another object in their place."""
+        before, self._unheld = self._unheld, {}
+        for name in self._extra.keys() - _module_states(self._models).keys():
+            if sys.getrefcount(self._extra[name]) == 2:  # the dictionary, and this argument
+                now = plain(self._extra[name].state_dict(), f"extra[{name}]")
+                self._unheld[name] = digest_of(now)
+        stale = sorted(name for name, now in self._unheld.items() if before.get(name) == now)
+        return ", ".join(f"extra[{name!r}]" for name in stale)
 
     def count_entries(self) -> int:
         """Return the number of parameters for which an optimizer keeps state."""

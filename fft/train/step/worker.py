@@ -17,7 +17,6 @@ from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Record
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
-from fft.trace.format import IDLE
 from fft.train.session.error_reports import text_of
 from fft.train.session.rank_context import RankContext
 from fft.train.state.step_state import TornState
@@ -78,7 +77,7 @@ class Worker:
         engine, executor = self._job.engine or self._join(), self._job.executor
         self._commits.finish()
         if (idle_s := self._commits.take_idle_s()) >= _IDLE_S:
-            self._job.note(IDLE, {"seconds": round(idle_s, 3)})
+            self._job.report_idle(idle_s)
         if self._attempt.finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()
