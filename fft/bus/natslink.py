@@ -31,6 +31,7 @@ import nats.errors
 from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
+from fft.bus.addresses import without_password
 from fft.bus.base import BusClosed, BusForgot, BusUnreachable, check_job
 from fft.bus.token import TOKEN_USER, JobToken, password_of
 from fft.errors import BusError
@@ -109,7 +110,7 @@ def parse_url(url: str, token: JobToken | None = None) -> Address:
     place, _, job = rest.partition("/")
     login, at, hosts = place.rpartition("@")
     user, _, password = login.partition(":")
-    shown = url.replace(f"{login}@", f"{user}:***@") if password else url
+    shown = without_password(url)
     if scheme not in SCHEMES or "?" in job or "#" in job:
         raise BusError(f"bus URL {shown!r}: {_FORM}")
     servers = [_server(scheme, one, shown) for one in hosts.split(",")]

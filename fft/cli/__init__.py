@@ -13,8 +13,17 @@ import typer
 from fft.cli import checkpoints, launch, operate, prove, run, specs, traces
 from fft.cli.shared import GroupedHelp
 from fft.launch.exit_status import IN_WORDS
+from fft.util.terminal import own_process
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the command in a process that is FFT's own."""
+        own_process()
+        return typer.main.get_command(self)(*args, **kwargs)
+
+
+app = _App(
     help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

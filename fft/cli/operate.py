@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fft.cli.shared import BusUrl, console, job_client, plain_errors
+from fft.util.terminal import put, write_err
 
 if TYPE_CHECKING:
     from fft.operate.watch import View
@@ -58,7 +59,7 @@ def drain(
         if undo:
             for name in names:
                 bring_back(client, name)
-                sys.stdout.write(f"group {name} is started again, and joins after a commit\n")
+                put(f"group {name} is started again, and joins after a commit\n")
             return
         present = sorted(client.job().groups)
         names = names or present
@@ -66,7 +67,7 @@ def drain(
     goes_on = f"`fft drain --undo {names[0]}` starts it again"
     if set(present) <= set(names):
         goes_on = "no group is left, so the job ends; start it again to resume from its checkpoint"
-    sys.stdout.write(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
+    put(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
 
 
 def evict(
@@ -80,11 +81,11 @@ def evict(
     from fft.operate.drain import evict as ask
 
     def on_accepted(text: str) -> None:
-        sys.stdout.write(text + "\n")
+        put(text + "\n")
 
     with job_client(bus) as client:
         done = ask(client, place, restart=restart, grace=_GRACE_S, on_accepted=on_accepted)
-    sys.stdout.write(done.done + "\n")
+    put(done.done + "\n")
 
 
 def diagnose(
@@ -107,10 +108,10 @@ def diagnose(
         if evict:
             evict_culprits(client, found)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n")
+        put(json.dumps(found.to_json(), indent=2) + "\n")
     else:
         console().print(table(found))
-        sys.stdout.write("\n".join(found.lines()) + "\n")
+        put("\n".join(found.lines()) + "\n")
     raise typer.Exit(1 if found.verdict.culprits else 0)
 
 
@@ -145,10 +146,10 @@ def inject(
             plan = inject.single(job, kind, step, options)
         else:
             plan = inject.drawn(job, kind, random, count, every, step, options)
-            sys.stdout.write(inject.as_yaml(plan))
+            put(inject.as_yaml(plan))
         answers = inject.send(client, job, plan)
     for answer in answers:
-        sys.stderr.write(f"fft: {answer.text}\n")
+        write_err(answer.text)
     raise typer.Exit(0 if all(answer.ok for answer in answers) else 1)
 
 
@@ -187,7 +188,7 @@ def watch(
                 ended=(lambda: None) if job is None else job.reread_how_it_ended,
             )
     if how is not None and not as_json:
-        sys.stdout.write(f"{how}\n")
+        put(f"{how}\n")
 
 
 def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
@@ -202,9 +203,7 @@ def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
     from fft.operate.web import WebView
 
     view = WebView(web, url, JobToken.from_env())
-    sys.stdout.write(f"{view.url}\n")
-    sys.stdout.write("Everyone who has this address can see the job. Ctrl-C ends the page.\n")
-    sys.stdout.flush()
+    put(f"{view.url}\nEveryone who has this address can see the job. Ctrl-C ends the page.\n")
     return view
 
 
@@ -222,7 +221,7 @@ def say(
     from fft.operate import say as saying
 
     if schema:
-        sys.stdout.write(json.dumps(saying.schema(), indent=2) + "\n")
+        put(json.dumps(saying.schema(), indent=2) + "\n")
         return
     with plain_errors():
         text, source = saying.read(message)
@@ -230,4 +229,4 @@ def say(
     with job_client(bus) as client:
         remark = saying.send(client, payload, raw)
     if remark:
-        sys.stderr.write(f"fft: {remark}\n")
+        write_err(remark)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fft.cli.shared import console, plain_errors, trace_folder
+from fft.util.terminal import put, write_err
 
 
 def audit(
@@ -31,7 +31,7 @@ def audit(
     with plain_errors():
         found = audit_job(trace_folder(directory))
         text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    put(text.rstrip("\n") + "\n")
     raise typer.Exit(0 if found.ok else 1)
 
 
@@ -62,21 +62,21 @@ def report(
             from fft.trace.timeline import write_page
 
             write_page(folder, html)
-            sys.stdout.write(f"open {html} in a browser\n")
+            put(f"open {html} in a browser\n")
         if perfetto is not None:
             from fft.trace.perfetto import write_trace
 
             write_trace(folder, perfetto)
-            sys.stdout.write(f"open {perfetto} in https://ui.perfetto.dev\n")
+            put(f"open {perfetto} in https://ui.perfetto.dev\n")
         if otlp is not None:
             from fft.trace.otlp import export
 
             spans, figures = export(folder, otlp)
-            sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
+            put(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
         if html or perfetto or otlp:
             return
         if as_json:
-            sys.stdout.write(json.dumps(of.full_report(folder), indent=2) + "\n")
+            put(json.dumps(of.full_report(folder), indent=2) + "\n")
             return
         course, found = of.course_of(folder), of.incidents(folder)
         has_gaps = bool(damaged := of.damages(folder))
@@ -92,4 +92,4 @@ def report(
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     for line in damaged:
-        sys.stderr.write(f"fft: {line}\n")
+        write_err(line)

@@ -256,7 +256,7 @@ class KubernetesJob:
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": self._metadata("token"),
-            "stringData": {"token": self.token.text()},
+            "stringData": {"token": self.token.text(), **({"bus": self.bus} if self.bus else {})},
         }
 
     def _job(self, role: str, bus_host: str, late_s: int = 0) -> dict[str, Any]:
@@ -290,8 +290,8 @@ class KubernetesJob:
         }
 
     def _pod(self, role: str, bus_host: str, late_s: int) -> dict[str, Any]:
-        secret = {"name": f"{self.name}-token", "key": "token"}
-        url = self.bus or f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"
+        secret = f"{self.name}-token"
+        url = {"value": f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"}
         text = self._bus(late_s) if role == "bus" else self._part(role)
         container: dict[str, Any] = {
             "name": "fft",
@@ -299,8 +299,8 @@ class KubernetesJob:
             "command": ["bash", "-c", text, f"fft-{role}"],
             "args": [] if role == "bus" else self._command(role),
             "env": [
-                {"name": "FFT_BUS", "value": _literal(url)},
-                {"name": "FFT_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+                {"name": "FFT_BUS", **(_from_secret(secret, "bus") if self.bus else url)},
+                {"name": "FFT_TOKEN", **_from_secret(secret, "token")},
             ],
         }
         pod: dict[str, Any] = {
@@ -362,6 +362,10 @@ class KubernetesJob:
 def _on_exit(action: str, code: int) -> dict[str, Any]:
     found = {"containerName": "fft", "operator": "In", "values": [code]}
     return {"action": action, "onExitCodes": found}
+
+
+def _from_secret(name: str, key: str) -> dict[str, Any]:
+    return {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
 
 
 def _literal(text: str) -> str:

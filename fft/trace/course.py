@@ -9,6 +9,7 @@ record that was seen before is ignored.
 from __future__ import annotations
 
 import re
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -197,6 +198,10 @@ class Course:
         self.consumed_slices = record["batches"]
         self.outstanding_slices = held
         return True
+
+    def take_idle(self, seconds: float, at: float) -> None:
+        """Take the time that a script worked between two transactions until ``at``."""
+        insort(self.idle, (at - seconds, at))
 
     # --- results ---
 

@@ -28,6 +28,7 @@ from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures
 from fft.trace.format import (
     FETCHING,
+    IDLE,
     NO_REFORM,
     UNREACHABLE,
     WARNING,
@@ -285,6 +286,10 @@ class TraceTail:
             if (n := _number(newest.get("n"))) > self.view.course.n:
                 at = float(record["wall"]) if isinstance(record.get("wall"), int | float) else 0.0
                 self._records[n] = min(self._records.get(n, (at, newest)), (at, newest), key=_time)
+            data, wall = _mapping(record.get("data")), record.get("wall")
+            if record.get("note") == IDLE and isinstance(wall, int | float):
+                with suppress(LookupError, TypeError):
+                    self.view.course.take_idle(data["seconds"], wall)
         if record.get("note") == LOOP and name not in self._of_stages:
             self.view.course.goal = goal_in(record) or self.view.course.goal
         if record.get("note") == "inject":

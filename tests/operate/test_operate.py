@@ -43,6 +43,7 @@ from fft.messages.progress import (
     CheckpointReport,
     FetchReport,
     HeldReport,
+    IdleReport,
     SpeedReport,
     TraceReport,
     decode_report,
@@ -576,6 +577,21 @@ def test_watch_shows_a_long_fetch_until_its_rank_commits() -> None:
     assert (line["event"], line["got"]) == ("fetching", 3 * 2**29)
     watch.see(SpeedReport("1", 0, 1, 6, 0.1), 2.0)
     assert watch.fetches() == []
+
+
+def test_watch_counts_an_evaluation_beside_a_fault_as_no_loss() -> None:
+    watch, by, groups = JobModel(), Peer("0", 0, 1), _two_groups()
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, by, groups))
+    for step in range(1, 11):
+        watch.see(Record(1 + step, "commit", 1, step, step, "x", 2 * step, 2 * step, by), step / 10)
+    report = IdleReport("1", 0, 1, 25.0)
+    assert decode_report(encode_report(report)) == report
+    watch.see(report, 26.0)
+    watch.see(Record(12, "abort", 1, 11, 10, "x", 20, 20, by, cause="boom"), 26.1)
+    watch.see(Record(13, "epoch", 2, 11, 10, "x", 20, 20, by, groups), 26.15)
+    watch.see(Record(14, "commit", 2, 12, 11, "x", 22, 22, by), 26.2)
+    (fault,) = state_of(watch, "tcp://bus/job", 27.0)["faults"]
+    assert fault["cost"] == "100 ms lost"
 
 
 def test_watch_shows_checkpoint_and_trace_failures() -> None:

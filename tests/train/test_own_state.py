@@ -244,3 +244,49 @@ def test_hooks_added_during_the_job_are_refused_by_place(fixed: bool) -> None:
         return
     with pytest.raises(StateMismatch, match=r"hooks of model0.2.bias .*test_own_state._double"):
         states[1].load(exported)
+
+
+def test_buffer_of_another_initial_shape_is_refused() -> None:
+    """A buffer that a forward has resized fits; one that another configuration made does not."""
+    donor, joiner, other = nn.Module(), nn.Module(), nn.Module()
+    for module, size in ((donor, 1), (joiner, 1), (other, 3)):
+        module.register_buffer("mask", torch.zeros(size))
+    state, its, theirs = (StepState([each], []) for each in (donor, joiner, other))
+    donor.get_buffer("mask").resize_(2).fill_(7.0)
+    sent = copy.deepcopy(state.export())
+    kept = joiner.get_buffer("mask")
+    its.load(sent)
+    assert joiner.get_buffer("mask") is kept and torch.equal(kept, torch.full((2,), 7.0))
+    assert its.export()["flags"] == sent["flags"]
+    with pytest.raises(StateMismatch, match=r"buffers\[model0.mask\]: expected shape .*\[3\]"):
+        theirs.load(sent)
+
+
+def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+    donor, loading = nn.Module(), nn.Module()
+    state, its = StepState([donor], []), StepState([loading], [])
+    loading.register_buffer("cache", torch.ones(2))
+    its.load(copy.deepcopy(state.export()))
+    assert "cache" not in loading._buffers
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ([["0.weight", "0.bias"]], r"param_groups\[0\]: expected 2 parameters .*, got 1 par"),
+        ([["0.weight"], ["0.bias"], ["2.weight"]], r"\[2\]: expected 1 .*got no such group"),
+        ([["0.weight"], ["2.weight"]], r"\[1\]: expected 1 .*2.weight.*, got 1 .*0.bias"),
+    ],
+)
+def test_other_parameter_groups_are_refused_by_number(split: list[list[str]], told: str) -> None:
+    def state_of(split: list[list[str]]) -> StepState:
+        model = network()
+        groups = [{"params": [model.get_parameter(n) for n in names]} for names in split]
+        return StepState([model], [torch.optim.SGD(groups, lr=0.1)])
+
+    sent = copy.deepcopy(state_of([["0.weight"], ["0.bias"]]).export())
+    with pytest.raises(StateMismatch, match=told):
+        state_of(split).load(sent)
+    its = state_of([["0.weight"]])
+    its.load(sent)
+    assert its.export()["optimizers"] == sent["optimizers"]

@@ -15,13 +15,11 @@ import signal
 import stat
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fft.train.data.source import Due
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
+from fft.util.terminal import show_error
 
 _random_lock = threading.Lock()
 """Held while items are read, because all threads of the process share the global generators."""
@@ -82,9 +81,10 @@ class Samples:
         assert samples is not None and request.number is not None
         if self._items:
             epoch = request.number // self._items
-            if epoch != self._epoch or _set_last.get(id(self.origin)) is not self:
+            # outside of a worker the script, or another loader, may have set another one
+            if epoch != self._epoch or get_worker_info() is None:
                 self.origin.set_epoch(epoch)
-                self._epoch, _set_last[id(self.origin)] = epoch, self
+                self._epoch = epoch
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
@@ -102,10 +102,6 @@ class Samples:
             raise
 
 
-_set_last: WeakValueDictionary[int, Samples] = WeakValueDictionary()
-"""The reader that has set the epoch of a dataset last, by the ``id`` of the dataset."""
-
-
 class Substreams:
     """A function that opens streams, which are continued if they fit.
 
@@ -121,9 +117,7 @@ class Substreams:
     def read(self, request: Request) -> Any:
         assert request.number is not None
         stream = self._streams.pop((request.number, request.step), None)
-        while len(self._streams) >= request.streams:
-            oldest = self._streams.pop(next(iter(self._streams)))
-            getattr(oldest, "close", lambda: None)()
+        self.close(keeps=request.streams - 1)
         if stream is None:
             stream = iter(self.origin(request.number, request.step))
         try:
@@ -135,6 +129,12 @@ class Substreams:
             ) from None
         self._streams[request.number + request.step, request.step] = stream
         return batch
+
+    def close(self, keeps: int = 0) -> None:
+        """Close the open streams, except for the newest ones."""
+        while len(self._streams) > keeps:
+            oldest = self._streams.pop(next(iter(self._streams)))
+            getattr(oldest, "close", lambda: None)()
 
 
 _kept: frozenset[int] | None = None
@@ -294,7 +294,7 @@ def _send_pickling_error(queue: Any, error: Exception, sent: Any) -> None:
     """
     number, answer = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
     if not isinstance(answer, Answer):  # a message of torch itself
-        traceback.print_exception(error)
+        show_error(error)
         return
     wrapper: Any = ExceptionWrapper  # has no types in torch
     if answer.kind == "failed":  # the class of the exception exists only in the worker

@@ -48,7 +48,7 @@ class Flags:
             ``fsdp``: settings by FSDP2 module. ``hooks``: names of the hooks of each module and
             parameter whose hooks have changed since the job began here.
         """
-        modules = self._modules()
+        modules = self.modules()
         return {
             "trained": {name: p.requires_grad for name, p in parameters.items()},
             "modes": {name: module.training for name, module in modules.items()},
@@ -58,7 +58,7 @@ class Flags:
 
     def changed_hooks(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """Return the names of the hooks where they differ from those at the first call."""
-        now = dict(_hooks_of({**self._modules(), **parameters}))
+        now = dict(_hooks_of({**self.modules(), **parameters}))
         if self._first_hooks is None:
             self._first_hooks = now
         first = self._first_hooks
@@ -75,7 +75,7 @@ class Flags:
             if (trained := flags["trained"].get(name)) not in (None, parameter.requires_grad):
                 parameter.requires_grad_(trained)
                 changed.append(name)
-        for name, module in self._modules().items():
+        for name, module in self.modules().items():
             module.training = flags["modes"].get(name, module.training)
             load_settings_of(module, flags["fsdp"].get(name))
         if changed:
@@ -107,7 +107,8 @@ class Flags:
                 "object in extra="
             )
 
-    def _modules(self) -> dict[str, nn.Module]:
+    def modules(self) -> dict[str, nn.Module]:
+        """Return all modules by name."""
         named = (m.named_modules(prefix=f"model{i}") for i, m in enumerate(self._models))
         return {name: module for each in named for name, module in each}
 
