@@ -83,7 +83,7 @@ def test_the_group_that_the_fault_takes_is_not_waited_for() -> None:
     assert found.whole_ms is None
 
 
-def test_a_survivor_that_does_not_commit_again_makes_it_never() -> None:
+def test_survivor_that_never_commits_again_makes_the_outcome_never() -> None:
     dead = event("died", FAULT_MS + 500, -1, of=[1, 0], pid_of=101)
     found = outcome(EXCEPTION, [*before(), fault(), dead, *after(70), over(2000)])
     assert found.never and found.next_commit_ms is None and found.whole_ms is None
@@ -254,7 +254,7 @@ def test_the_target_of_a_hang_counts_from_its_threshold(
     assert target == f"≤ {limit}: 0 of 1"
 
 
-def test_a_system_that_is_not_here_has_a_line_that_says_why(tmp_path: Path) -> None:
+def test_missing_system_has_a_row_with_the_reason(tmp_path: Path) -> None:
     results = Results(tmp_path)
     results.add_absence(KILL, SYSTEMS["nvrx"], "it is not installed")
     ((*_, name, count, why),) = [row[:4] for row in page.fault_rows(results)]

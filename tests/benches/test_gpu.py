@@ -128,7 +128,7 @@ def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
     assert runner.exit_code(results.values()) == runner.FAILED, "not one was tried"
 
 
-def test_processes_of_a_part_end_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_part_end_with_the_part(tmp_path: Path) -> None:
     """Its child has its own session and outlives the part; so does the child of a part that
     hangs."""
     start = (
@@ -183,7 +183,7 @@ def test_unused_time_of_a_part_goes_to_the_next(
         ([], 0),
     ],
 )
-def test_the_exit_code_says_what_failed(statuses: list[str], code: int) -> None:
+def test_exit_code_depends_on_the_part_statuses(statuses: list[str], code: int) -> None:
     assert runner.exit_code({"status": status} for status in statuses) == code
 
 
@@ -194,7 +194,7 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_real_part_that_hangs_tells_where(
+def test_hanging_part_reports_its_thread_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run a part through `tests.acceptance.gpu.part` with a replacement for torch that hangs."""
@@ -361,7 +361,7 @@ def test_a_name_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mo
     assert base_env({})["RES_OPTIONS"] == "timeout:1 attempts:1", "of jobs by `fft run`, too"
 
 
-def test_the_page_tells_the_machine_each_part_and_each_finding(tmp_path: Path) -> None:
+def test_gpu_page_lists_machine_parts_and_findings(tmp_path: Path) -> None:
     scripts = {"good1": GOOD, "fails2": "pen.check('a | b', False, 'one\\ntwo\\n<three>')\n"}
     results, _ = run(tmp_path, scripts)
     target = tmp_path / "gpu.md"
@@ -411,7 +411,7 @@ def ended_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return ended.value.code
 
 
-def test_the_page_is_written_from_what_another_machine_has_found(
+def test_gpu_page_is_written_from_results_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run there was ended while it wrote the result of a part."""
@@ -496,7 +496,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
+def test_gpu_run_without_a_gpu_prints_one_line_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = command()
