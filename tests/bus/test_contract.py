@@ -23,7 +23,7 @@ def by_writer(messages: list[bytes], name: str) -> list[int]:
 
 
 @pytest.mark.one_in(3)
-def test_all_listeners_hear_all_writers_in_one_order(connect: Connect) -> None:
+def test_all_listeners_receive_all_writers_in_one_order(connect: Connect) -> None:
     listeners = [Heard(connect()) for _ in range(3)]
     writers = {name: connect() for name in "abcd"}
     start = threading.Barrier(len(writers))
@@ -58,7 +58,7 @@ def test_subscription_starts_now(connect: Connect) -> None:
     assert listener.wait(1) == [b"after"]
 
 
-def test_a_listener_hears_its_topics_and_no_others(connect: Connect) -> None:
+def test_listener_receives_only_its_topics(connect: Connect) -> None:
     buses = [connect(), connect()]
     heard: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
     for number in range(20):
@@ -124,7 +124,7 @@ def test_overrun_in_one_topic_leaves_the_others_working(connect: Connect) -> Non
     assert not protocol.lost
 
 
-def test_keys_of_a_topic_nobody_hears_stay_bounded(connect: Connect) -> None:
+def test_keys_of_a_topic_without_listeners_stay_bounded(connect: Connect) -> None:
     bus = connect()
     before = bus.key_count()
     for number in range(RING_MESSAGES + 100):
@@ -192,7 +192,7 @@ def test_a_listener_that_raises_lives_on(
     assert "cannot read this" in caplog.text
 
 
-def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) -> None:
+def test_inbox_keeps_messages_sent_before_a_listener_subscribes(connect: Connect) -> None:
     sender, receiver = connect(), connect()
     sent = [b"", ANY_BYTES, b"x" * MAX_MESSAGE_BYTES]
     for payload in sent:
@@ -208,7 +208,7 @@ def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) ->
 
 
 @pytest.mark.one_in(3)
-def test_an_inbox_hears_each_of_many_senders_in_order_and_once(connect: Connect) -> None:
+def test_inbox_receives_messages_of_many_senders_in_order_and_once(connect: Connect) -> None:
     names, count = "abcdefgh", 125
     listener = Heard(connect(), inbox="mine")
     broadcasts = Heard(connect())
@@ -240,7 +240,7 @@ def test_an_inbox_waits_for_a_slow_listener_without_a_bound(connect: Connect) ->
     assert slow.wait(count) == [b"%d" % number for number in range(count)]
 
 
-def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
+def test_deleted_inbox_loses_its_messages(connect: Connect) -> None:
     bus = connect()
     bus.send("mine", b"first")
     bus.delete("mine")
@@ -256,7 +256,7 @@ def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
     assert bus.key_count() == before
 
 
-def test_a_closed_inbox_hears_nothing_more(connect: Connect) -> None:
+def test_closed_inbox_receives_no_further_messages(connect: Connect) -> None:
     bus = connect()
     listener = Heard(bus, inbox="mine")
     bus.send("mine", b"1")
@@ -289,7 +289,7 @@ def test_an_inbox_may_be_closed_from_its_callback(connect: Connect) -> None:
     assert not listener.lost
 
 
-def test_closed_subscription_hears_nothing_more(connect: Connect) -> None:
+def test_closed_subscription_receives_no_further_messages(connect: Connect) -> None:
     bus = connect()
     closed, open_still = Heard(bus), Heard(bus)
     bus.broadcast(b"1")
@@ -313,7 +313,7 @@ def test_subscription_may_be_closed_from_its_callback(connect: Connect) -> None:
     assert not listener.lost
 
 
-def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
+def test_listener_that_falls_behind_gets_bus_overrun(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
     slow = Heard(bus, lambda payload: release.wait(60) and None)
@@ -374,7 +374,7 @@ def test_only_the_winner_announces_a_decision(connect: Connect) -> None:
         assert listener.messages == [b"one", b"two", b"end"]
 
 
-def test_compare_set_has_one_winner_and_all_see_it(connect: Connect) -> None:
+def test_compare_set_has_one_winner_seen_by_all_clients(connect: Connect) -> None:
     clients = [connect() for _ in range(6)]
     start = threading.Barrier(len(clients))
 
@@ -614,7 +614,7 @@ def test_close_is_final_and_idempotent(connect: Connect) -> None:
     assert not inbox.lost
 
 
-def test_generation_tells_one_life_of_the_bus(connect: Connect, url: str) -> None:
+def test_generation_identifies_one_lifetime_of_the_bus(connect: Connect, url: str) -> None:
     bus = connect()
     with open_bus(url, generation=bus.generation) as again:
         assert again.generation == bus.generation

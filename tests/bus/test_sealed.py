@@ -155,7 +155,7 @@ def test_a_message_stays_in_its_channel_and_its_job(place: Place) -> None:
     assert inbox.refusals() == group_bus.refusals() == {"forged": 1}
 
 
-def test_nothing_is_heard_twice(place: Place) -> None:
+def test_repeated_frames_are_delivered_once(place: Place) -> None:
     bus = place.open()
     frames = recorded(place, b"1", b"2", b"3")
     assert after(bus, place, *frames, *frames, frames[0]) == [b"1", b"2", b"3"]
@@ -197,7 +197,7 @@ def test_sender_that_returns_with_an_old_epoch_is_accepted_again(place: Place) -
     assert began_later.refusals() == {"stale": 1}
 
 
-def test_reading_the_head_is_enough_to_be_heard_again(place: Place) -> None:
+def test_sender_is_received_again_after_reading_the_head(place: Place) -> None:
     place.reach(4)
     stopped = place.open()
     Heard(stopped)
@@ -224,7 +224,7 @@ def test_sender_without_a_listener_knows_the_epoch(place: Place) -> None:
         assert young.refusals() == {}
 
 
-def test_whom_a_joiner_speaks_to_can_answer(place: Place) -> None:
+def test_recipient_of_a_joiner_can_answer(place: Place) -> None:
     member = place.open()
     ears = Heard(member)
     place.reach(3)
@@ -236,7 +236,7 @@ def test_whom_a_joiner_speaks_to_can_answer(place: Place) -> None:
     assert inbox.wait(1) == [b"here"]
 
 
-def test_nobody_honest_suffers_from_the_bound_on_sessions(place: Place) -> None:
+def test_session_limit_loses_no_message_of_honest_senders(place: Place) -> None:
     bus = place.open(max_sessions=8)
     first = place.open()
     old = recorded(place, b"first", by=first)
@@ -343,7 +343,7 @@ def test_a_bad_token_is_refused_and_not_shown(text: str, said: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_token_file_of_another_user_is_refused_until_it_is_given_back(tmp_path: Path) -> None:
+def test_token_file_of_another_user_is_refused_until_returned(tmp_path: Path) -> None:
     TOKEN.save(path := tmp_path / "t")
     os.chown(path, 12345, -1)
     with pytest.raises(TokenError, match=f"12345, who knows the token.*chown 0 {path}"):

@@ -61,7 +61,7 @@ class Forgetful(MemoryBus):
         return subscription
 
 
-def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_bus_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     with Forgetful(name()) as bus:
         told: list[str] = []
         unheard, lost = (
