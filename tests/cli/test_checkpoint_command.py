@@ -33,7 +33,7 @@ def said(*arguments: object) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
-def test_list_names_all_with_what_is_wrong(place: Path) -> None:
+def test_list_shows_the_problem_of_each_checkpoint(place: Path) -> None:
     code, text = said("list", place, "--json")
     entries = {entry["name"]: entry for entry in json.loads(text)}
     assert code == 0 and len(entries) == 4
@@ -54,7 +54,7 @@ def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
         assert code == 2 and told in text
 
 
-def test_a_step_may_be_named_as_it_is_listed(place: Path, tmp_path: Path) -> None:
+def test_checkpoint_step_is_accepted_by_its_directory_name(place: Path, tmp_path: Path) -> None:
     code, text = said("export", place, "step-7", tmp_path / "x")
     assert code == 2 and "no checkpoint of step 7" in text
     code, text = said("export", place, "seven", tmp_path / "x")
@@ -67,7 +67,7 @@ def test_a_name_is_on_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert attempt in said("list", place)[1]
 
 
-def test_keep_none_removes_only_what_was_never_finished(place: Path) -> None:
+def test_prune_with_keep_0_removes_only_unfinished_checkpoints(place: Path) -> None:
     written(open_store(str(place)), 70, "a1")
     code, text = said("prune", place, "--keep", 0)
     assert code == 0 and "removed step-70.partial-a1" in text
@@ -84,7 +84,7 @@ def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert attempt in "".join(cells) and "…" not in table
 
 
-def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
+def test_verify_reads_all_checkpoints_and_fails_on_a_damaged_one(place: Path) -> None:
     code, text = said("verify", place)
     assert code == 1
     assert "step-2: whole, 8 files" in text and "DAMAGED: step-6/g0r1.json" in text
@@ -95,7 +95,7 @@ def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
     assert code == 2 and "manifest.json is no directory" in text
 
 
-def test_prune_keeps_what_is_whole_and_removes_what_was_never_finished(place: Path) -> None:
+def test_prune_keeps_whole_checkpoints_and_removes_unfinished_ones(place: Path) -> None:
     code, text = said("prune", place, "--keep", 1)
     assert code == 0 and "removed step-2\nremoved step-7.partial-a1\n" in text
     assert "DAMAGED: step-6/g0r1.json: it has 2 bytes" in text
@@ -116,7 +116,7 @@ def test_prune_never_removes_the_newest_that_is_whole(place: Path) -> None:
     assert open_store(str(place)).directories() == ["step-4", "step-6"]
 
 
-def test_prune_removes_what_was_never_finished_where_nothing_is_whole(tmp_path: Path) -> None:
+def test_prune_removes_unfinished_checkpoints_without_a_whole_one(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     left = written(store, 7), partial_name(3, f"{REMOVED}77")
     (tmp_path / left[1]).mkdir()
@@ -124,7 +124,7 @@ def test_prune_removes_what_was_never_finished_where_nothing_is_whole(tmp_path: 
     assert store.directories() == []
 
 
-def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
+def test_prune_keeps_attempts_that_a_job_may_be_writing(place: Path) -> None:
     """A job that resumed from an older checkpoint is at an earlier step than the newest.
 
     This also holds for a writer that does not hold the place.
@@ -140,7 +140,7 @@ def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
     assert f"removed {attempt}\nremoved step-7.partial-a1\n" in text
 
 
-def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Path) -> None:
+def test_prune_keeps_withdrawn_checkpoints_ahead_of_the_job(tmp_path: Path) -> None:
     found = published(open_store(str(tmp_path)), 4, 8)
     directory = written(found.store, 6)
     found.publish(directory, manifest_of(found.store, directory, "a1", 6))
@@ -159,7 +159,7 @@ def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Pat
         (["--checkpoint", "nosuch://x"], "checkpoints cannot be kept at nosuch://x"),
     ],
 )
-def test_run_refuses_before_it_starts_anything(
+def test_run_refuses_bad_checkpoint_options_before_starting_processes(
     options: list[str], says: str, place: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("")

@@ -123,7 +123,7 @@ def test_serve_without_a_lighthouse_announces_none() -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) -> None:
+def test_run_passes_the_lighthouse_address_to_its_groups(tmp_path: Path) -> None:
     """The lighthouse is the command's own, none, or one that existed before."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('TORCHFT_LIGHTHOUSE'))\n")
@@ -343,7 +343,7 @@ def test_a_spec_that_is_not_there_is_one_line() -> None:
     assert failed.stderr.startswith("fft: ") and failed.stderr.count("\n") == 1, failed.stderr
 
 
-def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
+def test_config_shows_each_timeout_and_refuses_invalid_combinations() -> None:
     shown = fft("config", "--set", "timeout=600")
     assert shown.exit_code == 0
     rows = {line.split()[1]: line for line in shown.stdout.splitlines() if line.startswith("│")}
@@ -361,7 +361,7 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     "arguments",
     [["drain", "1"], ["evict", "1"], ["watch"], ["dev", "inject", "kill"], ["dev", "say", SAID]],
 )
-def test_an_operator_without_a_bus_is_told_how_to_get_one(
+def test_operator_command_without_a_bus_names_the_options(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FFT_BUS", raising=False)
@@ -372,7 +372,7 @@ def test_an_operator_without_a_bus_is_told_how_to_get_one(
     assert done.output.count("\n") == 1
 
 
-def test_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
+def test_dev_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     path = tmp_path / "message.json"
