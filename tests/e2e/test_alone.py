@@ -52,7 +52,7 @@ def train(manager: fft.ManagerFFT, fails: bool) -> nn.Module:
     return model
 
 
-def test_it_trains_alone_says_so_and_leaves_nothing(
+def test_single_process_trains_logs_it_and_leaves_no_resources(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = manager_of(trace_dir=tmp_path)
@@ -71,7 +71,7 @@ def test_it_trains_alone_says_so_and_leaves_nothing(
         socket.create_connection(place, 5)
 
 
-def test_a_mistake_in_its_body_comes_out_of_it() -> None:
+def test_error_of_the_body_is_raised_from_a_single_process() -> None:
     manager = manager_of()
     try:
         with pytest.raises(StepRetriesExceeded) as caught:

@@ -149,7 +149,7 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     assert len({str(parameters(member.model)) for member in final}) == 1
 
 
-def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path: Path) -> None:
+def test_ready_group_at_the_bound_waits_and_names_the_slow_group(made: Job, tmp_path: Path) -> None:
     def waits_for_the_slow_one(member: Member) -> bool:
         engine = member.manager._parts.job.engine
         return engine is not None and engine.local.awaits == {"2"} and engine.local.step == 2
@@ -172,7 +172,7 @@ def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path
     _assert_exactly_once(made)
 
 
-def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_path: Path) -> None:
+def test_average_counts_each_contribution_from_its_own_base(made: Job, tmp_path: Path) -> None:
     """The numbers are simple: each group moves its parameters by a fixed amount in every step."""
     by = {"0": 1.0, "1": 10.0, "2": 100.0}
     members = _members(made, tmp_path, outer_lr=1.0, inner=_Moves)
@@ -208,7 +208,7 @@ class _Moves(torch.optim.SGD):
                     parameter.add_(self.by)
 
 
-def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
+def test_failed_synchronization_is_repeated_without_recomputing_steps(
     made: Job, tmp_path: Path
 ) -> None:
     """No inner step is recomputed, and no other group loses a step."""

@@ -24,7 +24,7 @@ faults:
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
+def test_killed_groups_return_and_each_contribution_counts_once(
     tmp_path: Path,
 ) -> None:
     """The kills come in the local phase and in a synchronization; the third group is much

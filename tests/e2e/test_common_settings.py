@@ -55,7 +55,7 @@ def test_a_group_with_other_settings_is_refused_and_the_job_goes_on(
     assert [r["step"] for r in records(tmp_path) if r["kind"] == "commit"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_rule_is_told_by_its_place(tmp_path: Path) -> None:
+def test_different_rule_is_named_by_its_place(tmp_path: Path) -> None:
     raw = HSDP.model_dump(mode="json")
     raw["states"]["NORMAL"]["on"]["fault"][0]["why"] = "other words are no other rule"
     raw["timers"]["quorum"]["default"] = 61.0

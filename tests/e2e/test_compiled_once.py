@@ -90,7 +90,7 @@ def test_survivor_does_not_recompile_and_joiner_finds_the_cache(
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_the_same_command_finds_it_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_compile_cache_beside_the_checkpoints_is_found_on_resuming(tmp_path: Path) -> None:
     plan = "faults:\n  - {name: end, kind: exception, step: 3, group: 0, rank: 0, phase: forward}\n"
     options = ["--checkpoint", str(tmp_path / "kept"), "--every", "2", "--resume"]
     first, _ = job(tmp_path / "first", *options, plan=plan)

@@ -59,7 +59,9 @@ def test_rank_that_fails_every_attempt_is_named_and_excluded(tmp_path: Path) -> 
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_diagnoses_and_evicts_the_culprit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job is stuck in rollbacks, and the supervisor is configured not to react."""
     traces = tmp_path / "run"
     with running(*command(traces, "--diagnose-after", "0"), folder=tmp_path) as run:

@@ -121,7 +121,7 @@ def _begun(folder: Path, done: dict[str, Any]) -> float:
 
 
 @pytest.mark.long
-def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
+def test_next_group_writes_if_the_writer_dies_in_its_local_phase(tmp_path: Path) -> None:
     """The next group does so with the first synchronization without it, as the next due step is far
     away."""
     plan = tmp_path / "plan.yaml"

@@ -112,7 +112,7 @@ def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Pat
 
 
 @pytest.mark.long
-def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path) -> None:
+def test_other_rank_count_is_refused_while_slices_are_returned(root: Path) -> None:
     """Its slices belong to groups of that many ranks: others would take other samples for them."""
     store = open_store(str(root / "checkpoints"))
     found = Checkpoints(store)

@@ -92,7 +92,7 @@ def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
 
 
 @pytest.mark.long
-def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> None:
+def test_job_reports_the_lag_of_its_newest_checkpoint(tmp_path: Path) -> None:
     said = run(tmp_path, 6, 3)
     assert left(tmp_path) == ["step-4", "step-6"]
     place = tmp_path / "checkpoints"
@@ -100,7 +100,7 @@ def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> N
     assert "checkpoints: 2 taken (the newest of step 6), 1 failed, 0 left out\n" in report(tmp_path)
 
 
-def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> None:
+def test_job_killed_by_its_operator_reports_its_newest_checkpoint(tmp_path: Path) -> None:
     """A second signal kills it; the checkpoint of step 4 is in progress, and the drain waits for
     it."""
     with running(*command(tmp_path, 6, 0, 4), folder=tmp_path) as process:
@@ -117,7 +117,7 @@ def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> Non
     assert re.search(line, said), said
 
 
-def test_checkpoints_that_are_due_too_often_are_said_once_with_the_mend(tmp_path: Path) -> None:
+def test_too_frequent_checkpoints_are_logged_once_with_the_fix(tmp_path: Path) -> None:
     said = run(tmp_path, 9, 0, 1, every=1)
     logs = "".join(path.read_text() for path in (tmp_path / "traces").rglob("*g0*.log"))
     assert said.count("take them less often (--every)") == 1

@@ -100,7 +100,7 @@ def test_a_cut_network_is_rolled_back_and_built_anew(survived: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_restarted_lighthouse_is_told_to_all_and_costs_nothing(survived: Path) -> None:
+def test_lighthouse_restart_is_sent_to_all_groups_and_costs_no_step(survived: Path) -> None:
     told = [n for n in notes(survived, "command") if n["data"]["fault"]["name"] == "lighthouse"]
     assert {n["group"] for n in told} == {"0", "1"}
     assert not [r for r in aborts(survived) if 14 <= r["step"] <= 19]

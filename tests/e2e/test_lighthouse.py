@@ -284,7 +284,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
 
 
 @pytest.mark.long
-def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_left_out(
+def test_late_lighthouse_is_awaited_and_killed_groups_are_excluded(
     ruled: LighthouseJob,
 ) -> None:
     ruled.audit()
@@ -308,7 +308,7 @@ def test_group_missing_from_the_quorum_is_excluded(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_on(
+def test_group_cut_off_from_the_lighthouse_ends_and_others_continue(
     tmp_path: Path,
 ) -> None:
     """It is healthy and comes back each time, but each time later, and not for ever."""
@@ -391,7 +391,7 @@ def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_groups_of_several_ranks_cannot_do_without_it_either(tmp_path: Path) -> None:
+def test_groups_of_several_ranks_need_the_lighthouse_too(tmp_path: Path) -> None:
     """This is the control of the test above: the groups do depend on the lighthouse."""
     done = run_job(tmp_path, "--no-lighthouse", "--max-restarts", "0")
     assert done.returncode != 0

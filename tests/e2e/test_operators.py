@@ -91,7 +91,7 @@ def test_faults_are_commanded_in_the_middle_of_training(training: Training) -> N
 
 
 @pytest.mark.parametrize("training", [False], indirect=True)
-def test_a_job_that_was_not_started_for_it_refuses(training: Training) -> None:
+def test_injection_into_a_job_without_fft_inject_is_refused(training: Training) -> None:
     said = training.inject("kill", group="0")
     assert not said.ok
     assert "group 0 rank 0 refused: fault injection is disabled in this process" in said.text

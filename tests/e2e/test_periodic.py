@@ -198,7 +198,7 @@ def test_a_mistake_is_refused_with_its_mend(
         mistake(_registered(made))
 
 
-def test_it_needs_a_periodic_spec(made: Job) -> None:
+def test_local_sgd_requires_a_periodic_spec(made: Job) -> None:
     member = _registered(made, spec="hsdp")
     with pytest.raises(FftError, match="spec='local_sgd'"):
         fft.LocalSGD(member.manager, member.model, member.optimizer, 2)
@@ -213,7 +213,7 @@ def test_groups_that_step_together_have_no_weights(made: Job) -> None:
                 txn.weigh(2.0)
 
 
-def test_it_needs_the_inner_optimizer_registered(made: Job) -> None:
+def test_diloco_requires_a_registered_inner_optimizer(made: Job) -> None:
     member = _member(made)
     with pytest.raises(FftError, match=r"call manager\.register"):
         _diloco(member)
@@ -299,7 +299,7 @@ def test_a_period_that_differs_between_groups_is_named(tmp_path: Path) -> None:
     ), errors
 
 
-def test_a_job_goes_on_from_a_checkpoint_with_the_slices_that_were_not_consumed(
+def test_resumed_job_returns_the_slices_that_were_not_consumed(
     tmp_path: Path,
 ) -> None:
     saved: dict[str, Any] = {}
@@ -489,7 +489,9 @@ def _raising(member: Member, at: Callable[[], bool]) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("inner_step", [EVERY - 1, 0])
-def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_step: int) -> None:
+def test_inner_step_lost_beside_a_reduction_voids_the_reduction(
+    tmp_path: Path, inner_step: int
+) -> None:
     """Otherwise a COMMIT would apply what was reduced before, or nothing."""
     at: dict[str, tuple[int, int]] = {}
     torn: list[int] = []
@@ -608,7 +610,7 @@ def test_restarted_group_has_the_synchronized_state_only(made: Job) -> None:
     assert stands()[0] == there[0]
 
 
-def test_a_bucket_says_what_lies_in_it(made: Job) -> None:
+def test_bucket_layout_names_its_parameters(made: Job) -> None:
     """This makes votes of groups that reduce other parameters of equal size mismatch."""
     member = _registered(made)
     parts, laid = [member.model[0], member.model[1]], []
@@ -725,7 +727,7 @@ def test_the_audit_finds_inner_steps_that_are_left_out_or_odd(made: Job, tmp_pat
         assert text in str(found), how
 
 
-def test_torchfts_loop_is_told_that_it_is_another_paradigms(made: Job) -> None:
+def test_torchft_loop_in_a_diloco_job_is_refused_with_the_right_call(made: Job) -> None:
     member = _registered(made)
     wrapped = OptimizerWrapper(member.manager, member.optimizer)
     with pytest.raises(FftError, match=r"manager\.transactions"):

@@ -122,7 +122,7 @@ ODD: dict[str, tuple[str, Callable[[], Change], str]] = {
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", ODD)
-def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_path: Path) -> None:
+def test_audit_finds_an_entry_that_no_stage_gave(how: str, clean: Ended, tmp_path: Path) -> None:
     """The traces of the last stage are modified and linked anew."""
     traces = shutil.copytree(clean.traces, tmp_path / "traces")
     clean.audited()
@@ -186,7 +186,7 @@ def test_a_frozen_stage_feeds_the_next_one_and_steps_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_it_and_says_so(
+def test_stage_with_more_steps_ends_with_the_one_before_and_logs_it(
     tmp_path: Path,
 ) -> None:
     ended = Ended(tmp_path / "more", steps=4, more_steps=2)
@@ -222,7 +222,7 @@ def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("late", [0.0, 1.0])
-def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
+def test_stage_after_one_left_by_break_takes_the_remaining_entries(
     late: float, tmp_path: Path
 ) -> None:
     """It then ends normally, because its data have ended.
@@ -252,7 +252,7 @@ def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path:
 
 
 @pytest.mark.long
-def test_a_group_that_leaves_the_first_stage_by_break_leaves_the_last_one_too(
+def test_group_that_breaks_from_the_first_stage_leaves_the_last_too(
     tmp_path: Path,
 ) -> None:
     ended = Ended(tmp_path / "group", seconds=0.1, break_0=4, break_by=0)
@@ -276,7 +276,7 @@ PACES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", SKIPS)
-def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: Path) -> None:
+def test_skipped_steps_change_no_bit_under_any_timing(where: str, tmp_path: Path) -> None:
     """A scaler skips steps of one stage or of both: the flow counts the slices that they take."""
     runs = [Ended(tmp_path / "fast", **SKIPS[where])]
     for plan, more in PACES.values():

@@ -124,7 +124,7 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
+def test_no_rank_of_a_killed_group_is_reported_as_running_on(tmp_path: Path) -> None:
     """Either the replacement of one rank took part before the other rank ended, or the report
     states that it did not."""
     traces = job(tmp_path, WHOLE, "--spares", "1")
@@ -139,7 +139,7 @@ def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: Path) -> None:
+def test_excluded_group_comes_back_with_its_surviving_rank(tmp_path: Path) -> None:
     traces = job(tmp_path, LATE)
     report = audit_dir(traces)
     assert report.ok, report.render()

@@ -29,7 +29,7 @@ def run(root: Path, steps: int, *options: str) -> dict[str, list[object]] | str:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_sharded_average_comes_back_as_it_was_after_a_kill_and_on_resuming(
+def test_sharded_average_is_restored_after_a_kill_and_on_resuming(
     tmp_path: Path,
 ) -> None:
     whole = run(tmp_path / "whole", 9)

@@ -110,7 +110,7 @@ def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
+def test_later_stage_goes_on_after_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
     """It got additional steps; the first stage's entries are recomputed, and the end is in a
     checkpoint."""
     place = tmp_path / "checkpoints"
@@ -125,7 +125,7 @@ def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
+def test_later_stage_that_begins_complete_is_in_the_first_checkpoints(
     groups: int, tmp_path: Path
 ) -> None:
     place = tmp_path / "checkpoints"
@@ -229,7 +229,7 @@ def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Pat
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
+def test_job_that_begins_complete_ends_at_once_without_leftovers(
     groups: int, tmp_path: Path
 ) -> None:
     """This also holds for a later stage whose only group waits for data that will not come."""

@@ -33,7 +33,7 @@ def _final(folder: Path) -> list[list[float]]:
     return [found[name].flatten().tolist() for name in sorted(found) if name.startswith("state.")]
 
 
-def test_job_returns_to_the_checkpoint_before_a_flipped_parameter_and_keeps_its_bits(
+def test_job_returns_to_the_checkpoint_before_a_flipped_parameter(
     tmp_path: Path,
 ) -> None:
     _run(tmp_path / "quiet")

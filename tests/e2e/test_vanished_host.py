@@ -150,7 +150,7 @@ def assert_the_same_processes(traces: Path, ranks: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.parametrize("vanishing", [0, 1])
-def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
+def test_job_continues_without_a_vanished_host_until_the_host_returns(
     tmp_path: Path, vanishing: int
 ) -> None:
     """If group 0 vanishes, so does the store at which the process groups of the epoch have met."""
