@@ -73,7 +73,7 @@ def beat(host: str, *pids: int) -> bytes:
     return f'{{"number":5,"host":"{host}","limit":{LIMIT},"processes":[{places}]}}'.encode()
 
 
-def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Queue[bytes]) -> None:
+def test_hosts_that_come_and_go_cause_no_suspicion(bus: ErrorBus, said: queue.Queue[bytes]) -> None:
     here = HostWatch(bus, "a test", LIMIT)
     with closing(here):
         there = HostWatch(bus, "a test", LIMIT)
@@ -103,7 +103,7 @@ def test_silent_host_is_suspected_with_all_its_processes_and_removed(
     assert said.empty(), "it is said once"
 
 
-def test_suspect_outside_the_epoch_is_reported_once_it_enters(
+def test_suspect_outside_the_epoch_is_reported_once_admitted(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
     """It vanished while it waited to be admitted, when no participant would have reacted."""
@@ -126,7 +126,7 @@ def test_removed_host_that_beats_registers_again(bus: ErrorBus) -> None:
         until(lambda: on_roll(bus, watch.sender), "it comes in again")
 
 
-def test_a_beat_that_cannot_be_read_hides_nobody_else(
+def test_unreadable_beat_does_not_hide_another_host(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
     form_epoch(bus, "node7")

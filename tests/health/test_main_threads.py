@@ -44,7 +44,7 @@ def test_a_detector_that_saw_nothing_is_green() -> None:
     assert level(ProgressDetector(CONFIG), 1e9) is Level.GREEN
 
 
-def test_the_reason_says_what_was_measured_against_what() -> None:
+def test_reason_names_the_measurement_and_its_threshold() -> None:
     detector, now = after_steps(812)
     assert level(detector, now + 1.19) is Level.GREEN
     verdict = detector.verdict(now + 1.31)

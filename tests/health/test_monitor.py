@@ -176,7 +176,7 @@ def test_stopped_rank_is_suspected_until_it_continues() -> None:
         assert monitor.verdict(now).level is Level.GREEN and not monitor.concerns_others(now)
 
 
-def test_others_are_told_of_a_hang_that_its_own_rollback_does_not_end() -> None:
+def test_hang_that_outlasts_its_own_rollback_is_reported_to_others() -> None:
     monitor = Monitor(LIMITS)
     told = []
     for tick in range(60):
@@ -335,7 +335,7 @@ def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> Non
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["stop_between_txns", "stop_in_an_atomic_section"])
-def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
+def test_stopped_process_outside_a_txn_is_detected_as_inside(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_S", "600")
@@ -360,7 +360,7 @@ def test_supervisor_is_notified_of_a_rank_that_cannot_report_its_hang(mode: str)
         assert child.verdict(since)["level"] == "yellow"
 
 
-def test_without_a_supervisor_all_hear_it_on_the_bus() -> None:
+def test_hang_without_a_supervisor_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
         heard: queue.Queue[bytes] = queue.Queue()
         bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
@@ -377,7 +377,7 @@ def expect_word(child: Trainer, word: BusMessage) -> None:
     assert word.cause.startswith("no progress for")
 
 
-def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:
+def test_endless_loop_in_bytecode_is_detected() -> None:
     with trainer("spin") as child:
         line = expect(child, "yellow", child.go(), "spin")
         assert line["reason"].startswith("the interpreter runs")
@@ -408,7 +408,7 @@ def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> Non
         assert line["level"] == "yellow"
 
 
-def test_a_death_is_told_on_the_bus() -> None:
+def test_death_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
         heard: queue.Queue[bytes] = queue.Queue()
         bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
@@ -423,7 +423,7 @@ def test_a_death_is_told_on_the_bus() -> None:
 
 
 @pytest.mark.skipif(not supported(), reason="no robust mutexes here")
-def test_without_a_supervisor_a_death_is_told_before_the_process_is_gone() -> None:
+def test_death_without_supervisor_is_broadcast_before_process_is_gone() -> None:
     with serve_tcp() as server, trainer("die_slowly", server.url) as child:
         child.go()
         expect_death(child, "ended without leaving the job")
@@ -437,7 +437,7 @@ def test_leaving_rank_is_not_reported() -> None:
         assert child.ended_with() == 0
 
 
-def test_without_a_supervisor_it_beats_for_its_trainer_until_that_leaves() -> None:
+def test_monitor_without_a_supervisor_beats_until_its_trainer_leaves() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
         with trainer("leave", server.url) as child:
             deadline = time.monotonic() + LIMIT_S
@@ -452,7 +452,7 @@ def test_without_a_supervisor_it_beats_for_its_trainer_until_that_leaves() -> No
         assert bus.read(beat_name(senders[0])) is None
 
 
-def test_lines_come_to_a_callback_until_it_is_closed() -> None:
+def test_monitor_passes_lines_to_a_callback_until_closed() -> None:
     pulse, heard = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
     config = replace(LIMITS, max_s=0.5, grace_s=3600.0)
     monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=heard.put)

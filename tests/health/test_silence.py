@@ -54,7 +54,7 @@ def test_the_bound_follows_the_longest_gap() -> None:
     assert detector.verdict(now + 11.2).reason.endswith("and the 5 s of grace are over")
 
 
-def test_the_bound_has_a_floor_and_a_ceiling_and_says_so() -> None:
+def test_bound_has_a_floor_and_a_ceiling_and_names_them() -> None:
     detector, now = heard([0.01] * 5)
     assert listen(detector, now, now + 0.6) is Level.YELLOW
     assert "the minimum; 3 × the longest of the last 5 gaps is only 0.03 s" in (
@@ -71,7 +71,7 @@ def test_the_bound_has_a_floor_and_a_ceiling_and_says_so() -> None:
     assert "too few beats" in detector.verdict(now + 10.1).reason
 
 
-def test_without_a_grace_it_never_becomes_red() -> None:
+def test_silence_without_a_grace_never_becomes_red() -> None:
     detector, now = heard([0.1] * 5, SilenceConfig(look_s=0.2))
     assert listen(detector, now, now + 100.0) is Level.YELLOW
 

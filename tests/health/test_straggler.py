@@ -57,7 +57,7 @@ def test_slower_of_two_ranks_is_named() -> None:
     assert fed({"a": 9.0}, ranks=["a"]).slow() == {}
 
 
-def test_single_slow_steps_and_a_young_job_say_nothing() -> None:
+def test_single_slow_steps_and_a_young_job_are_not_reported() -> None:
     detector = fed({})
     for _ in range(4):
         detector.observe(BodyTimes({**dict.fromkeys(RANKS, 0.2), "0/0": 20.0}))
@@ -189,7 +189,7 @@ def test_one_of_two_ranks_is_named_with_the_evidence() -> None:
     )
 
 
-def test_a_rank_that_speaks_seldom_is_waited_for_and_one_that_is_gone_is_not() -> None:
+def test_rarely_reporting_rank_is_awaited_and_a_departed_one_is_not() -> None:
     stragglers = Stragglers()
     for _ in range(12):
         for rank, seconds in (("a", 0.1), ("a", 0.1), ("a", 0.1), ("b", 0.1), ("c", 0.5)):
@@ -198,7 +198,7 @@ def test_a_rank_that_speaks_seldom_is_waited_for_and_one_that_is_gone_is_not() -
     assert said(stragglers, {"a": 0.1, "b": 0.1}, 4) == ["c no more"]
 
 
-def test_a_moment_of_slowness_is_not_told() -> None:
+def test_short_slowness_is_not_reported() -> None:
     stragglers = Stragglers(StragglerConfig(window=3, samples=3, sure=3))
     fast, slow = {"a": 0.1, "b": 0.1, "c": 0.1}, {"a": 0.1, "b": 0.1, "c": 0.5}
     for _ in range(5):
