@@ -28,7 +28,7 @@ def test_a_users_own_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("place", "joins"), [(None, False), ("memory://a", False), ("kept", True)])
-def test_without_a_disk_of_its_own_it_is_temporary_and_private(
+def test_compile_cache_without_a_disk_is_temporary_and_private(
     tmp_path: Path, place: str | None, joins: bool
 ) -> None:
     where = tmp_path / place if place == "kept" else place
@@ -40,7 +40,7 @@ def test_without_a_disk_of_its_own_it_is_temporary_and_private(
     assert not found.exists()
 
 
-def test_beside_checkpoints_it_stays(tmp_path: Path) -> None:
+def test_compile_cache_beside_checkpoints_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         with compile_cache(config(tmp_path), False, {}) as found:
             assert found is not None
@@ -87,7 +87,7 @@ def test_a_folder_that_another_user_may_have_filled_is_refused(
 
 
 @pytest.mark.multiprocess
-def test_it_goes_when_fft_run_is_killed(tmp_path: Path) -> None:
+def test_compile_cache_is_removed_when_fft_run_is_killed(tmp_path: Path) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(
         "import os, time, pathlib\n"

@@ -26,7 +26,7 @@ def diagnoser(directory: Path, after: int) -> Diagnoser:
 
 
 @pytest.mark.parametrize(("after", "runs", "begun"), [(4, 3, 0), (4, 4, 1), (6, 6, 1), (0, 6, 0)])
-def test_it_begins_after_so_many_rollbacks_and_once_for_a_step(
+def test_diagnosis_begins_after_n_rollbacks_and_once_per_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, after: int, runs: int, begun: int
 ) -> None:
     made = diagnoser(tmp_path, after)

@@ -38,7 +38,7 @@ from fft.trace.tail import JobView
 StartJob = Callable[..., AbstractContextManager[Job]]
 
 
-def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
+def test_group_has_not_finished_if_one_rank_ended_and_another_died(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=1, ranks=2) as job:
@@ -54,7 +54,7 @@ def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
 
 
 @pytest.mark.parametrize("asked", ["nobody", "a drain", "its last step", "the end of its shard"])
-def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
+def test_group_that_exits_0_mid_job_is_reported_unless_asked(
     run_job: StartJob, stage: Stage, asked: str
 ) -> None:
     """The supervisor reports it unless the group was asked to leave.
@@ -164,7 +164,7 @@ def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
     assert caplog.text.count("no checkpoint of step 8 from rank 0/0: OSError") == 1
 
 
-def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
+def test_rank_that_exits_0_before_its_mate_fails_is_reported(
     run_job: StartJob, stage: Stage
 ) -> None:
     """The mate waits for it in vain, and its error message then is not the cause."""
@@ -255,7 +255,7 @@ def test_group_resuming_after_the_end_does_not_change_the_outcome(
     assert "group 1 came back when the job was over" in verdict.lines
 
 
-def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
+def test_job_has_no_last_epoch_while_a_group_stays(bus: ErrorBus) -> None:
     show(bus, formed(2, "0", "1"), left(2, "0"))
     assert last_epoch(bus) is None
 
@@ -385,7 +385,7 @@ def test_death_is_reported_at_once_with_signal_and_step(
 @pytest.mark.parametrize(
     "how", ["interrupted", "killed", "drained", "one drained", "given up", "failed"]
 )
-def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, how: str) -> None:
+def test_exit_status_encodes_the_end_of_the_job(run_job: StartJob, stage: Stage, how: str) -> None:
     with run_job(groups=2, ranks=1, max_restarts=0) as job:
         actors = two_at_work(job, stage, 5)
         if how in ("interrupted", "killed"):
@@ -416,7 +416,7 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
 
 
 @pytest.mark.parametrize("has_left", [True, False])
-def test_rank_killed_by_the_requested_sigterm_at_its_exit_had_left_in_good_order(
+def test_rank_killed_at_exit_by_requested_sigterm_counts_as_drained(
     run_job: StartJob, stage: Stage, has_left: bool
 ) -> None:
     left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
@@ -520,7 +520,7 @@ def test_processes_that_die_together_are_one_round(run_job: StartJob, stage: Sta
         assert job.verdict().exit_status == ExitStatus.COMPLETE
 
 
-def test_mismatched_collectives_end_the_job_with_the_line_that_tells(
+def test_mismatched_collectives_end_the_job_with_the_error_line(
     run_job: StartJob, stage: Stage
 ) -> None:
     line = "what():  [enforce fail] Is there a distributed collective mismatch in your code?"

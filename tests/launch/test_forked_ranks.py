@@ -68,7 +68,7 @@ def seen(folder: Path, script: Path, new_ranks: bool) -> tuple[dict[str, Any], l
 
 
 @pytest.mark.long  # checks the tests' own tools
-def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
+def test_forked_rank_has_the_environment_of_a_new_process(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text(SHOWS)
     for name in ("new", "forked"):
@@ -83,7 +83,7 @@ def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
         assert words.count("ValueError: no data") == 1
 
 
-def test_it_is_the_supervisors_child_and_dies_with_it(tmp_path: Path) -> None:
+def test_forked_rank_is_the_supervisors_child_and_dies_with_fft_run(tmp_path: Path) -> None:
     script = tmp_path / "stays.py"
     script.write_text("import os, signal; print('ready', os.getpid(), '.'); signal.pause()")
     traces = tmp_path / "traces"
@@ -103,7 +103,7 @@ def test_it_is_the_supervisors_child_and_dies_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "os._exit(4)"])
-def test_its_end_is_told_as_it_was(tmp_path: Path, how: str) -> None:
+def test_exit_of_a_forked_rank_is_reported_like_that_of_a_process(tmp_path: Path, how: str) -> None:
     script = tmp_path / "ends.py"
     script.write_text(f"import os, sys\n{how}\n")
     command = ["run", "--max-restarts", "0", "--no-progress", "--trace-dir", str(tmp_path / "t")]

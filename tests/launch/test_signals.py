@@ -143,7 +143,7 @@ def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
+def test_serve_with_parent_ends_with_the_parent(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-m', 'fft.cli', 'serve', '--no-lighthouse',"
