@@ -181,7 +181,7 @@ def about(kind: str, **what: Any) -> bytes:
     ("what", "place"), [({"rank": -1}, "rank"), ({"pid": -5}, "pid"), ({"pid": 0}, "pid")]
 )
 @pytest.mark.parametrize("kind", ["death", "suspect"])
-def test_nobody_is_at_such_a_place(kind: str, what: dict[str, int], place: str) -> None:
+def test_out_of_range_place_is_refused(kind: str, what: dict[str, int], place: str) -> None:
     with pytest.raises(OperatorError, match=f"here: {kind}.{place}: Input should be greater"):
         say.checked(about(kind, **what), "here")
 
@@ -228,7 +228,9 @@ def test_a_death_of_another_process_at_that_place_is_remarked(
 
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
-def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: bool) -> None:
+def test_command_without_the_job_token_is_not_sent(
+    stack: ExitStack, begun: bool, raw: bool
+) -> None:
     """The job would not obey.
 
     With ``begun`` there is a head record; otherwise only heartbeats have come.
@@ -248,7 +250,7 @@ def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: b
         assert ("no job has begun" in say.send(desk, payload, raw)) is not (begun or raw)
 
 
-def test_the_schema_describes_what_is_accepted() -> None:
+def test_schema_describes_the_accepted_messages() -> None:
     schema = say.schema()
     kinds = {"#/$defs/" + name for name in schema["$defs"]}
     assert {one["$ref"] for one in schema["oneOf"]} <= kinds
@@ -259,7 +261,7 @@ def test_the_schema_describes_what_is_accepted() -> None:
 # --- leaving ---------------------------------------------------------------------------
 
 
-def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str) -> None:
+def test_drained_group_leaves_without_a_rollback(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 2, 1).start()
     job.train(2)
     for member in job.members:
@@ -302,7 +304,7 @@ def test_a_group_that_is_not_there_is_answered_with_those_that_are(
         drain.drain(desk, ["0", "7"], wait=1)
 
 
-def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
+def test_drain_that_cannot_end_names_the_obstacle(stack: ExitStack, memory: str) -> None:
     job = EngineJob(stack, memory, 2, 1).start()
     job.train(2)  # no rank trains afterwards
     with JobClient(memory) as desk, pytest.raises(OperatorError) as caught:
@@ -360,7 +362,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
         bus.delete(answer_inbox(command.id))
 
 
-def test_a_refusal_and_a_silence_are_said(
+def test_refused_and_unanswered_evictions_are_reported(
     stack: ExitStack, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = EngineJob(stack, memory, 2, 1).start()
@@ -509,7 +511,7 @@ def test_a_terminal_shows_groups_speed_commands_and_a_lost_bus(
     assert "trying again: gone for a walk" in file.getvalue()
 
 
-def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
+def test_lost_bus_is_reported_and_retried() -> None:
     server = serve_tcp(job="mine")
     port = int(server.url.rpartition(":")[2].partition("/")[0])
     with watching(server.url) as (watch, lines):
