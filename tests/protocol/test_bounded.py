@@ -96,7 +96,7 @@ def _weighted(record: Record) -> Record:
         ("commit", 2, _moved, "does not go on with the job's groups before it"),
     ],
 )
-def test_a_doctored_record_is_found_and_told(
+def test_doctored_record_is_found_and_reported(
     kind: str, step: int, doctor: Doctor, says: str
 ) -> None:
     (told,) = found(doctored(kind, step, doctor))

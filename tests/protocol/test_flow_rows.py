@@ -64,7 +64,7 @@ def skip(job: Job) -> None:
     job.settle()
 
 
-def test_follower_takes_only_what_was_taken_before() -> None:
+def test_follower_takes_only_slices_that_were_taken_before() -> None:
     job = job_of(FOLLOWS)
     assert states(job) == {"NORMAL.held"}
     hear(job, at("stage0", 2, 3, *BOTH))
@@ -100,7 +100,7 @@ def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
     assert_sound(job)
 
 
-def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
+def test_next_stage_counts_as_one_group_before_its_begin() -> None:
     """It has one group at least.
 
     This lets the first stage bring all its groups to the job's weights.
@@ -115,7 +115,7 @@ def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
     assert_sound(job)
 
 
-def test_the_bound_is_of_txns_of_the_next_stage_and_what_it_allowed_stays_allowed() -> None:
+def test_flow_bound_counts_txns_of_the_next_stage_without_withdrawal() -> None:
     job = job_of(LEADS, at("stage1", 1, 0, "0", "1", "2"))
     for _ in range(3):
         job.step()
@@ -140,7 +140,7 @@ def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
     assert_sound(leads)
 
 
-def test_a_record_that_was_not_heard_is_read() -> None:
+def test_missed_record_is_read_from_the_register() -> None:
     job = job_of(FOLLOWS)
     job.scopes["stage0"] = at("stage0", 2, 2, *BOTH)
     job.fire("flow_interval")

@@ -736,7 +736,7 @@ def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_doctored_history_is_found_and_told(name: str) -> None:
+def test_doctored_history_is_found_and_reported(name: str) -> None:
     case = CASES[name]
     history = life(case.ranks)
     place = case.doctor(history)
@@ -783,14 +783,14 @@ def test_event_without_change_violates_nothing() -> None:
     assert found(history) == []
 
 
-def test_no_speaker_is_known_before_its_first_word() -> None:
+def test_sender_is_unknown_before_its_first_message() -> None:
     history = life()
     word = Join(replace(history.moves[A][-1].after.hellos["1", 0], peer=Peer("5", 0, 1)))
     change(history, A, of(Ready), lambda m: replace(m, event=word))
     assert found(history, "fencing") == []
 
 
-def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
+def test_abort_of_another_txn_is_not_obeyed() -> None:
     """The abort is for a txn that this participant is not in."""
     move = next(filter(brings("abort", ABORTED), life().moves[B]))
     assert move.obeyed == "abort"
@@ -855,7 +855,7 @@ def test_a_claim_waits_for_its_facts(needed: bool) -> None:
     assert told(x, both) == never
 
 
-def test_a_needed_fact_of_somebody_without_a_trace_is_said_to_be_missing() -> None:
+def test_fact_of_a_participant_without_a_trace_is_reported_missing() -> None:
     voted = Given((("yes", FIRST, A), ("yes", FIRST, B)), f"{B} did not vote")
     fact = Know(("yes", FIRST, A))
     assert told(fact, voted, traced={A}).violation == f"there is no trace of {B}, a member"

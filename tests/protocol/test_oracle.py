@@ -406,7 +406,7 @@ TestTheCoreHoldsWhatTheOracleSays = Life.TestCase
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", test_rows.LIVES)
-def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
+def test_core_agrees_with_the_oracle_in_the_corpus_of_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These lives take every row of the table; participants that apply or are ready are checked on

@@ -391,7 +391,7 @@ def test_parts_that_include_each_other_in_a_circle_are_refused(
         load_spec(path)
 
 
-def test_a_file_is_laid_over_what_it_includes(tmp_path: Path) -> None:
+def test_spec_overrides_the_file_it_includes(tmp_path: Path) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     over = """
 instead: {start_txn: start_first_txn}
@@ -501,7 +501,7 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
     assert {bounds.stage for bounds in sets_for(load_spec("pipeline_ahead"))} == {0, 1}
 
 
-def test_scopes_and_what_flows_between_them_are_drawn() -> None:
+def test_scopes_and_their_flows_are_drawn() -> None:
     ahead, guide = load_spec("pipeline_ahead"), ROOT / "docs" / "guides" / "paradigms.md"
     assert scopes_to_mermaid(ahead) in guide.read_text(), (
         "put in: fft dev graph pipeline_ahead --scopes"
