@@ -51,7 +51,7 @@ def scenario(
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) -> None:
+def test_scenario_runs_as_written(path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--rewrite", default=False):
         rewrite_scenario(path)
     check_scenario(path)
@@ -304,7 +304,7 @@ def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Pat
         run_scenario(path)
 
 
-def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
+def test_counterexample_names_its_bus(tmp_path: Path) -> None:
     bounds = Bounds("from the start", faults=0, formed=False)
     search = found(Model(load_spec("hsdp"), bounds, world=World(write_once=False)))
     violation = search.result.violation
@@ -317,7 +317,7 @@ def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
     check_scenario(path)
 
 
-def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
+def test_counterexample_with_twins_distinguishes_them(tmp_path: Path) -> None:
     mutant = next(m for m in MUTANTS if m.name == "no_fencing_by_incarnation")
     made, result = run(mutant)
     assert result.violation is not None

@@ -69,7 +69,7 @@ def failures(batch: Batch) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_traces_under_any_hash_seed(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from fft.prove.simulator.run import live, run_seed\n"
         "for seed in range(4):\n"
@@ -122,7 +122,7 @@ def world(seed: int, weather: Weather = DEFAULT) -> World:
     return World(seed, HSDP, partial(Participant, table_of(HSDP)), weather)
 
 
-def test_listeners_hear_in_one_order_and_the_register_is_a_chain() -> None:
+def test_listeners_receive_one_order_and_the_register_is_a_chain() -> None:
     storm = Weather({**DEFAULT.rates, "lag": 2.0, "partition": 1.0}, {})
     heard_in_all = 0
     for seed in range(15):
@@ -326,7 +326,7 @@ def test_planted_bug_of_live_blocks_breaks_its_seed(name: str, seed: int, broken
     assert [violation.name for violation in violations] == [broken]
 
 
-def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Path) -> None:
+def test_audit_of_a_good_seed_matches_the_simulator_counts(tmp_path: Path) -> None:
     result = run_seed(3, HSDP, CALM, trace_dir=tmp_path)
     report = audit_dir(tmp_path)
     assert result.violations == ()

@@ -87,7 +87,7 @@ def dies(how: str, tell: Tell) -> str:
         ("raises", OSError, r"^no such disk$"),
     ],
 )
-def test_a_process_that_ends_before_its_task_is_an_error_that_names_it(
+def test_process_that_ends_before_its_task_raises_a_named_error(
     how: str, error: type[Exception], says: str
 ) -> None:
     pids: list[int] = []
@@ -134,7 +134,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() -> None:
+def test_order_and_counts_are_the_same_for_any_number_of_processes() -> None:
     words = ["hsdp", *(f"--bounds={name}" for name in ("storm", "twin", "overrun", "deaf"))]
     told = []
     for jobs in ("1", "3"):
