@@ -153,7 +153,7 @@ def test_digests_that_only_some_headers_state_are_a_finding(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_verdict_tells_whether_a_trace_has_a_final_record(tmp_path: Path, ends: bool) -> None:
+def test_verdict_reports_a_trace_without_a_final_record(tmp_path: Path, ends: bool) -> None:
     job = TracedJob(tmp_path, 2)
     job.step()
     if ends:
@@ -225,7 +225,7 @@ def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1
 
 
-def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> None:
+def test_replicas_that_differed_and_were_healed_are_reported(tmp_path: Path) -> None:
     _apart(tmp_path, 3, on_divergence="heal")
     report = audit_dir(tmp_path)
     assert report.ok and not report.diverged
@@ -234,7 +234,7 @@ def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_an_end_without_state_is_told_with_the_mend(tmp_path: Path, committed: bool) -> None:
+def test_end_without_state_is_reported_with_the_fix(tmp_path: Path, committed: bool) -> None:
     job = TracedJob(tmp_path, 1)
     if committed:
         for _ in range(3):
@@ -355,9 +355,7 @@ def test_damage_is_named_with_file_and_line(traces: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["größer", "half a \udcff character", "two\nlines", "\u2028"])
-def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
-    tmp_path: Path, text: str
-) -> None:
+def test_note_with_any_content_is_read_back_and_keeps_the_chain(tmp_path: Path, text: str) -> None:
     job = TracedJob(tmp_path)
     node = next(iter(job.nodes.values()))
     said = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
@@ -525,9 +523,7 @@ def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces
     ["epoch", "txn", "step", "lineage", "state", "members", "from", "to", "roles", "on", "guards",
      "effects", "cause"],
 )  # fmt: skip
-def test_whatever_is_changed_of_a_transition_is_found_with_its_line(
-    traces: Path, name: str
-) -> None:
+def test_any_change_of_a_transition_is_found_with_its_line(traces: Path, name: str) -> None:
     def forge(record: dict[str, object]) -> bool:
         if record.get("to") != "PREPARED":
             return False
@@ -543,9 +539,7 @@ def test_whatever_is_changed_of_a_transition_is_found_with_its_line(
 @pytest.mark.parametrize(
     "name", ["epoch", "txn", "step", "lineage", "state", "members", "kind", "reason"]
 )
-def test_whatever_is_changed_of_a_fenced_event_is_found_with_its_line(
-    tmp_path: Path, name: str
-) -> None:
+def test_any_change_of_a_fenced_event_is_found_with_its_line(tmp_path: Path, name: str) -> None:
     job = TracedJob(tmp_path)
     job.step()
     node = job.live()[0]
@@ -660,7 +654,7 @@ def test_report_counts_no_fault_at_the_end_of_a_torchft_loop(tmp_path: Path, goe
     )
 
 
-def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None:
+def test_report_states_the_input_wait_of_steps(tmp_path: Path) -> None:
     for group, waits in (("0", range(100)), ("1", [250.0, 1.0])):
         trace = TraceWriter(tmp_path, Peer(group, 0, 1))
         for ms in waits:

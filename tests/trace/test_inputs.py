@@ -189,7 +189,7 @@ def test_a_job_that_draws_no_data_by_fft_owes_no_notes(hsdp: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["transactions", "torchft"])
-def test_each_txn_owes_what_its_own_loop_does(first: str, hsdp: Path) -> None:
+def test_each_txn_owes_the_inputs_of_its_own_loop(first: str, hsdp: Path) -> None:
     """There are two loops in a row, in either order; then one that is still running at its last
     note."""
     change = _consumed(trace_files(hsdp)[0])[3]["token"]
@@ -323,13 +323,13 @@ ODD: dict[str, tuple[Callable[[], Change], str, str]] = {
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_an_entry_that_is_not_what_the_stage_before_gave_is_found(how: str, ahead: Path) -> None:
+def test_entry_unlike_the_one_given_by_the_stage_before_is_found(how: str, ahead: Path) -> None:
     change, name, text = ODD[how]
     rewrite(trace_files(last_stage(ahead))[0], change())
     assert text in violated(audit_dir(ahead))[name]
 
 
-def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> None:
+def test_entry_computed_by_no_rank_of_the_group_is_found(tmp_path: Path) -> None:
     """They were lost with a process of the previous stage; others of that stage have computed the
     slice."""
     run_seed(MADE_ANEW, load_spec("pipeline_ahead"), trace_dir=tmp_path)
@@ -368,7 +368,7 @@ def test_the_last_note_of_a_process_that_was_killed_may_be_missing(hsdp: Path) -
     assert "inputs" not in violated(audit_dir(hsdp))
 
 
-def test_runs_have_what_was_put_in_and_nothing_else() -> None:
+def test_runs_contain_exactly_the_added_pairs() -> None:
     dice = random.Random(7)
     runs, put = Runs(), list[tuple[int, int]]()
     version, number = 0, 0

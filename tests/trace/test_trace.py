@@ -83,7 +83,7 @@ def test_a_gap_with_room_for_its_mark_costs_no_other_line(tmp_path: Path) -> Non
     assert numbers(lines) == [0, "lost 1", "lost 3"]  # 2 and 3, which was sacrificed, and 4
 
 
-def test_a_disk_that_stays_full_is_said_at_the_end(tmp_path: Path) -> None:
+def test_disk_that_stays_full_is_reported_at_the_end(tmp_path: Path) -> None:
     lines, errors = written(
         tmp_path,
         """
