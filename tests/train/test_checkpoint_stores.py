@@ -89,7 +89,7 @@ def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: 
     assert ("0", 1) not in Checkpoints(store).receipts(directory, "new")
 
 
-def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> None:
+def test_newest_checkpoints_are_kept_and_older_attempts_removed(store: Store) -> None:
     found = published(store, 2, 4, 6, 8)
     written(store, 3, "killed")
     written(store, 8, "once-more")
@@ -186,7 +186,7 @@ def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     assert about_newest(plan, outcome).startswith(text)
 
 
-def test_one_that_others_remove_before_it_has_its_name_is_none(tmp_path: Path) -> None:
+def test_publishing_a_removed_attempt_raises_file_not_found(tmp_path: Path) -> None:
     class Pruned(LocalStore):
         def rename(self, old: str, new: str) -> None:
             self.remove(old)
@@ -234,7 +234,7 @@ def test_checkpoint_without_parent_fsync_is_listed(
     assert "is whole, though it was not published to the end: fsync" in caplog.text
 
 
-def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
+def test_failed_rename_leaves_the_existing_directory(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     found = published(store, 4)
     with pytest.raises(FileNotFoundError):
@@ -353,7 +353,7 @@ def test_another_interval_is_refused(every: str) -> None:
         Checkpointing("x", every)
 
 
-def test_the_environment_comes_before_the_script_and_tells_the_same(tmp_path: Path) -> None:
+def test_environment_overrides_the_script_with_the_same_settings(tmp_path: Path) -> None:
     plan = Checkpointing(tmp_path, "30s", 5)
     env = plan.to_env(12)
     assert checkpointing_of("elsewhere", env) == Checkpointing(str(tmp_path), "30s", 5, 12)
@@ -381,7 +381,7 @@ def test_a_job_does_not_begin_anew_where_all_its_checkpoints_are_damaged(tmp_pat
         choose(found, resume=True)
 
 
-def test_a_place_is_kept_for_one_job_while_it_runs(tmp_path: Path) -> None:
+def test_checkpoint_directory_is_held_by_one_running_job(tmp_path: Path) -> None:
     one, other = open_store(str(tmp_path)), open_store(str(tmp_path))
     with one.hold():
         with pytest.raises(StoreError, match="another job keeps its checkpoints in"), other.hold():
@@ -483,7 +483,7 @@ def test_killed_writer_leaves_no_complete_looking_checkpoint(
     raise AssertionError("it comes to no end")
 
 
-def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store: Store) -> None:
+def test_writers_of_one_job_keep_the_checkpoints_of_each_other(store: Store) -> None:
     """If groups write at the same time, the later step may be published first."""
     found, old, life, other = Checkpoints(store), "a1", "11-a", "22-a"
     for step, attempt in ((8, old), (6, life)):
@@ -499,7 +499,7 @@ def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store:
     assert [e.step for e in found.found() if e.step is not None] == [4], "another life of the bus"
 
 
-def test_a_name_of_an_attempt_tells_the_life_of_its_bus() -> None:
+def test_attempt_name_contains_the_lifetime_of_its_bus() -> None:
     one, other, elsewhere = (
         attempt_name("g", "1|x"),
         attempt_name("g", "2|y"),

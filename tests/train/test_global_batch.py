@@ -100,7 +100,7 @@ def take(loader: Any, txns: list[StartTxn]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.multiprocess
-def test_loaders_have_several_batches_of_a_txn_while_groups_leave_and_return(
+def test_loaders_take_several_batches_per_txn_as_groups_come_and_go(
     opened: Callable[..., Any], tmp_path: Path, workers: int
 ) -> None:
     both = [plan(n, 0, 2, 3) for n in range(0, 15, 3)]

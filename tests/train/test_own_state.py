@@ -262,7 +262,7 @@ def test_buffer_of_another_initial_shape_is_refused() -> None:
         theirs.load(sent)
 
 
-def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+def test_buffer_of_a_resized_rank_alone_is_removed_on_loading() -> None:
     donor, loading = nn.Module(), nn.Module()
     state, its = StepState([donor], []), StepState([loading], [])
     loading.register_buffer("cache", torch.ones(2))

@@ -88,7 +88,7 @@ def test_an_empty_file_is_a_notice(tmp_path: Path) -> None:
     assert polled(path) == Notice(f"{path} exists")
 
 
-def test_a_file_says_when_and_why(tmp_path: Path) -> None:
+def test_notice_file_gives_deadline_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "gone"
     path.write_text('{"within": 90, "reason": "maintenance"}')
     notice = polled(path)

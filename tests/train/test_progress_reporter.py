@@ -58,7 +58,7 @@ def body(pacer: ProgressReporter, clock: Hand, own: float, waited: float, step: 
     pacer.committed(step, 2)
 
 
-def test_a_word_has_one_form_and_no_other() -> None:
+def test_speed_report_has_exactly_one_encoding() -> None:
     word = SpeedReport("1", 0, 3, 17, 0.25)
     assert decode_report(encode_report(word)) == word
     plain = json.loads(encode_report(word))
@@ -87,7 +87,7 @@ def test_a_word_has_one_form_and_no_other() -> None:
             decode_report(other)
 
 
-def test_a_body_is_timed_without_what_it_waited() -> None:
+def test_body_time_excludes_its_waits() -> None:
     clock = Hand()
     with bus() as mine:
         pacer = ProgressReporter(mine, ME, 0.0, clock)
@@ -101,7 +101,7 @@ def test_a_body_is_timed_without_what_it_waited() -> None:
         pacer.close()
 
 
-def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
+def test_reports_are_sent_by_a_thread_until_it_is_closed() -> None:
     heard: queue.Queue[bytes] = queue.Queue()
     clock = Hand()
     with bus() as mine:
@@ -170,7 +170,7 @@ def test_pending_reports_are_sent_before_closing() -> None:
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.05])
-def test_the_thread_waits_until_there_is_something_to_say(interval: float) -> None:
+def test_reporter_thread_waits_until_there_is_a_report(interval: float) -> None:
     looks, heard = list[float](), queue.Queue[bytes]()
 
     class Counted(ProgressReporter):
@@ -200,7 +200,7 @@ def test_after_the_end_no_thread_is_started() -> None:
         assert reporter._thread is None
 
 
-def test_the_longest_cause_fits_into_a_word() -> None:
+def test_longest_cause_fits_into_a_report() -> None:
     for text in ("x", "\u00e4", "\U0001f600", "\x00", "\udcff"):
         note = {"step": 4, "error": text * 5000}
         word = report_of(Peer("g" * 64, 10**6, 10**6), "checkpoint_failed", note)

@@ -21,7 +21,7 @@ def _as_it_is(future: Any, default: Any, timeout: Any) -> Any:
     return future
 
 
-def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> None:
+def test_future_is_completed_by_a_rollback_before_or_after_its_wrap() -> None:
     """The engine cancels on its own thread while the main thread may be reducing."""
     reductions = TxnReductions(cast("Manager", None), Watchers(), None, Recomputation(0))
     never: torch.futures.Future[int] = torch.futures.Future()

@@ -165,7 +165,7 @@ def _abort_when_told(group: AbortableGroup, store: TCPStore, key: str) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_cut_between_the_head_and_the_body_of_a_message_holds_nobody_up() -> None:
+def test_cut_between_head_and_body_of_a_message_delays_no_rank() -> None:
     """gloo neither reads from such a connection nor closes it: this once cost a rollback 60 s."""
     longest = run(3, _cutting, 5)
     print(f"\ncut to quiet, longest of {CUTS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}")

@@ -167,7 +167,7 @@ def test_error_while_items_are_skipped_leaves_the_shard_usable(
     assert job.txn("01", [sources[0], back]) == [5, 105]
 
 
-def test_unreadable_item_of_a_shard_is_named_when_it_is_due(
+def test_unreadable_item_of_a_shard_is_named_when_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
@@ -179,7 +179,7 @@ def test_unreadable_item_of_a_shard_is_named_when_it_is_due(
     assert caught.value.fft_item == "item 3 of shard 1"  # type: ignore[attr-defined]
 
 
-def test_a_rank_that_fetches_the_state_keeps_the_items_that_it_has_drawn() -> None:
+def test_rank_that_fetches_the_state_keeps_its_drawn_items() -> None:
     job = Job()
     sources = [job.source(0), job.source(1)]
     job.txn("01", sources)

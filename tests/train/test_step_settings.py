@@ -72,7 +72,9 @@ def test_the_table_of_fsdp_setters_is_complete(mesh: DeviceMesh) -> None:
 
 @pytest.mark.filterwarnings("ignore:Use `set_gradient_divide_factor`:DeprecationWarning")
 @pytest.mark.parametrize("is_root", [True, False])
-def test_rollback_restores_what_each_fsdp_setter_changed(mesh: DeviceMesh, is_root: bool) -> None:
+def test_rollback_restores_the_settings_of_each_fsdp_setter(
+    mesh: DeviceMesh, is_root: bool
+) -> None:
     model = sharded(mesh)
     state = StepState([model], [])
     model(torch.ones(2, 4))  # lays out what FSDP2 makes lazily

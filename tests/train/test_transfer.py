@@ -141,7 +141,7 @@ class Evil:
         return setattr, (Evil, "ran", True)
 
 
-def test_nothing_of_it_is_run_even_from_a_peer_with_the_token(make: Make) -> None:
+def test_code_in_a_state_is_not_run_even_from_a_peer_with_the_token(make: Make) -> None:
     sender, receiver = make(), make()
     sender.send_checkpoint([1], 1, {"a": Evil()}, LIMIT)
     refused(receiver, sender, 1, "cannot be loaded without running code")
