@@ -122,8 +122,8 @@ def test_trainers_of_one_rank_a_group_refuse_a_layout_of_more(
     assert chaos_arguments(["random", "--trainer", "gpt"]).layout == ["3x1", "2x2"]
     with pytest.raises(SystemExit):
         chaos_arguments(["random", "--trainer", "local_sgd", "--layout", "2x2"])
-    said = capsys.readouterr().err
-    assert "--trainer local_sgd does not train in 2x2: give --layout 3x1" in said
+    output = capsys.readouterr().err
+    assert "--trainer local_sgd does not train in 2x2: give --layout 3x1" in output
 
 
 def test_some_faults_become_drains_of_the_same_group() -> None:

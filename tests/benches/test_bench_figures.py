@@ -270,11 +270,11 @@ def test_ratios_need_both(tmp_path: Path) -> None:
 
 def handled(on: str, at_ms: float, txn: int, took_ms: float = 0.2, **more: Any) -> dict[str, Any]:
     """Return a trace line of an event of that txn with the time for which the engine handled it."""
-    told: dict[str, Any] = {"type": on, "token": [1, txn], **more}
+    move_event: dict[str, Any] = {"type": on, "token": [1, txn], **more}
     if on == "decision":
-        told["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
+        move_event["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
     times = {"at": at_ms / 1e3, "mono": (at_ms + took_ms) / 1e3}
-    return {"kind": "transition", "on": on, "event": told, **times}
+    return {"kind": "transition", "on": on, "event": move_event, **times}
 
 
 def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:

@@ -35,11 +35,11 @@ def test_all_listeners_receive_all_writers_in_one_order(connect: Connect) -> Non
 
     with ThreadPoolExecutor(len(writers)) as pool:
         list(pool.map(write, writers))
-    heard = [listener.wait(800) for listener in listeners]
-    assert heard[0] == heard[1] == heard[2]
-    assert len(heard[0]) == 800
+    received = [listener.wait(800) for listener in listeners]
+    assert received[0] == received[1] == received[2]
+    assert len(received[0]) == 800
     for name in writers:
-        assert by_writer(heard[0], name) == list(range(200))
+        assert by_writer(received[0], name) == list(range(200))
 
 
 def test_one_client_may_be_used_by_many_threads(connect: Connect) -> None:
@@ -60,16 +60,16 @@ def test_subscription_starts_now(connect: Connect) -> None:
 
 def test_listener_receives_only_its_topics(connect: Connect) -> None:
     buses = [connect(), connect()]
-    heard: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
+    received: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
     for number in range(20):
         for topic in TOPICS:
             buses[number % 2].broadcast(f"{topic}:{number}".encode(), topic)
-    for topic, listeners in heard.items():
+    for topic, listeners in received.items():
         expected = [f"{topic}:{number}".encode() for number in range(20)]
         assert [listener.wait(20) for listener in listeners] == [expected, expected]
     buses[0].broadcast(b"for the core")
-    heard["protocol"][1].wait(21)
-    for topic, listeners in heard.items():
+    received["protocol"][1].wait(21)
+    for topic, listeners in received.items():
         assert listeners[1].messages[20:] == ([b"for the core"] if topic == "protocol" else [])
 
 
@@ -86,10 +86,10 @@ def test_every_topic_has_one_order(connect: Connect, topic: Topic) -> None:
 
     with ThreadPoolExecutor(len(writers)) as pool:
         list(pool.map(write, writers))
-    heard = [listener.wait(150) for listener in listeners]
-    assert heard[0] == heard[1]
+    received = [listener.wait(150) for listener in listeners]
+    assert received[0] == received[1]
     for name in writers:
-        assert by_writer(heard[0], name) == list(range(50))
+        assert by_writer(received[0], name) == list(range(50))
 
 
 def test_a_topic_is_closed_alone(connect: Connect) -> None:
@@ -329,8 +329,8 @@ def test_listener_that_falls_behind_gets_bus_overrun(connect: Connect) -> None:
         release.set()
     error = slow.wait_lost()
     assert isinstance(error, BusOverrun)
-    heard = [int(m) for m in slow.messages]
-    assert heard == list(range(len(heard))), "before the loss nothing was left out"
+    received = [int(m) for m in slow.messages]
+    assert received == list(range(len(received))), "before the loss nothing was left out"
     bus.broadcast(b"later")
     quick.wait(count + 1)
     assert slow.lost == [error]
@@ -362,14 +362,14 @@ def test_a_register_that_is_gone_is_no_win(connect: Connect, desired: bytes) -> 
 
 def test_only_the_winner_announces_a_decision(connect: Connect) -> None:
     a, b = connect(), connect()
-    heard = [Heard(a), Heard(b)]
+    received = [Heard(a), Heard(b)]
     assert a.decide("k", None, b"1", b"one") == b"1"
     assert b.decide("k", None, b"2", b"lost") == b"1"
     assert b.decide("k", b"1", b"2", b"two") == b"2"
     with pytest.raises(BusForgot, match="'gone'"):
         a.decide("gone", b"1", b"2", b"forgotten")
     b.broadcast(b"end")
-    for listener in heard:
+    for listener in received:
         listener.wait(3)
         assert listener.messages == [b"one", b"two", b"end"]
 

@@ -101,13 +101,13 @@ def test_an_old_client_cannot_write_to_the_next_life(server: NatsServers) -> Non
     with open_bus(server.url, timeout=20.0) as bus:
         restart(server, empty=True)
         with open_bus(server.url) as fresh:
-            heard = Heard(fresh)
+            received = Heard(fresh)
             with pytest.raises(BusForgot):
                 bus.broadcast(b"old")
             with pytest.raises(BusForgot):
                 bus.compare_set("k", None, b"old")
             fresh.broadcast(b"new")
-            assert heard.wait(1) == [b"new"]
+            assert received.wait(1) == [b"new"]
             assert fresh.read("k") is None
 
 
@@ -430,10 +430,10 @@ def route_answer(server: NatsServers, number: int, password: str) -> str:
     with socket.create_connection(("127.0.0.1", server._routes[number]), 10.0) as link:
         asked = {"user": "route", "pass": password, "name": "x", "server_id": "x", "cluster": "fft"}
         link.sendall(f"CONNECT {json.dumps(asked)}\r\nPING\r\n".encode())
-        heard = b""
-        while b"PONG" not in heard and (more := link.recv(65536)):
-            heard += more
-        return heard.decode()
+        received = b""
+        while b"PONG" not in received and (more := link.recv(65536)):
+            received += more
+        return received.decode()
 
 
 def test_without_nats_py_the_extra_is_named() -> None:

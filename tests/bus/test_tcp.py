@@ -67,10 +67,10 @@ def test_processes_receive_one_order(tcp_url: str, child: Start) -> None:
         assert [w.line() for w in writers] == ["ready"] * 3
         for writer in writers:
             writer.go()
-        heard = [listener.wait(750) for listener in listeners]
-        assert heard[0] == heard[1]
+        received = [listener.wait(750) for listener in listeners]
+        assert received[0] == received[1]
         for name in b"a", b"b", b"c":
-            mine = [m for m in heard[0] if m.startswith(name)]
+            mine = [m for m in received[0] if m.startswith(name)]
             assert mine == [name + b":%d" % n for n in range(250)]
         assert [w.wait() for w in writers] == [0, 0, 0]
 
@@ -121,12 +121,12 @@ def test_writer_stalled_for_a_whole_ring_gets_bus_overrun(tcp_url: str) -> None:
         for number in range(RING_MESSAGES + 10):
             assert credit.acquire(timeout=20)
             bus.broadcast(b"%d" % number)
-        heard = listener.wait(RING_MESSAGES + 10)
+        received = listener.wait(RING_MESSAGES + 10)
         slow.release.set()
         writing.join(10)
         assert isinstance(errors[0], BusOverrun)
         bus.broadcast(b"last")
-        assert listener.wait(len(heard) + 1)[-1] == b"last"
+        assert listener.wait(len(received) + 1)[-1] == b"last"
         assert b"slow" not in listener.messages
         assert not slow._filled(slow._rings["protocol"].slot_name(slow.numbers[0]))
 

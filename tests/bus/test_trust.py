@@ -403,10 +403,10 @@ def test_decoder_accepts_or_names_the_defect(case: tuple[Callable[[bytes], Any],
 
 
 def test_the_longest_message_and_one_byte_more() -> None:
-    for padding, said in ((MAX_MESSAGE_BYTES, "JSON"), (MAX_MESSAGE_BYTES + 1, "limit")):
-        with pytest.raises(UnreadableMessage, match=said):
+    for padding, expected in ((MAX_MESSAGE_BYTES, "JSON"), (MAX_MESSAGE_BYTES + 1, "limit")):
+        with pytest.raises(UnreadableMessage, match=expected):
             decode_wire(b"x" * padding)
-        with pytest.raises(UnreadableMessage, match=said):
+        with pytest.raises(UnreadableMessage, match=expected):
             decode_command(b"x" * padding)
 
 

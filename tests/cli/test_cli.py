@@ -269,7 +269,7 @@ def test_a_killed_supervisor_leaves_no_child(children: Children, tmp_path: Path)
     faults = plan(tmp_path)
     with started(*run_arguments(children, tmp_path, faults), STAGE=children.path) as process:
         pids = [children.enter() for _ in range(4)]
-        assert {told for _, told in pids} == {faults}
+        assert {reported for _, reported in pids} == {faults}
         process.kill()
         assert children.all_gone()
 
@@ -326,9 +326,9 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 
 
 def test_the_main_threads_machine_is_checked_and_drawn_like_an_engines() -> None:
-    told = fft("dev", "spec", "main_thread")
-    assert told.exit_code == 0, told.stderr
-    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in told.stdout
+    reported = fft("dev", "spec", "main_thread")
+    assert reported.exit_code == 0, reported.stderr
+    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in reported.stdout
     drawn = fft("dev", "graph", "main_thread")
     assert drawn.stdout.startswith("stateDiagram-v2\n    [*] --> IDLE_ready\n")
     assert "WAITING --> APPLYING: apply" in drawn.stdout
@@ -374,23 +374,23 @@ def test_operator_command_without_a_bus_names_the_options(
 
 def test_dev_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     path = tmp_path / "message.json"
     path.write_text(SAID)
     with open_bus(url) as bus:
-        bus.subscribe(heard.put, lambda error: None)
+        bus.subscribe(received.put, lambda error: None)
         run = CliRunner()
         for source, given in ((SAID, None), (str(path), None), ("-", SAID)):
             done = run.invoke(app, ["dev", "say", source, "--bus", url], input=given)
             assert done.exit_code == 0, done.output
-            assert json.loads(heard.get(timeout=WAIT_S))["groups"] == ["1"]
+            assert json.loads(received.get(timeout=WAIT_S))["groups"] == ["1"]
         assert run.invoke(app, ["dev", "say", "{no", "--raw", "--bus", url]).exit_code == 0
-        assert heard.get(timeout=WAIT_S) == b"{no"
+        assert received.get(timeout=WAIT_S) == b"{no"
         refused = run.invoke(app, ["dev", "say", "{no", "--bus", url])
         assert refused.exit_code == 2 and refused.output.startswith("fft: message: not JSON")
         missing = run.invoke(app, ["dev", "say", "nowhere.json", "--bus", url])
         assert "neither JSON nor a file" in missing.output
-        assert heard.empty()
+        assert received.empty()
     schema = json.loads(run.invoke(app, ["dev", "say", "--schema"]).output)
     assert {"Death", "Drain", "Evict", "Inject"} <= set(schema["$defs"])
 

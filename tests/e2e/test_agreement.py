@@ -598,10 +598,10 @@ def test_a_foreign_optimizer_of_other_parameters_is_named_once(
 
     with job(tmp_path, 1) as made:
         made.run(work)
-    said = [
+    output = [
         r.getMessage() for r in caplog.records if "of an unregistered optimizer" in r.getMessage()
     ]
-    assert len(said) == 1 and said[0].startswith("SGD.step()")
+    assert len(output) == 1 and output[0].startswith("SGD.step()")
 
 
 def test_suspended_loop_of_a_closed_manager_checks_no_optimizer(

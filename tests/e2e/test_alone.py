@@ -64,8 +64,8 @@ def test_single_process_trains_logs_it_and_leaves_no_resources(
         socket.create_connection(place, 5).close()
     finally:
         manager.shutdown()
-    (said,) = [r.getMessage() for r in caplog.records if "a job of one process" in r.getMessage()]
-    assert "min_replica_size is 1, not 2" in said and "fft run" in said
+    (output,) = [r.getMessage() for r in caplog.records if "a job of one process" in r.getMessage()]
+    assert "min_replica_size is 1, not 2" in output and "fft run" in output
     assert audit_dir(tmp_path).ok
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(place, 5)

@@ -139,7 +139,7 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     _run(members, 7, body)
     steps = _synchronisations(made)
     assert [set(steps[n]) for n in (1, 2, 3, 4)] == [{"0", "1", "2"}, *3 * [{"0", "1"}]]
-    assert max(late for told in steps.values() for late in told.values()) == 4, (
+    assert max(late for counts in steps.values() for late in counts.values()) == 4, (
         "it came, and counts"
     )
     assert made.audit().findings
@@ -189,8 +189,8 @@ def test_average_counts_each_contribution_from_its_own_base(made: Job, tmp_path:
 
     _run(members, 6, body)
     expected = start
-    for told in _synchronisations(made).values():
-        expected += sum(EVERY * by[group] for group in told) / len(told)
+    for groups in _synchronisations(made).values():
+        expected += sum(EVERY * by[group] for group in groups) / len(groups)
     final = max(members, key=lambda member: member.manager.current_step())
     assert parameters(final.model)[0][0] == pytest.approx(expected, rel=1e-5)
     made.audit()
@@ -276,7 +276,7 @@ def test_operator_sees_groups_in_their_local_phase(made: Job, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "expected"),
     [
         (lambda m, o: fft.LocalSGD(m.manager, m.model, m.optimizer, 2), "use fft.DiLoCo"),
         (
@@ -290,9 +290,9 @@ def test_operator_sees_groups_in_their_local_phase(made: Job, tmp_path: Path) ->
     ],
 )
 def test_group_that_cannot_step_locally_is_refused(
-    made: Job, tmp_path: Path, make: Callable[[Any, Any], Any], says: str
+    made: Job, tmp_path: Path, make: Callable[[Any, Any], Any], expected: str
 ) -> None:
     member = _member(made, "0", "async", synchronised=False)
     outer = torch.optim.SGD(member.model.parameters(), lr=0.7)
-    with pytest.raises(FftError, match=says):
+    with pytest.raises(FftError, match=expected):
         make(member, outer)

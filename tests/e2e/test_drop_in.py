@@ -54,8 +54,8 @@ def _ends(traces: Path) -> dict[str, tuple[str, int]]:
     end."""
     found = {}
     for log in (traces / "logs").iterdir():
-        if said := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
-            found[log.stem] = (said[1], int(said[2]))
+        if output := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
+            found[log.stem] = (output[1], int(output[2]))
     return found
 
 

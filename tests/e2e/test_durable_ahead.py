@@ -109,8 +109,8 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
     }  # fmt: skip
     for mark in (tmp_path / "out").glob("final-*"):
         mark.unlink()
-    said = run(tmp_path, STEPS, cut=8, pause=[0.1, 0.1])
-    assert "the job starts again from the checkpoint of step 8" in said
+    output = run(tmp_path, STEPS, cut=8, pause=[0.1, 0.1])
+    assert "the job starts again from the checkpoint of step 8" in output
     judge(tmp_path, undisturbed, starts=3)
     found = manifests(tmp_path)
     assert sorted(found) == [4, 7, 8, 12, 16]
@@ -233,8 +233,8 @@ def test_killed_last_stage_resumes_after_the_first_stage_has_ended(
     plan = tmp_path / "plan.yaml"
     kill = "  - {{name: kill{0}, kind: kill, step: 7, group: {0}, rank: 1, phase: forward}}\n"
     plan.write_text("faults:\n" + "".join(kill.format(group) for group in range(2)))
-    said = run(tmp_path, 8, faults=plan, pause=[0.0, 0.3])
-    assert "the job starts again from the checkpoint of step 4" in said
+    output = run(tmp_path, 8, faults=plan, pause=[0.0, 0.3])
+    assert "the job starts again from the checkpoint of step 4" in output
     found = manifests(tmp_path)
     assert {step: cursors(m) for step, m in found.items()} == {4: [8, 8], 8: [16, 16]}
     assert_data(tmp_path)

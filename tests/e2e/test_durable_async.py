@@ -139,17 +139,17 @@ def test_next_group_writes_if_the_writer_dies_in_its_local_phase(tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("plant", "says"),
+    ("plant", "expected"),
     [("dropped", "where no earlier start has committed"), ("late", "begins with digest")],
 )
 def test_a_checkpoint_that_is_none_of_the_commit_does_not_pass(
-    plant: str, says: str, tmp_path: Path
+    plant: str, expected: str, tmp_path: Path
 ) -> None:
     done = fft(*arguments(tmp_path, STEPS, plant), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(folders(tmp_path)) == 2
     report = audit_job(tmp_path / "traces")
-    assert not report.ok and says in report.render(), report.render()
+    assert not report.ok and expected in report.render(), report.render()
 
 
 @pytest.mark.long

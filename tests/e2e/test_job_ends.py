@@ -83,9 +83,9 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
         wait_until(lambda: "group 1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
         job.signal(signal.SIGINT)
         assert job.wait(LIMIT_S) == 75  # drained before its end
-    said = job.stderr_text
-    assert said.count("\nAttributeError: 'Tensor' object has no attribute") == 1
-    assert "group 1 was given up" in said
+    output = job.stderr_text
+    assert output.count("\nAttributeError: 'Tensor' object has no attribute") == 1
+    assert "group 1 was given up" in output
     assert starts(traces, 0) == 1 and starts(traces, 1) == 2
     assert audit_dir(traces).ok
 

@@ -77,7 +77,7 @@ class Process:
 
     def at(self, step: int) -> None:
         """Wait until it has committed ``step`` steps."""
-        self.until(lambda said: said.get("step", 0) >= step)
+        self.until(lambda output: output.get("step", 0) >= step)
 
     def end(self) -> int:
         """Wait for its end, and return its exit code."""
@@ -237,8 +237,8 @@ def test_a_lighthouse_that_is_down_at_the_start_costs_a_warning(tmp_path: Path) 
         made.start()
         for process in made.groups.values():
             process.at(3)
-            said = process.log.read_text()
-            assert said.count("gets no heartbeats until it can be reached") == 1, said
+            output = process.log.read_text()
+            assert output.count("gets no heartbeats until it can be reached") == 1, output
         made.lighthouse.start()
         beats = re.compile(r"\b[01]:[0-9a-f-]{36}: seen")
         wait_until(lambda: len(set(beats.findall(made.lighthouse.status()))) == 2, "heartbeats")
@@ -263,7 +263,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
     with job(root, 3, membership="lighthouse", **patient) as made:
         made.start()
         for process in made.groups.values():
-            process.until(lambda said: "begun" in said)
+            process.until(lambda output: "begun" in output)
         assert not records(made.traces)[1:], "nothing is committed without a quorum"
         made.lighthouse.start()
         last = made.groups["0"]
@@ -321,8 +321,8 @@ def test_group_cut_off_from_the_lighthouse_ends_and_others_continue(
             made.groups["2"].at(3)
             way.close()
             assert made.groups["2"].end() == 1
-            said = made.groups["2"].log.read_text()
-            assert "NoLighthouseQuorum: torchft's lighthouse did not answer in 2 attempts" in said
+            output = made.groups["2"].log.read_text()
+            assert "NoLighthouseQuorum: torchft's lighthouse did not answer in 2 attempts" in output
         finally:
             way.close()
         made.groups["0"].at(records(made.traces)[-1]["step"] + 10)

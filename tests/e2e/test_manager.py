@@ -267,7 +267,7 @@ def test_errors_that_differ_are_tried_again_more_often(two: Job) -> None:
 def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
     """A second process takes the identity; the owner gets the error on every call."""
     reached = threading.Event()
-    told: list[str] = []
+    reported: list[str] = []
 
     def stubborn(member: Member) -> None:
         member.train(None, body=lambda m, txn: reached.set())
@@ -279,14 +279,14 @@ def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
             for _ in range(2):
                 with pytest.raises(Fenced):
                     member.manager.start_quorum()
-                told.append(member.group)
+                reported.append(member.group)
 
     old = two.member("0").start(asks_again)
     peer = two.member("1").start(stubborn)
     assert reached.wait(30)
     newer = two.member("0").start(lambda m: m.train(None))
     old.end()
-    assert told == ["0", "0"] and old.error is None
+    assert reported == ["0", "0"] and old.error is None
     for member in (newer, peer):
         member.manager.drain()
     for member in (newer, peer):

@@ -262,13 +262,13 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
 def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with pytest.raises(StepRetriesExceeded, match="the cause") as told:
+    with pytest.raises(StepRetriesExceeded, match="the cause") as caught:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 raise ValueError("of the user's")
-    assert "at step 0, inner step 0" in str(told.value)
-    assert isinstance(told.value.__cause__, ValueError)
-    assert any("item 0" in note for note in told.value.__cause__.__notes__)
+    assert "at step 0, inner step 0" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert any("item 0" in note for note in caught.value.__cause__.__notes__)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -527,11 +527,11 @@ def test_inner_step_lost_beside_a_reduction_voids_the_reduction(
 def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with _raising(member, lambda: True) as applied, pytest.raises(StepRetriesExceeded) as told:
+    with _raising(member, lambda: True) as applied, pytest.raises(StepRetriesExceeded) as caught:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 _step(member, txn)
-    assert len(applied) == 2 and isinstance(told.value.__cause__, ValueError)
+    assert len(applied) == 2 and isinstance(caught.value.__cause__, ValueError)
 
 
 def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job) -> None:

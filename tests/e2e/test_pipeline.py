@@ -161,8 +161,8 @@ def test_unregistered_schedule_is_refused_by_name(tmp_path: Path) -> None:
             with txn:
                 schedule.step(batch_of(txn.batch), target=batch_of(txn.batch)[:, :1])
 
-    said = refusal(tmp_path, work)
-    assert "ScheduleInterleaved1F1B over manager.stage_group() is not registered" in said
+    output = refusal(tmp_path, work)
+    assert "ScheduleInterleaved1F1B over manager.stage_group() is not registered" in output
 
 
 def test_a_frozen_stage_is_named(tmp_path: Path) -> None:
@@ -183,16 +183,16 @@ def test_spec_without_stages_is_refused_with_the_right_one(tmp_path: Path) -> No
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
         member.manager.register_pipeline(schedule)
 
-    said = refusal(tmp_path, work, spec="hsdp")
-    assert "'hsdp' has none" in said and "spec='pipeline'" in said
+    output = refusal(tmp_path, work, spec="hsdp")
+    assert "'hsdp' has none" in output and "spec='pipeline'" in output
 
 
 def test_there_is_no_stage_group_without_one_to_abort(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         member.manager.stage_group()
 
-    said = refusal(tmp_path, work, shard_pg=None)
-    assert "stage_group() needs shard_pg=fft.ShardProcessGroupGloo" in said
+    output = refusal(tmp_path, work, shard_pg=None)
+    assert "stage_group() needs shard_pg=fft.ShardProcessGroupGloo" in output
 
 
 def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
         stages.register()
         member.manager.register_pipeline(Mine(stages.made(), 4, loss_fn=loss_of))
 
-    assert "must clear in a" in (said := refusal(tmp_path, work))
-    assert "Mine; use one of ScheduleGPipe" in said
+    assert "must clear in a" in (output := refusal(tmp_path, work))
+    assert "Mine; use one of ScheduleGPipe" in output
 
 
 @pytest.mark.parametrize("kind", [ScheduleDualPipeV, PipelineScheduleMulti])
@@ -235,8 +235,8 @@ def test_stages_over_another_process_group_are_refused(tmp_path: Path) -> None:
         made[1].group = other
         member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
 
-    said = refusal(tmp_path, work)
-    assert "stage 1" in said and "group=manager.stage_group()" in said
+    output = refusal(tmp_path, work)
+    assert "stage 1" in output and "group=manager.stage_group()" in output
 
 
 def test_a_wrapped_stage_is_refused(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_a_wrapped_stage_is_refused(tmp_path: Path) -> None:
         made = stages.made(wrap)
         member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
 
-    said = refusal(tmp_path, work)
-    assert "stage 0 is wrapped in DistributedDataParallel: pass the plain module" in said
+    output = refusal(tmp_path, work)
+    assert "stage 0 is wrapped in DistributedDataParallel: pass the plain module" in output
 
 
 def test_unregistered_stage_is_refused_by_name(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_unregistered_stage_is_refused_by_name(tmp_path: Path) -> None:
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
         member.manager.register_pipeline(schedule)
 
-    said = refusal(tmp_path, work)
-    assert "stage 1 has parameters that are not registered" in said
+    output = refusal(tmp_path, work)
+    assert "stage 1 has parameters that are not registered" in output
 
 
 def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: 
     for version in (0, 6, 12):  # of a process without the job's weights; old; not there yet
         for path in trace_files(ended.traces):
             rewrite(path, nth_note("entry_made_anew", 0, saying(version=version)))
-        told = audit_dir(ended.traces).render()
-        assert f"was made anew with version {version}, by a rank at step " in told
+        reported = audit_dir(ended.traces).render()
+        assert f"was made anew with version {version}, by a rank at step " in reported
 
 
 @pytest.mark.long
@@ -193,9 +193,9 @@ def test_stage_with_more_steps_ends_with_the_one_before_and_logs_it(
     ended.audited()
     assert {rank["step"] for rank in ended.ranks.values()} == {4}
     for log in (ended.traces / "logs").glob("g?r1-1.log"):
-        told = log.read_text()
-        assert "stage 'stage0' has ended after 8 slices of the data" in told
-        assert "at step 4, before max_steps=6" in told
+        reported = log.read_text()
+        assert "stage 'stage0' has ended after 8 slices of the data" in reported
+        assert "at step 4, before max_steps=6" in reported
 
 
 @pytest.mark.long
@@ -239,8 +239,8 @@ def test_stage_after_one_left_by_break_takes_the_remaining_entries(
     data = slices(read_lines(ended.last_stage))
     assert (data.exact, data.once) == (True, 14), str(data)
     # depends on which group is the last one there
-    told = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
-    assert "stage 'stage0' has ended after 14 slices of the data" in "".join(told)
+    reported = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
+    assert "stage 'stage0' has ended after 14 slices of the data" in "".join(reported)
 
 
 @pytest.mark.long

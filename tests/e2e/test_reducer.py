@@ -568,9 +568,9 @@ def test_groups_with_different_models_raise_gradient_layout_mismatch(tmp_path: P
         for member in members:
             member.end()
     # the first one that sees it ends; the other one may see it, too, or continue alone
-    told = [str(m.error) for m in members if isinstance(m.error, GradientLayoutMismatch)]
-    assert told and "2 parameters with 36 numbers" in told[0]
-    assert "2 parameters with 45 numbers" in told[0]
+    reported = [str(m.error) for m in members if isinstance(m.error, GradientLayoutMismatch)]
+    assert reported and "2 parameters with 36 numbers" in reported[0]
+    assert "2 parameters with 45 numbers" in reported[0]
     assert {type(m.error) for m in members} <= {GradientLayoutMismatch, type(None)}
 
 
@@ -751,8 +751,8 @@ def test_gradients_with_a_graph_are_refused_and_the_mend_is_named(
         with suppress(FftError) if caught else nullcontext():
             model(numbers).backward(create_graph=True)
 
-    said = refused(tmp_path, body)
-    assert "backward(create_graph=True)" in said and "torch.autograd.grad(" in said
+    output = refused(tmp_path, body)
+    assert "backward(create_graph=True)" in output and "torch.autograd.grad(" in output
 
 
 def test_a_penalty_on_gradients_by_the_way_that_is_named(tmp_path: Path) -> None:
@@ -883,8 +883,10 @@ def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) 
             member.start(work)
         for member in members:
             member.end()
-    told = [m.error.__cause__ for m in members if isinstance(m.error, StepRetriesExceeded)]
-    assert told and all("Does a branch depend on the batch?" in str(error) for error in told)
+    reported = [m.error.__cause__ for m in members if isinstance(m.error, StepRetriesExceeded)]
+    assert reported and all(
+        "Does a branch depend on the batch?" in str(error) for error in reported
+    )
 
 
 def test_gradient_kept_by_the_user_does_not_change(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
     logs = waited_for / "logs"
     assert "spare-1.log" in {path.name for path in logs.iterdir()}
     assert (logs / "g1r1-1.2.log").is_file()
-    said = (waited_for.parent / "said").read_text()
-    assert "group 1 lost rank 1" in said and "its other ranks run on: 0" in said
+    output = (waited_for.parent / "said").read_text()
+    assert "group 1 lost rank 1" in output and "its other ranks run on: 0" in output
 
 
 @pytest.mark.long
@@ -128,11 +128,11 @@ def test_no_rank_of_a_killed_group_is_reported_as_running_on(tmp_path: Path) -> 
     """Either the replacement of one rank took part before the other rank ended, or the report
     states that it did not."""
     traces = job(tmp_path, WHOLE, "--spares", "1")
-    said = (tmp_path / "said").read_text()
+    output = (tmp_path / "said").read_text()
     took_part = {header["config"]["pid"] for header in headers(traces).values()}
-    for pid in re.findall(r"group 1 lost rank \d .*: pid (\d+) is to take its place", said):
-        assert int(pid) in took_part or f"pid {pid}, which was to take the place of rank" in said
-    assert "live on" not in said
+    for pid in re.findall(r"group 1 lost rank \d .*: pid (\d+) is to take its place", output):
+        assert int(pid) in took_part or f"pid {pid}, which was to take the place of rank" in output
+    assert "live on" not in output
     fetched = {(group, rank) for group, rank, *_ in fetches(traces)}
     assert fetched == {("1", 0), ("1", 1)}, "the group came back, and both had to be healed"
 
@@ -198,9 +198,9 @@ def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -
     """The next one would die, too, so the group is restarted."""
     script = SCRIPT.with_name("hanging_script.py")
     traces = job(tmp_path, ONE, "--reform-window", "30", script=script, arguments=("dies",))
-    said = (tmp_path / "said").read_text()
-    assert said.count("is to take its place") == 1
-    assert "ended before it took part (SIGKILL); the group is not re-formed" in said
+    output = (tmp_path / "said").read_text()
+    assert output.count("is to take its place") == 1
+    assert "ended before it took part (SIGKILL); the group is not re-formed" in output
     assert audit_dir(traces).ok
 
 

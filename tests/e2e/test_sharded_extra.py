@@ -39,5 +39,5 @@ def test_sharded_average_is_restored_after_a_kill_and_on_resuming(
     assert isinstance(whole, dict) and isinstance(killed, dict), (whole, killed)
     assert run(tmp_path / "parts", 9, *kept) == whole
     assert {number for _, number, _ in whole.values()} == {9}
-    said = run(tmp_path / "parts", 12, *kept, "--ranks", "3")
-    assert isinstance(said, str) and "extra['ema'] is sharded over the ranks of a group" in said
+    output = run(tmp_path / "parts", 12, *kept, "--ranks", "3")
+    assert isinstance(output, str) and "extra['ema'] is sharded over the ranks of a group" in output

@@ -200,9 +200,9 @@ def test_checkpoint_without_a_last_stage_writer_is_not_awaited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The present ranks report it. Once the writer is there, too, checkpoints are taken."""
-    said = "rank 1 of group 0 delivers nothing, as it has said"
+    expected = "rank 1 of group 0 delivers nothing, as it has said"
     plan = Plan(80, steps=(16, 16))
-    plan.late = lambda: wait_until(lambda: said in caplog.text, "the first is given up", 20.0)
+    plan.late = lambda: wait_until(lambda: expected in caplog.text, "the first is given up", 20.0)
     place, limits = tmp_path / "checkpoints", {"join_window": 0.5, "flow_limit": 40.0}
     run(tmp_path / "traces", plan, 2, timeouts=limits, **kept(place))
     assert plan.ends.keys() == {"0.0", "0.1", "1.0", "1.1"}

@@ -229,8 +229,8 @@ def test_a_hook_that_reduces_over_another_group_is_refused_by_name(tmp_path: Pat
         ddp.register_comm_hook(None, fp16_compress_hook)
         return ddp
 
-    said = refused(tmp_path, hooked)
-    assert "fp16_compress_hook" in said and "manager.register_comm_hook(state, hook)" in said
+    output = refused(tmp_path, hooked)
+    assert "fp16_compress_hook" in output and "manager.register_comm_hook(state, hook)" in output
 
 
 def test_a_hook_on_a_wrapper_that_is_taken_over_is_refused(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
     def of_two(member: Member, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, process_group=Pair(0, 1))
 
-    said = refused(tmp_path, of_two)
-    assert "2 ranks" in said and "--ranks 1" in said
+    output = refused(tmp_path, of_two)
+    assert "2 ranks" in output and "--ranks 1" in output
 
 
 def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:

@@ -167,15 +167,17 @@ def test_job_continues_without_a_vanished_host_until_the_host_returns(
         stays.end()
     traces = audited(tmp_path)
     assert_the_same_processes(traces, ranks=2)
-    told = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
-    suspects = [line["event"] for line in told]
+    suspicions = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
+    suspects = [line["event"] for line in suspicions]
     assert {(s["group"], s["rank"]) for s in suspects} == {(str(vanishing), 0), (str(vanishing), 1)}
     assert all("nothing was heard from host" in s["cause"] for s in suspects)
-    heard = told[0]["mono"]
-    commits = [line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > heard]
+    reported_at = suspicions[0]["mono"]
+    commits = [
+        line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > reported_at
+    ]
     print(
-        f"\ngroup {vanishing}: heard {heard - since:.2f} s after it had vanished, "
-        f"the next commit {min(commits) - heard:.3f} s later; {suspects[0]['cause']}"
+        f"\ngroup {vanishing}: reported {reported_at - since:.2f} s after it had vanished, "
+        f"the next commit {min(commits) - reported_at:.3f} s later; {suspects[0]['cause']}"
     )
 
 

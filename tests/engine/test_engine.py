@@ -154,17 +154,17 @@ def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
     """The operation that decides a commit announces it, and the winner does not announce it
     again."""
     job = EngineJob(stack, url, 3, 1).start()
-    heard: list[int] = []
+    received: list[int] = []
 
     def hear(payload: bytes) -> None:
         event = decode(payload)
         if isinstance(event, Packed) and event.record.kind == "commit":
-            heard.append(event.record.step)
+            received.append(event.record.step)
 
     job.open().subscribe(hear, lambda error: None)
     job.train(10)
-    wait_until(lambda: 10 in heard, "the last commit is heard")
-    assert heard[: heard.index(10)] == list(range(heard[0], 10))
+    wait_until(lambda: 10 in received, "the last commit is heard")
+    assert received[: received.index(10)] == list(range(received[0], 10))
 
 
 def test_message_to_one_participant_is_received_by_it_alone(stack: ExitStack, url: str) -> None:
@@ -186,18 +186,18 @@ def inbox_holds(url: str, peer: Peer) -> list[bytes]:
 
     Listening removes them; the last message is the test's own.
     """
-    heard: list[bytes] = []
+    received: list[bytes] = []
     end = threading.Event()
 
     def hear(payload: bytes) -> None:
-        end.set() if payload == b"end" else heard.append(payload)
+        end.set() if payload == b"end" else received.append(payload)
 
     with open_bus(url) as bus:
         bus.listen(inbox_name(peer), hear, lambda error: end.set())
         bus.send(inbox_name(peer), b"end")
         assert end.wait(LIMIT_S)
         bus.delete(inbox_name(peer))
-    return heard
+    return received
 
 
 def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> None:

@@ -178,13 +178,13 @@ def test_stopped_rank_is_suspected_until_it_continues() -> None:
 
 def test_hang_that_outlasts_its_own_rollback_is_reported_to_others() -> None:
     monitor = Monitor(LIMITS)
-    told = []
+    reported = []
     for tick in range(60):
         now = 10.0 + tick / 20
         monitor.observe(Look(now, replace(AT_WORK, beat=now)))
         if monitor.concerns_others(now):
-            told.append(now)
-    assert told[0] == pytest.approx(10.0 + LIMITS.max_s + LIMITS.min_s, abs=0.1)
+            reported.append(now)
+    assert reported[0] == pytest.approx(10.0 + LIMITS.max_s + LIMITS.min_s, abs=0.1)
     back = replace(AT_WORK, beat=now, ended=now, begun=now, marked=now)
     monitor.observe(Look(now, back))
     assert not monitor.concerns_others(now)
@@ -350,11 +350,11 @@ def test_stopped_process_outside_a_txn_is_detected_as_inside(
 
 @pytest.mark.parametrize("mode", ["stop", "keep_the_lock"])
 def test_supervisor_is_notified_of_a_rank_that_cannot_report_its_hang(mode: str) -> None:
-    heard, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with heard, into, trainer(mode, supervisor=into.fileno()) as child:
-        heard.settimeout(LIMIT_S)
+    received, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with received, into, trainer(mode, supervisor=into.fileno()) as child:
+        received.settimeout(LIMIT_S)
         since = child.go()
-        word = decode(heard.recv(65536))
+        word = decode(received.recv(65536))
         print(f"{mode}: told {time.monotonic() - since:.2f} s after it began")
         expect_word(child, word)
         assert child.verdict(since)["level"] == "yellow"
@@ -362,12 +362,12 @@ def test_supervisor_is_notified_of_a_rank_that_cannot_report_its_hang(mode: str)
 
 def test_hang_without_a_supervisor_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
-        heard: queue.Queue[bytes] = queue.Queue()
-        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        received: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(received.put, lambda error: received.put(str(error).encode()))
         with trainer("stop", server.url) as child:
             child.go()
-            expect_word(child, decode(heard.get(timeout=LIMIT_S)))
-            assert isinstance(decode(heard.get(timeout=LIMIT_S)), Death)
+            expect_word(child, decode(received.get(timeout=LIMIT_S)))
+            assert isinstance(decode(received.get(timeout=LIMIT_S)), Death)
 
 
 def expect_word(child: Trainer, word: BusMessage) -> None:
@@ -410,11 +410,11 @@ def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> Non
 
 def test_death_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
-        heard: queue.Queue[bytes] = queue.Queue()
-        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        received: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(received.put, lambda error: received.put(str(error).encode()))
         with trainer("die", server.url) as child:
             since = child.go()
-            death = decode(heard.get(timeout=LIMIT_S))
+            death = decode(received.get(timeout=LIMIT_S))
             print(f"die: heard on the bus {time.monotonic() - since:.3f} s after it")
             assert isinstance(death, Death)
             assert death.pid == child.process.pid
@@ -453,20 +453,20 @@ def test_monitor_without_a_supervisor_beats_until_its_trainer_leaves() -> None:
 
 
 def test_monitor_passes_lines_to_a_callback_until_closed() -> None:
-    pulse, heard = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
+    pulse, received = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
     config = replace(LIMITS, max_s=0.5, grace_s=3600.0)
-    monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=heard.put)
+    monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=received.put)
     try:
-        assert heard.get(timeout=LIMIT_S)["type"] == "watching"
+        assert received.get(timeout=LIMIT_S)["type"] == "watching"
         pulse.begin(4)  # without further beats this is a hang of 0.5 s
-        verdict = heard.get(timeout=LIMIT_S)
+        verdict = received.get(timeout=LIMIT_S)
         assert (verdict["level"], verdict["step"], verdict["pid"]) == ("yellow", 4, os.getpid())
         assert "torch" not in _mapped(monitor.pid)
     finally:
         monitor.close()
         monitor.close()
         pulse.close()
-    assert heard.empty()
+    assert received.empty()
     assert not any(thread.name == "fft-monitor" for thread in threading.enumerate())
     with pytest.raises(ProcessLookupError):
         os.kill(monitor.pid, 0)
@@ -481,8 +481,8 @@ def test_the_password_of_a_bus_is_in_no_command_line() -> None:
     url = "nats://somebody:secret@127.0.0.1:9/job"
     monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url)
     try:
-        told = Path(f"/proc/{monitor.pid}/cmdline")
-        while not (line := told.read_bytes()):  # between fork and exec; pytest bounds it
+        cmdline = Path(f"/proc/{monitor.pid}/cmdline")
+        while not (line := cmdline.read_bytes()):  # between fork and exec; pytest bounds it
             time.sleep(0.001)
         assert b"fft.health.monitor" in line and b"secret" not in line
     finally:

@@ -134,10 +134,10 @@ def test_death_mutex_is_not_released_by_another_thread(child: Held) -> None:
 
 
 def test_child_that_never_holds_the_mutex_ends_silently() -> None:
-    line, told = DeathMutex(), threading.Event()
-    line.watch(told.set)
+    line, reported = DeathMutex(), threading.Event()
+    line.watch(reported.set)
     line.close()
-    assert not told.is_set()
+    assert not reported.is_set()
     assert not [t for t in threading.enumerate() if t.name == "fft-death-mutex"]
 
 
@@ -153,11 +153,11 @@ def test_a_child_that_is_reaped_keeps_no_descriptor(tmp_path: Path) -> None:
     children: list[Child] = []
     for number in range(3):
         before = os.listdir("/proc/self/fd")
-        log, told = tmp_path / f"{number}.log", threading.Event()
+        log, reported = tmp_path / f"{number}.log", threading.Event()
         children.append(
             child := Child("0", number, 1, Script([str(script)]), dict(os.environ), log)
         )
-        child.watch(told.set)
+        child.watch(reported.set)
         assert child.dies_within(LIMIT_S)
         assert child.reap() == 3, log.read_text()
         assert os.listdir("/proc/self/fd") == before

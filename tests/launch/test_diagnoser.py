@@ -33,8 +33,8 @@ def test_diagnosis_begins_after_n_rollbacks_and_once_per_step(
     for _ in range(3):
         made.look(RUN[:runs], 1)
         made.close()
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([text for text in told if "looking for the culprit" in text]) == begun
+    reported = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in reported if "looking for the culprit" in text]) == begun
     gave_up = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(gave_up) == begun and all("was given up" in r.getMessage() for r in gave_up)
 

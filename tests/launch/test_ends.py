@@ -185,8 +185,8 @@ def test_rank_that_exits_0_before_its_mate_fails_is_reported(
             actors["0", rank].order("exit 0")
         verdict = job.verdict()
     assert not verdict.ok
-    told = [line for line in verdict.lines if "rank 1 ended with exit status 0" in line]
-    assert len(told) == 1 and "group 1" in told[0] and "g1r1-1.log" in told[0]
+    reported = [line for line in verdict.lines if "rank 1 ended with exit status 0" in line]
+    assert len(reported) == 1 and "group 1" in reported[0] and "g1r1-1.log" in reported[0]
 
 
 def test_departed_group_still_writing_a_checkpoint_is_awaited(
@@ -745,11 +745,11 @@ def test_part_of_a_job_without_its_group_ends_as_the_others_did(
     whole = ExitStatus.FEWER_GROUPS if is_left_out else there
     found = [verdict.exit_status for verdict in verdicts]
     assert (*found, outcome.status) == (there, here, whole), (verdicts, str(outcome))
-    said = {
+    output = {
         "drained": "the job was drained before its end while no group here was in it",
         "failed": "no group here was in the job at its end, and those of other hosts failed",
     }
-    for end, line in said.items():
+    for end, line in output.items():
         assert (line in verdicts[1].lines) == (how == end and not is_interrupted)
 
 

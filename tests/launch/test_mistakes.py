@@ -170,8 +170,8 @@ def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> No
         assert failures.failed(3, "01", same()) is None
     failures.committed()
     others = [ValueError(str(n)) for n in range(5)]
-    told = [failures.failed(3, "01", error) for error in others]
-    assert told[:4] == [None] * 4 and "5 times" in str(told[4])
+    reported = [failures.failed(3, "01", error) for error in others]
+    assert reported[:4] == [None] * 4 and "5 times" in str(reported[4])
     failures.committed()
     assert [failures.failed(3, "01", TimeoutError()) for _ in range(4)] == [None] * 4
 

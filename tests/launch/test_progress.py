@@ -122,9 +122,9 @@ def test_asynchronous_job_clears_the_wait_reason_after_the_wait(seed: int, tmp_p
                 record, ranks = json.loads(text), tail.poll().ranks
                 key = record["group"], record["rank"]
                 if record["kind"] == "transition" and ranks[key].inc == record["inc"]:
-                    said = "waits for its quorum" in ranks[key].fault
-                    assert said == ("waits for its quorum" in (record["cause"] or "")), text
-                    waited += said
+                    is_waiting = "waits for its quorum" in ranks[key].fault
+                    assert is_waiting == ("waits for its quorum" in (record["cause"] or "")), text
+                    waited += is_waiting
     tail.close()
     assert waited
 

@@ -89,9 +89,9 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
     job = Job(tmp_path, first_only)
     assert job.run() is LOST
     assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
-    (said,) = [line for line in job.said if "starts in a row" in line]
-    assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in said
-    assert str(job.folders[-1] / "logs") in said
+    (output,) = [line for line in job.said if "starts in a row" in line]
+    assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in output
+    assert str(job.folders[-1] / "logs") in output
 
 
 def diverged(sound: int, bad: int) -> JobOutcome:

@@ -279,9 +279,9 @@ def test_outcome_command_distinguishes_running_and_ended_jobs() -> None:
     command = ["launch", "outcome", "--groups", "1", "--bus", url]
     with open_bus(url) as bus, closing(Claims(bus, lambda: None)) as claims:
         claims.take(["0"], take_over=False)
-        told = CliRunner().invoke(app, command).stdout
-        assert told.startswith("the job has not ended, at step 0 (group 0: not ended by its")
-        assert "drained" not in told and "failed" not in told
+        reported = CliRunner().invoke(app, command).stdout
+        assert reported.startswith("the job has not ended, at step 0 (group 0: not ended by its")
+        assert "drained" not in reported and "failed" not in reported
         claims.status = 0
         claims.close()
         assert "the job has ended: complete" in CliRunner().invoke(app, command).stdout

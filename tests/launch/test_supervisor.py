@@ -202,8 +202,8 @@ def test_drain_is_broadcast_and_forwarded_and_ends_without_error(
     with run_job(groups=2, ranks=1) as job:
         actors = stage.enter(2)
         job.supervisor.interrupt()
-        told = job.message()
-        assert decode(json.dumps(told).encode()) == Drain(("0", "1"), by="supervisor")
+        reported = job.message()
+        assert decode(json.dumps(reported).encode()) == Drain(("0", "1"), by="supervisor")
         for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
             actor.order("exit 0")
@@ -353,9 +353,9 @@ def test_successful_end_names_the_unfired_faults(
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )
-    told = fired(tmp_path / "run")
-    assert told is not None and told.startswith("3 of 4 faults did not fire")
-    assert verdict.lines[0].partition(": ")[2].split("; ") == told.split("\n  ")[1:]
+    reported = fired(tmp_path / "run")
+    assert reported is not None and reported.startswith("3 of 4 faults did not fire")
+    assert verdict.lines[0].partition(": ")[2].split("; ") == reported.split("\n  ")[1:]
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -615,19 +615,19 @@ def test_services_are_restarted_only_for_an_injectable_job(
     with run_job(groups=1, ranks=1, injectable=injectable) as job:
         (actor,) = stage.enter(1).values()
         assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
-        heard: queue.Queue[Any] = queue.Queue()
+        received: queue.Queue[Any] = queue.Queue()
         with JobClient(job.bus_url) as desk, closing(open_bus(job.bus_url)) as bus:
-            bus.subscribe(lambda word: heard.put(json.loads(word)), heard.put, "commands")
+            bus.subscribe(lambda word: received.put(json.loads(word)), received.put, "commands")
             state = desk.job()
             plan = injecting.single(state, "lighthouse_restart", None, {})
-            (said,) = injecting.send(desk, state, plan)
-            assert heard.get(timeout=WAIT_S)["by"] == desk.me
+            (output,) = injecting.send(desk, state, plan)
+            assert received.get(timeout=WAIT_S)["by"] == desk.me
             if injectable:  # announces the fault for the traces of the receivers
-                word = heard.get(timeout=WAIT_S)
+                word = received.get(timeout=WAIT_S)
                 assert (word["by"], word["fault"]) == ("supervisor", plan.faults[0].model_dump())
-        assert said.ok is injectable
+        assert output.ok is injectable
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
-        assert f"the supervisor {word}" in said.text
+        assert f"the supervisor {word}" in output.text
         actor.order("exit 0")
         assert job.verdict().ok
 

@@ -115,7 +115,7 @@ def bomb() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "expected"),
     [
         (None, "is empty"),
         (b"", "truncated"),
@@ -126,9 +126,9 @@ def bomb() -> bytes:
         (bomb(), "unpacks to more than"),
     ],
 )
-def test_mismatched_member_list_is_refused(data: bytes | None, says: str) -> None:
+def test_mismatched_member_list_is_refused(data: bytes | None, expected: str) -> None:
     packed = Wire().pack(epoch(2))
-    with pytest.raises(MissingList, match=says) as caught:
+    with pytest.raises(MissingList, match=expected) as caught:
         Wire().complete(packed, data)
     assert list_name(epoch(2)) in str(caught.value)
 

@@ -150,7 +150,7 @@ def test_allowed_messages_reach_the_core_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("{", "here: not JSON"),
         ('{"groups": ["1"]}', "here: type: needs one of death, suspect, drain"),
@@ -163,10 +163,10 @@ def test_allowed_messages_reach_the_core_unchanged() -> None:
         (" " * (1024 * 1024 + 1), "here: 1048577 bytes; a message has at most 1048576"),
     ],
 )
-def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -> None:
+def test_malformed_message_is_refused_with_place_and_fix(text: str, expected: str) -> None:
     with pytest.raises(OperatorError) as caught:
         say.checked(text.encode(), "here")
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(expected)
 
 
 def about(kind: str, **what: Any) -> bytes:
@@ -187,7 +187,7 @@ def test_out_of_range_place_is_refused(kind: str, what: dict[str, int], place: s
 
 
 @pytest.mark.parametrize(
-    ("payload", "says"),
+    ("payload", "expected"),
     [
         (about("drain", groups=["1", "7"], by="me"), "no group '7' in the job; its groups: 0, 1"),
         (about("death", group="7"), "no group '7'"),
@@ -197,23 +197,23 @@ def test_out_of_range_place_is_refused(kind: str, what: dict[str, int], place: s
     ],
 )
 def test_message_about_an_unknown_peer_is_not_sent(
-    stack: ExitStack, memory: str, payload: bytes, says: str
+    stack: ExitStack, memory: str, payload: bytes, expected: str
 ) -> None:
     EngineJob(stack, memory, 2, 2).start().train(1)
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with JobClient(memory) as desk:
         checked, topic = say.checked(payload, "here"), say.topic_of(payload)
 
         def hear(word: bytes) -> None:
             if word == checked:  # the ranks have their own messages
-                heard.put(word)
+                received.put(word)
 
         desk.bus.subscribe(hear, lambda error: None, topic)
-        with pytest.raises(OperatorError, match=says):
+        with pytest.raises(OperatorError, match=expected):
             say.send(desk, checked)
         assert say.send(desk, checked, raw=True) == ""
-        assert heard.get(timeout=LIMIT_S) == checked
-        assert heard.empty(), "it was said twice"
+        assert received.get(timeout=LIMIT_S) == checked
+        assert received.empty(), "it was said twice"
 
 
 def test_a_death_of_another_process_at_that_place_is_remarked(
@@ -221,8 +221,8 @@ def test_a_death_of_another_process_at_that_place_is_remarked(
 ) -> None:
     EngineJob(stack, memory, 2, 2).start().train(1)
     with JobClient(memory) as desk:
-        said = say.send(desk, say.checked(about("suspect", pid=4711), "here"))
-        assert said.startswith("rank 0 of group 1 is pid 1000 on host-1 now, not 4711 on host-1")
+        output = say.send(desk, say.checked(about("suspect", pid=4711), "here"))
+        assert output.startswith("rank 0 of group 1 is pid 1000 on host-1 now, not 4711 on host-1")
         assert say.send(desk, say.checked(about("suspect"), "here")) == ""
 
 
@@ -317,19 +317,19 @@ def test_drain_that_cannot_end_names_the_obstacle(stack: ExitStack, memory: str)
 @contextmanager
 def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evict]]:
     """Run a supervisor that answers every eviction with these words."""
-    heard: queue.Queue[Evict] = queue.Queue()
+    received: queue.Queue[Evict] = queue.Queue()
 
     def hear(payload: bytes) -> None:
         word = decode_command(payload)
         if isinstance(word, Evict):
-            heard.put(word)
+            received.put(word)
             for verdict, text in verdicts:
                 answer: Any = Answer(word.id, "the supervisor", verdict, text)  # type: ignore[arg-type]
                 bus.send(answer_inbox(word.id), encode_answer(answer))
 
     with open_bus(url) as bus:
         bus.subscribe(hear, lambda error: None, "commands")
-        yield heard
+        yield received
 
 
 def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> None:
@@ -337,13 +337,13 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
     job.train(2)
     accepted: list[str] = []
     with (
-        supervisor(url, ("accepted", "ending"), ("done", "ended")) as heard,
+        supervisor(url, ("accepted", "ending"), ("done", "ended")) as caught,
         JobClient(url) as desk,
     ):
         done = drain.evict(desk, "2", restart=True, grace=1.5, on_accepted=accepted.append)
     assert accepted == ["the supervisor: ending"] and done.done == "ended"
     assert done.told_dead == ("2/0: pid 1000 on host-2",)
-    command = heard.get(timeout=LIMIT_S)
+    command = caught.get(timeout=LIMIT_S)
     assert (command.group, command.rank, command.grace, command.restart) == ("2", None, 1.5, True)
     wait_until(
         lambda: (
@@ -384,8 +384,8 @@ def test_refused_and_unanswered_evictions_are_reported(
         assert "end it by hand" in evict(desk, "0")
         holder = Holder(fresh_id(), "box", 7, free=True)
         desk.bus.write(holder_register("1"), encode_holder(holder))
-        told = evict(desk, "1")
-        assert "the fft run with pid 7 on box has ended, and has released group 1" in told
+        reported = evict(desk, "1")
+        assert "the fft run with pid 7 on box has ended, and has released group 1" in reported
         desk.bus.write(holder_register("1"), encode_holder(replace(holder, free=False)))
         assert "holds group 1, and may have stopped or been cut off" in evict(desk, "1")
 
@@ -553,11 +553,11 @@ def test_stage_scopes_show_which_scope_holds_another() -> None:
     file = io.StringIO()
     Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
     assert "scope stage1: step 4" in file.getvalue()
-    told = (
+    expected = (
         "group 1 rank 0 is held: step 6 waits until scope stage1 has taken 4 slices of the data; "
         "it has taken 3"
     )
-    assert told in file.getvalue()
+    assert expected in file.getvalue()
     line = event_of(held)
     assert line is not None
     assert (line["event"], line["needed"]) == ("held", 4)

@@ -24,11 +24,11 @@ def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
     return ScopeRecord(scope, n, cursor, groups, len(groups))
 
 
-def job_of(flow: tuple[Elsewhere, ...], *heard: ScopeRecord) -> Job:
+def job_of(flow: tuple[Elsewhere, ...], *received: ScopeRecord) -> Job:
     """Return a job of two groups whose first epoch has formed."""
     job = Job(2, spec=SPEC, flow=flow)
     job.settle()
-    hear(job, *heard)
+    hear(job, *received)
     return job
 
 
@@ -84,8 +84,8 @@ def test_leader_is_held_at_its_bound() -> None:
     assert states(job) == {"NORMAL.held"}
     job.fire("flow_interval")
     job.settle()
-    told = job.held[0]
-    assert (told.step, told.scope, told.cursor, told.needed) == (2, "stage1", 0, 1)
+    held = job.held[0]
+    assert (held.step, held.scope, held.cursor, held.needed) == (2, "stage1", 0, 1)
     assert_sound(job)
 
 

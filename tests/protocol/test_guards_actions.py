@@ -251,12 +251,12 @@ def test_joiner_is_answered_by_the_head_writer_or_by_all_without_it() -> None:
     job, node = running()
     assert job.head is not None
     answers, c = GUARDS["answers_joiners"], node.participant.config
-    said = [answers(n.local, n.participant.config, Join(HELLO)) for n in job.live()]
-    assert sorted(said) == [False, True], "one answer is enough"
+    answered = [answers(n.local, n.participant.config, Join(HELLO)) for n in job.live()]
+    assert sorted(answered) == [False, True], "one answer is enough"
     by = {"me": c.me, "the other": Peer("1", 0, 1), "a member of an older epoch": Peer("2", 0, 1)}
     heads = {who: replace(job.head, by=peer) for who, peer in by.items()}
-    says = {w: answers(replace(node.local, head=h), c, Join(HELLO)) for w, h in heads.items()}
-    assert says == {"me": True, "the other": False, "a member of an older epoch": True}
+    expected = {w: answers(replace(node.local, head=h), c, Join(HELLO)) for w, h in heads.items()}
+    assert expected == {"me": True, "the other": False, "a member of an older epoch": True}
     assert not answers(replace(node.local, head=None), c, Join(HELLO))
 
 
@@ -264,11 +264,11 @@ def test_unwinding_acknowledgement_is_remembered() -> None:
     """Only its own message counts, not that of an earlier process with the same identity."""
     _, node = running()
     unwinding, c = GUARDS["said_unwinding"], node.participant.config
-    said = node.local.hellos["0", 0]
+    known = node.local.hellos["0", 0]
     words = {
-        "not unwinding": said,
-        "unwinding": replace(said, unwinding=True),
-        "the process before": replace(said, unwinding=True, peer=c.me._replace(inc=0)),
+        "not unwinding": known,
+        "unwinding": replace(known, unwinding=True),
+        "the process before": replace(known, unwinding=True, peer=c.me._replace(inc=0)),
     }
     found = {
         word: unwinding(replace(node.local, hellos={("0", 0): h}), c, Restored(Token(1, 1)))
@@ -420,10 +420,10 @@ def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> 
     assert here.epoch is not None
     here = replace(here, epoch=replace(here.epoch, n=5))
     assert here.epoch is not None
-    told = replace(here.hellos["1", 0], head=here.epoch.n + ahead)
-    asks = GUARDS["asks_to_come_in"](here, other.participant.config, Join(told))
+    later_hello = replace(here.hellos["1", 0], head=here.epoch.n + ahead)
+    asks = GUARDS["asks_to_come_in"](here, other.participant.config, Join(later_hello))
     assert asks == (ahead >= 0)
-    stranger = replace(told, peer=Peer("9", 0, 1))
+    stranger = replace(later_hello, peer=Peer("9", 0, 1))
     assert GUARDS["asks_to_come_in"](here, other.participant.config, Join(stranger))
 
 

@@ -190,9 +190,9 @@ class Watched(Job):
         """Check (step, commits in the state, cursor) of each participant, alive or not."""
         committed = sum(r.kind == "commit" for r in self.history)
         for peer, node in self.nodes.items():
-            says = self.oracle.memory_of(node.local)
-            assert says == self.oracle.held[peer], f"{peer} says {says}"
-            assert says.step <= committed, f"{peer} is ahead of the register"
+            expected = self.oracle.memory_of(node.local)
+            assert expected == self.oracle.held[peer], f"{peer} says {expected}"
+            assert expected.step <= committed, f"{peer} is ahead of the register"
             if node.local.state in ("COMMIT", "DRAIN_COMMIT"):
                 self.oracle.commit(node.local.token)
 

@@ -144,8 +144,8 @@ def test_ranks_that_have_drawn_different_data_cannot_commit() -> None:
         job.post(node, Prepared(node.txn.token, True, Manifest(1, 4, "x", data=data)))
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
-    told = "the ranks have drawn different data (d on 0/0#1; e on 1/0#1)"
-    assert job.history[1].cause.endswith(told)
+    expected = "the ranks have drawn different data (d on 0/0#1; e on 1/0#1)"
+    assert job.history[1].cause.endswith(expected)
     assert clean(job) == []
 
 
@@ -193,9 +193,9 @@ def until_committing() -> tuple[Job, Node, Node]:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(CauseCode.LEFT, "left: over"), (CauseCode.DIED, "died: SIGKILL")]
+    ("code", "expected"), [(CauseCode.LEFT, "left: over"), (CauseCode.DIED, "died: SIGKILL")]
 )
-def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, said: str) -> None:
+def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, expected: str) -> None:
     job, a, b = until_committing()
     died = Death(b.peer.group, b.peer.rank, 1001, "sim", "a monitor", "SIGKILL")
     job.crash(b, tell=False)
@@ -203,7 +203,7 @@ def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, sai
     job.settle()
     abort = job.history[2]
     assert (abort.kind, abort.by) == ("abort", a.peer)
-    assert said in abort.cause and why(job, 2) == (code, [str(b.peer)])
+    assert expected in abort.cause and why(job, 2) == (code, [str(b.peer)])
 
 
 def test_abort_names_member_that_asks_to_join_during_the_update() -> None:
@@ -1267,8 +1267,8 @@ def test_writer_of_the_last_commit_leaves_and_all_others_gather() -> None:
     assert job.history[1].by == a.peer and job.history[1].leavers == ("0",)
     assert error_of(a) == (None, "left after a commit")
     assert [g.group for g in job.history[2].members] == ["1", "2"]
-    heard = [m.event.hello.peer for m in job.record.moves[c.peer] if isinstance(m.event, Ack)]
-    assert {b.peer, c.peer} <= set(heard), "who stays tells everybody"
+    received = [m.event.hello.peer for m in job.record.moves[c.peer] if isinstance(m.event, Ack)]
+    assert {b.peer, c.peer} <= set(received), "who stays tells everybody"
     job.step()
     assert job.steps() == {2} and job.fetches() == {} and clean(job) == []
 
@@ -1489,14 +1489,14 @@ def moved_on() -> tuple[Job, Node]:
 def stale_events() -> dict[str, Event]:
     job, node = moved_on()
     old = next(n for p, n in job.nodes.items() if p == ("1", 0, 1))
-    said = {e.event.type: e.event for e in job.record.moves[old.peer]}
+    events = {e.event.type: e.event for e in job.record.moves[old.peer]}
     hello = job.node("1").local
     join = next(
         m.event for m in job.record.moves[node.peer]
         if isinstance(m.event, Join) and m.event.hello.peer == old.peer
     )  # fmt: skip
     c = old.participant.config
-    assert said and hello
+    assert events and hello
     return {
         "old ack": Ack(replace(join.hello, peer=node.peer), Token(1, 1)),
         "ack of a dead peer": Ack(join.hello, Token(9, 1)),

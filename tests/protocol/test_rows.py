@@ -1041,12 +1041,12 @@ def behind_in_commit(torn: bool) -> Job:
     only(job, a, b)
     job.fire("ack_window", [a, b])
     only(job, a, b)
-    heard = [e for e in c.inbox if isinstance(e, Decision) and e.record]
-    assert [e.record.kind for e in heard if e.record] == ["commit", "abort", "epoch"]
+    received = [e for e in c.inbox if isinstance(e, Decision) and e.record]
+    assert [e.record.kind for e in received if e.record] == ["commit", "abort", "epoch"]
     job.lose_decisions(c)
     if torn:
         job.apply_fails = frozenset({c.peer})
-    job.post(c, heard[-1])
+    job.post(c, received[-1])
     job.settle()
     job.step()
     return job

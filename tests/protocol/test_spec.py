@@ -350,7 +350,7 @@ include: [hsdp.yaml]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("include: hsdp.yaml\n", ":1: include: write a list of files"),
         ("include: []\n", ":1: include: write a list of files"),
@@ -369,11 +369,11 @@ include: [hsdp.yaml]
     ],
 )
 def test_conflicting_includes_are_refused_with_their_line(
-    text: str, told: str, tmp_path: Path
+    text: str, expected: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         load_spec(path)
 
 

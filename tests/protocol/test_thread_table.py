@@ -32,8 +32,10 @@ def raw() -> dict[str, Any]:
 
 
 def test_event_without_a_row_names_state_event_and_expected_events() -> None:
-    told = "in BODY.whole, which has no row for 'applied'; expected: finish, prepared, restore, unw"
-    with pytest.raises(ProtocolError, match=told):
+    expected = (
+        "in BODY.whole, which has no row for 'applied'; expected: finish, prepared, restore, unw"
+    )
+    with pytest.raises(ProtocolError, match=expected):
         TABLE.react("BODY.whole", "applied")
 
 

@@ -102,9 +102,9 @@ def test_bus_that_elects_leaders_gets_failover_time() -> None:
     assert table["bus_limit"].seconds == 40
     assert table["bus_limit"].origin == "spec hsdp, raised to fit bus_operation"
     assert chosen(bus=BUSES[1], connect_timeout=5)["bus_operation"].seconds == 5
-    with pytest.raises(ConfigError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as told:
+    with pytest.raises(ConfigError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as caught:
         chosen(bus=BUSES[1], bus_limit=15)
-    assert str(told.value).endswith("these would work: bus_limit=20")
+    assert str(caught.value).endswith("these would work: bus_limit=20")
 
 
 def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
@@ -115,7 +115,7 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "expected"),
     [
         ("vote=1", "unknown name 'vote'; known: ack_window"),
         ("pause=0", "pause is 0 s (--set); give a positive number"),
@@ -125,8 +125,8 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
         ("pause=soon", "pause='soon'"),
     ],
 )
-def test_invalid_timeout_is_refused(pair: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_invalid_timeout_is_refused(pair: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         resolve(HSDP, from_pairs([pair]))
 
 

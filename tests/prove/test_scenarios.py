@@ -152,7 +152,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
 
 
 def test_every_kind_of_fault_happens_in_some_file() -> None:
-    said = {
+    output = {
         "fault": "raises",
         "no": "body ends with NO",
         "misfit": "reduces nothing",
@@ -185,9 +185,9 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "quit": "is shut down",
         "forget": "bus forgets",
     }
-    assert set(said) == set(KINDS)
+    assert set(output) == set(KINDS)
     written = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
-    assert not [kind for kind, text in said.items() if text not in written]
+    assert not [kind for kind, text in output.items() if text not in written]
 
 
 # --- the format -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("commands", "says"),
+    ("commands", "expected"),
     [
         (
             ["A/0 raises", "A/0 jumps"],
@@ -238,14 +238,14 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
     ],
 )
 def test_ambiguous_scenario_line_is_refused_with_its_place(
-    tmp_path: Path, commands: list[str], says: str
+    tmp_path: Path, commands: list[str], expected: str
 ) -> None:
-    with pytest.raises(FftError, match=says):
+    with pytest.raises(FftError, match=expected):
         run_scenario(scenario(tmp_path, *commands))
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("header", "expected"),
     [
         ({"title": ""}, ":1: no title"),
         ({"colour": "red"}, ":2: not a header line; they are `key: value`: title, spec"),
@@ -257,8 +257,8 @@ def test_ambiguous_scenario_line_is_refused_with_its_place(
         ({"expect": "eventually"}, "eventually: from here on everything can still settle"),
     ],
 )
-def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], says: str) -> None:
-    with pytest.raises(FftError, match=says):
+def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], expected: str) -> None:
+    with pytest.raises(FftError, match=expected):
         run_scenario(scenario(tmp_path, "A/0 raises", **header))
 
 

@@ -375,8 +375,8 @@ def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
 ) -> None:
     run = stage.run(replace(ISLANDS, name=f"alone.{where}"), "once")
     _assert_audited(run, where)
-    told = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
-    assert told == {("1", 0), ("1", 1)}
+    reported = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
+    assert reported == {("1", 0), ("1", 1)}
     _assert_shared(run, where)
     _assert_samples_once(run)
 
@@ -471,8 +471,10 @@ def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_p
     for path, lines in traces.items():
         path.write_text("".join(itertools.takewhile(lambda line: _commit_of(line) < last, lines)))
     report = audit_dir(tmp_path / "traces")
-    told = f"{scope.commits} inner steps of this rank, and {scope.commits - 1} commits in inner/"
-    assert told in report.render()
+    expected = (
+        f"{scope.commits} inner steps of this rank, and {scope.commits - 1} commits in inner/"
+    )
+    assert expected in report.render()
 
 
 def _commit_of(line: str) -> int:

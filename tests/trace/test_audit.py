@@ -270,9 +270,9 @@ def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:
     save_plan(tmp_path, FaultPlan.model_validate({"faults": [fault]}))
     trace = TraceWriter(tmp_path, Peer("0", 0, 1))
     trace.note("metrics", {"loss": 1.0})
-    said = CliRunner().invoke(app, ["report", str(tmp_path)]).output
-    assert "1 of 1 faults did not fire" in said
-    assert "x (exception, step 9, phase vote, group 0 rank 0)" in said
+    printed = CliRunner().invoke(app, ["report", str(tmp_path)]).output
+    assert "1 of 1 faults did not fire" in printed
+    assert "x (exception, step 9, phase vote, group 0 rank 0)" in printed
     trace.note("inject", {"name": "x", "kind": "exception", "phase": "vote", "step": 9})
     trace.close()
     assert fired(tmp_path) == "all 1 requested faults have fired"
@@ -298,9 +298,9 @@ def test_traces_of_a_whole_job_pass(traces: Path) -> None:
         "trace_whole", "replay", "agreement", "validity", "exactly_once", "samples_once",
         "shard_unity", "replicas_equal", "fencing", "live_set", "drain", "decided",
     }  # fmt: skip
-    told = json.loads(json.dumps(report.to_json()))
-    assert told["ok"] is True
-    assert all(i["violation"] is None for i in told["invariants"])
+    reported = json.loads(json.dumps(report.to_json()))
+    assert reported["ok"] is True
+    assert all(i["violation"] is None for i in reported["invariants"])
 
 
 def _change_a_byte(lines: list[str]) -> list[str]:
@@ -358,12 +358,12 @@ def test_damage_is_named_with_file_and_line(traces: Path, how: str) -> None:
 def test_note_with_any_content_is_read_back_and_keeps_the_chain(tmp_path: Path, text: str) -> None:
     job = TracedJob(tmp_path)
     node = next(iter(job.nodes.values()))
-    said = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
-    job.writers[node.peer].note("metrics", said, node.local)
+    content = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
+    job.writers[node.peer].note("metrics", content, node.local)
     job.step()
     job.close()
     (note,) = read_lines(tmp_path, lambda line: line.get("note") == "metrics")
-    assert note["data"] == said
+    assert note["data"] == content
     assert audit_dir(tmp_path).ok
 
 

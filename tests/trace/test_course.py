@@ -98,8 +98,8 @@ def test_course_compares_with_an_undisturbed_run() -> None:
 
 def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
     course = interrupted()
-    told = "samples per step: 16 in 20, 8 in 12; 12 steps ran with a smaller batch"
-    assert told in summary_lines(course)
+    expected = "samples per step: 16 in 20, 8 in 12; 12 steps ran with a smaller batch"
+    assert expected in summary_lines(course)
     found = summary(course)
     assert found["steps_with_smaller_batch"] == 12
     assert found["steps_by_samples"] == [
@@ -206,8 +206,8 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     job.step()
     job.close()
     assert newest_run(Path()) == newest_run(Path("runs/d")) == Path("runs/d/traces")
-    told = json.loads(CliRunner().invoke(app, ["report", "runs/d", "--json"]).stdout)
-    assert told["directory"] == "runs/d/traces"
+    reported = json.loads(CliRunner().invoke(app, ["report", "runs/d", "--json"]).stdout)
+    assert reported["directory"] == "runs/d/traces"
     shutil.rmtree("runs/d")
     found = json.loads(CliRunner().invoke(app, ["report", "--json"]).stdout)
     assert (found["directory"], found["steps"], found["incidents"]) == ("runs/a", 1, [])

@@ -160,11 +160,14 @@ def test_missing_or_unexpected_inputs_are_found(how: str, traces: Path) -> None:
 def test_slices_and_items_that_ranks_have_swapped_are_found(hsdp: Path) -> None:
     """The swap is between two groups in one txn, then between two ranks of a group."""
     ranks = [path for path in trace_files(hsdp) if "r0i" in path.name]
-    told = [_consumed(path)[2] for path in ranks]
-    assert told[0]["token"] == told[1]["token"] and told[0]["slice"] != told[1]["slice"]
-    for path, other in zip(ranks, reversed(told), strict=True):
+    consumed = [_consumed(path)[2] for path in ranks]
+    assert (
+        consumed[0]["token"] == consumed[1]["token"]
+        and consumed[0]["slice"] != consumed[1]["slice"]
+    )
+    for path, other in zip(ranks, reversed(consumed), strict=True):
         rewrite(path, nth_note("consumed", 2, saying(slice=other["slice"], item=other["item"])))
-    assert f"'consumed' of slice {told[1]['slice']}" in violated(audit_dir(hsdp))["inputs"]
+    assert f"'consumed' of slice {consumed[1]['slice']}" in violated(audit_dir(hsdp))["inputs"]
 
 
 def test_items_that_the_ranks_of_a_group_have_swapped_are_found(hsdp: Path) -> None:
@@ -394,10 +397,10 @@ def test_entry_made_while_forming_an_epoch_is_valid_for_its_state_holder(
     inputs = Inputs(Finding("inputs"), Given(), None, "0", "g0r0i1.jsonl")
     inputs._local = local
     inputs.note("line 8", {"note": "entry_made_anew", "data": {"slice": 5, "version": local.step}})
-    told = inputs.finding.violation
-    assert (told is not None) == is_told
-    if told is not None:
-        assert "made anew with version 0, by a rank without the state of the job" in told
+    reported = inputs.finding.violation
+    assert (reported is not None) == is_told
+    if reported is not None:
+        assert "made anew with version 0, by a rank without the state of the job" in reported
 
 
 def test_audit_finds_a_contribution_from_another_base_than_the_epochs(tmp_path: Path) -> None:

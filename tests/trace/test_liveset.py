@@ -540,9 +540,9 @@ def test_participant_given_a_different_member_set_is_found(run: Job) -> None:
 def test_message_received_before_it_was_sent_is_found(run: Job, group: str, word: str) -> None:
     """The coordinator receives that another is in the barrier; another, that all are."""
     moves = run.record.moves[run.node(group).peer]
-    heard = [m for m in moves if m.event.type == word]
-    assert heard, f"{group} heard no {word}"
-    moves[:] = heard + moves
+    received = [m for m in moves if m.event.type == word]
+    assert received, f"{group} heard no {word}"
+    moves[:] = received + moves
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
     assert "a message that was sent only later" in finding.violation

@@ -47,8 +47,8 @@ def start(
     job = Start(directory, **state)
     for node in job.nodes.values():
         if origin is not None:
-            told = {"lineage": origin.lineage, "as": state["lineage"]}
-            job.writers[node.peer].note("resumed", told, node.local)
+            resumed_data = {"lineage": origin.lineage, "as": state["lineage"]}
+            job.writers[node.peer].note("resumed", resumed_data, node.local)
     for _ in range(steps):
         job.step()
     job.close()

@@ -247,15 +247,15 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order is that of the system calls."""
-    said: list[str] = []
+    output: list[str] = []
     sync, rename = os.fsync, Path.rename
 
     def noted_sync(fd: int) -> None:
-        said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        output.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
         sync(fd)
 
     def noted_rename(self: Path, target: Path) -> Path:
-        said.append(f"rename {self.name} {target.name}")
+        output.append(f"rename {self.name} {target.name}")
         return rename(self, target)
 
     monkeypatch.setattr(os, "fsync", noted_sync)
@@ -263,18 +263,18 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
     store = LocalStore(tmp_path)
     store.write("step-1.partial-a/x.json", b"{}")
     store.rename("step-1.partial-a", "step-1")
-    assert said == [
+    assert output == [
         "sync .x.json.new",
         "rename .x.json.new x.json",
         "sync step-1.partial-a",
         "rename step-1.partial-a step-1",
         f"sync {tmp_path.name}",
     ]
-    said.clear()
+    output.clear()
     store.write("step-1.partial-b/x.json", b"{}")
     store.rename("step-1.partial-b", "step-1")  # a checkpoint of this name exists already
     aside = f"step-1.partial-removed-{os.getpid()}"
-    assert said[3:] == [
+    assert output[3:] == [
         f"rename step-1 {aside}",
         f"sync {tmp_path.name}",
         "rename step-1.partial-b step-1",
@@ -288,9 +288,9 @@ def test_a_file_system_without_locks_keeps_a_job_with_a_warning(
 ) -> None:
     """On such a file system the lock call fails with this error; here the kernel refuses it for one
     process."""
-    said = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
-    assert "held; at work: None\n" in said
-    assert "a second job there is not refused" in said
+    output = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
+    assert "held; at work: None\n" in output
+    assert "a second job there is not refused" in output
 
 
 def _hold_without_locks(number: int, place: Path) -> None:

@@ -181,14 +181,14 @@ def is_writing() -> bool:
 
 def reports(start: Start) -> list[CheckpointReport]:
     """Return the reports on the bus about its checkpoints, in order."""
-    heard = list[CheckpointReport]()
+    received = list[CheckpointReport]()
 
     def hear(payload: bytes) -> None:
         if isinstance(word := decode_report(payload), CheckpointReport):
-            heard.append(word)
+            received.append(word)
 
     start.manager._parts.job.bus.subscribe(hear, lambda error: None, "progress")
-    return heard
+    return received
 
 
 def at(place: Path, **values: Any) -> fft.Checkpointing:
@@ -502,9 +502,9 @@ def test_slow_disk_delays_no_step_and_skips_due_checkpoints(
             wait_until((place / "step-4").exists, "it is published")
 
     start.manager.on_commit(let_go)
-    heard = reports(start)
+    received = reports(start)
     start.train(Stream(), 16, outruns=True)
-    left_out = [word.step for word in heard if word.outcome == "too_often"]
+    left_out = [word.step for word in received if word.outcome == "too_often"]
     assert left_out == [8, 12]
     assert [n["step"] for n in notes(tmp_path / "traces", "checkpoint_skipped")] == [8, 12]
     assert "no checkpoint of step 8: the one before is still being written" in caplog.text
@@ -750,7 +750,7 @@ def test_unserializable_late_optimizer_state_fails_only_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
-    odd, heard = start.model[0].weight, reports(start)
+    odd, received = start.model[0].weight, reports(start)
 
     def change() -> None:
         if start.manager.current_step() > 1:
@@ -759,7 +759,7 @@ def test_unserializable_late_optimizer_state_fails_only_the_checkpoint(
     start.manager.on_commit(change)
     start.train(Stream(), 5)
     assert start.manager.current_step() == 5
-    assert [(word.step, word.outcome) for word in heard] == [(4, "failed"), (5, "failed")]
+    assert [(word.step, word.outcome) for word in received] == [(4, "failed"), (5, "failed")]
     assert "optimizers[0].state[model0.0.weight][odd] is a object" in caplog.text
     assert not Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
 

@@ -51,14 +51,14 @@ def no_claim(key: str) -> bool:
 
 def injector(*planned: Fault, hands: ConnectionFaults | None = None) -> Injector:
     plan = FaultPlan(faults=list(planned))  # type: ignore[arg-type]
-    return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, hands)
+    return Injector(plan, "0", 0, 1, lambda key: True, lambda reported: None, hands)
 
 
 # --- commanded -----------------------------------------------------------------------------
 
 
 def test_commanded_fault_fires_in_the_open_txn_without_a_claim() -> None:
-    one = Injector(FaultPlan(faults=[]), "0", 0, 1, no_claim, lambda told: None)
+    one = Injector(FaultPlan(faults=[]), "0", 0, 1, no_claim, lambda reported: None)
     one.begin(7, 2, 0)
     one.at("forward")
     one.add(fault("exception", rank=0, phase="next"))
@@ -85,13 +85,13 @@ def test_a_commanded_fault_waits_for_its_step_and_its_place() -> None:
 def test_fault_in_a_model_fires_without_a_registered_model(
     place: str, point: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[InjectedFault] = []
+    reported: list[InjectedFault] = []
     plan = FaultPlan(faults=[fault("exception", rank=0, phase=place)])
-    one = Injector(plan, "0", 0, 1, lambda key: True, told.append)
+    one = Injector(plan, "0", 0, 1, lambda key: True, reported.append)
     one.begin(3, 1, 0)
     with pytest.raises(InjectedFault, match=f"exception at {point}, step 3"):
         one.at(point)
-    assert [each.phase for each in told] == [point]
+    assert [each.phase for each in reported] == [point]
     assert f"not in {place}: no model is registered; call manager.register(" in caplog.text
     one.at(point)
 
@@ -117,10 +117,10 @@ def test_next_is_never_the_optimizer_step() -> None:
 
 
 def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
-    told: list[InjectedFault] = []
+    reported: list[InjectedFault] = []
 
     def tell(injected: InjectedFault) -> None:
-        told.append(injected)
+        reported.append(injected)
         raise KeyboardInterrupt  # before it kills this process
 
     one = Injector(FaultPlan(faults=[]), "0", 0, 2, no_claim, tell)
@@ -128,7 +128,7 @@ def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
     one.begin(3, 1, 0)
     with pytest.raises(KeyboardInterrupt):
         one.at("vote")
-    assert [injected.kind for injected in told] == ["kill"]
+    assert [injected.kind for injected in reported] == ["kill"]
 
 
 def test_connections_are_closed_by_their_owners() -> None:

@@ -473,20 +473,20 @@ def test_body_that_ends_by_itself_is_not_unwound_by_a_late_request(
 
 
 def test_the_signals_of_others_reach_their_handler() -> None:
-    heard: list[int] = []
+    received: list[int] = []
 
     def theirs(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGUSR2, theirs)
     try:
         made = Interrupter()
         signal.raise_signal(signal.SIGUSR2)
-        assert heard == [signal.SIGUSR2]
+        assert received == [signal.SIGUSR2]
         with Body(made) as body:
             made.request("ours")
             compute()
-        assert body.unwound and heard == [signal.SIGUSR2]
+        assert body.unwound and received == [signal.SIGUSR2]
         made.close()
         made.close()
         assert signal.getsignal(signal.SIGUSR2) is theirs

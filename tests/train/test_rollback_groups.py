@@ -515,6 +515,6 @@ def test_gloo_interface_that_does_not_exist_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    said = rf"GLOO_SOCKET_IFNAME={re.escape(name)}: .*; this host has"
-    with pytest.raises(FftError, match=said):
+    expected = rf"GLOO_SOCKET_IFNAME={re.escape(name)}: .*; this host has"
+    with pytest.raises(FftError, match=expected):
         AbortableGroup(ProcessGroupGloo())

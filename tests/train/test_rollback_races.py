@@ -131,8 +131,8 @@ def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
     for round_ in range(CUTS):
         group.configure(f"localhost:{port}/c{round_}", str(rank), rank, ranks, round_)
         _meet(mine, f"built/{round_}", rank, ranks)
-        heard = threading.Thread(target=_abort_when_told, args=(group, theirs, f"cut/{round_}"))
-        heard.start()
+        received = threading.Thread(target=_abort_when_told, args=(group, theirs, f"cut/{round_}"))
+        received.start()
         cutter = rng.randrange(ranks)
         with contextlib.suppress(RuntimeError):  # the cut, or the abort that follows
             works = [
@@ -145,7 +145,7 @@ def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
                 mine.set(f"cut/{round_}", b"1")
             for work in works:
                 work.wait()
-        heard.join()
+        received.join()
         begin = time.monotonic()
         group.quiesce(timedelta(seconds=30))
         longest = max(longest, time.monotonic() - begin)

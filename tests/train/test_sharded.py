@@ -298,9 +298,9 @@ def test_source_names_a_shard_that_is_shorter_than_the_others(
     job.txn("02", [sources[0], sources[2]])
     job.txn("0", sources[:1])
     sources[0].close()
-    told = "(slices by group: 0: 3, 1: 1, 2: 2): group"
-    assert f"the shards have unequal lengths {told} 1 had no more data" in caplog.text
-    assert f"different parts of their shards {told} 2 was absent" in caplog.text
+    expected = "(slices by group: 0: 3, 1: 1, 2: 2): group"
+    assert f"the shards have unequal lengths {expected} 1 had no more data" in caplog.text
+    assert f"different parts of their shards {expected} 2 was absent" in caplog.text
 
 
 def test_audit_names_doubled_and_missing_samples() -> None:

@@ -102,8 +102,8 @@ def test_early_request_waits_for_the_offer(make: Make) -> None:
     assert got == [{"a": 1}]
 
 
-def refused(receiver: StateTransfer, sender: StateTransfer, step: int, said: str) -> None:
-    with pytest.raises(TransferError, match=said) as caught:
+def refused(receiver: StateTransfer, sender: StateTransfer, step: int, expected: str) -> None:
+    with pytest.raises(TransferError, match=expected) as caught:
         receiver.recv_checkpoint(0, sender.metadata(), step, LIMIT)
     assert sender.metadata() in str(caught.value)
 

@@ -71,10 +71,10 @@ def test_a_compilation_is_never_cut(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it compiles only once
     log = tmp_path / "log"
-    said = forked.run_script(COMPILE, backend, str(bodies), log=log, within=LIMIT_S)
-    told = json.loads(said.splitlines()[-1])
-    assert told["errors"] == [] and told["ours"] == []
-    assert told["asked_in_vain"] > bodies / 4
+    output = forked.run_script(COMPILE, backend, str(bodies), log=log, within=LIMIT_S)
+    reported = json.loads(output.splitlines()[-1])
+    assert reported["errors"] == [] and reported["ours"] == []
+    assert reported["asked_in_vain"] > bodies / 4
 
 
 # --- the rule about bytecode --------------------------------------------------------------------
