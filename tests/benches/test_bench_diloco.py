@@ -232,7 +232,7 @@ def test_a_run_without_a_fault_is_refused(words: list[str]) -> None:
     assert (arguments([]).outer, arguments([]).every) == (300, 10)
 
 
-def test_the_picture_has_a_line_for_each_job_and_a_mark_for_each_fault() -> None:
+def test_picture_has_a_line_per_job_and_a_mark_per_fault() -> None:
     curves = {"fft": [(1, 4.0), (2, 3.0)], "torchft-clean": [(1, 4.2), (2, 3.5)]}
     drawn = ElementTree.fromstring(plot.svg(curves, {"fft": [(1, "kill")]}, 2))
     lines = [e for e in drawn if e.tag.endswith("path") and "L" in e.attrib["d"]]

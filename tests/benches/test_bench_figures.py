@@ -105,7 +105,7 @@ def test_the_same_step_in_another_epoch_is_no_split() -> None:
     assert outcome(EXCEPTION, [*before(), fault(), *again, over(100)]).splits == 0
 
 
-def test_all_groups_must_have_committed_the_step_that_all_contributed_to() -> None:
+def test_recovery_needs_a_step_that_all_groups_contributed_to() -> None:
     apart = [commit(FAULT_MS + 50, g, 11, n=2) for g in (0, 1)]
     apart += [commit(FAULT_MS + ms, g, 12) for g, ms in ((0, 95), (1, 96))]
     events = [*before(), fault(), *apart, over(100)]

@@ -66,7 +66,7 @@ def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- which parts ----------------------------------------------------------------------------------
 
 
-def test_parts_are_chosen_by_number_and_name_in_the_order_of_their_turns() -> None:
+def test_parts_are_selected_by_number_and_name_in_run_order() -> None:
     assert sorted(chosen([]), key=lambda p: p.number) == list(PARTS)
     assert [p.name for p in chosen(["1", "transfer", "5"])] == ["transfer", "across_groups"]
     with pytest.raises(ValueError, match=r"no part 'nccl'; there are 1 \(across_groups\), 2"):
@@ -142,7 +142,7 @@ def test_processes_of_a_part_end_with_the_part(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists(), result
 
 
-def test_parts_that_are_not_begun_when_the_time_for_all_is_over_are_listed(tmp_path: Path) -> None:
+def test_parts_not_begun_within_the_total_time_are_listed(tmp_path: Path) -> None:
     scripts = {"hangs1": "time.sleep(600)", "late2": GOOD, "late3": GOOD}
     results, output = run(tmp_path, scripts, total_s=3.5)
     assert results["hangs1"]["status"] == "hung", "its own limit is longer"
@@ -326,7 +326,7 @@ def test_the_commit_is_known_where_the_tree_has_no_history(
 
 
 @pytest.mark.long
-def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:
+def test_imports_of_the_parts_work_with_an_older_torch() -> None:
     """torch 2.11 has no GroupName. Everything has been imported and run on CPU with 2.11."""
     script = """
 import builtins

@@ -105,7 +105,7 @@ def test_preformed_job_equals_one_that_forms_itself() -> None:
     assert Counter(by_itself.step().operations) == Counter(given.step().operations)
 
 
-def test_in_the_first_txn_of_an_epoch_every_rank_votes_at_the_jobs_store() -> None:
+def test_first_txn_of_an_epoch_votes_at_the_store_of_the_job() -> None:
     made = job(SHIPPED, 4, 3)
     assert [made.step().operations["append"] for _ in range(3)] == [12, 4, 4]
 

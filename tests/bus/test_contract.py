@@ -645,7 +645,7 @@ def test_generation_identifies_one_lifetime_of_the_bus(connect: Connect, url: st
         "tcp://127.0.0.1:4222/job?x=1",
     ],
 )
-def test_bad_urls_name_themselves_and_the_mend(bad: str) -> None:
+def test_bad_urls_name_themselves_and_the_fix(bad: str) -> None:
     with pytest.raises(BusError) as caught:
         open_bus(bad)
     assert repr(bad) in str(caught.value)

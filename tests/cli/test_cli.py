@@ -196,7 +196,7 @@ def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
     assert re.fullmatch(r"nats://job-token@127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
-def test_a_port_in_use_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_with_the_fix(tmp_path: Path) -> None:
     with started("serve") as process:
         port = first_line(process).rpartition(":")[2].partition("/")[0]
         second = forked(tmp_path, "serve", "--port", port)
@@ -325,7 +325,7 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     assert (tmp_path / "t/logs/g0r0-1.log").read_text() == "['--steps', '3', '--help']\n"
 
 
-def test_the_main_threads_machine_is_checked_and_drawn_like_an_engines() -> None:
+def test_main_thread_machine_is_checked_and_drawn_like_the_engine() -> None:
     reported = fft("dev", "spec", "main_thread")
     assert reported.exit_code == 0, reported.stderr
     assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in reported.stdout

@@ -116,7 +116,7 @@ def test_overflow_on_one_shard_skips_the_step_on_all_ranks(
     assert scales == dict.fromkeys(("0.0", "0.1", "1.0", "1.1"), 2.0**7)
 
 
-def test_an_overflow_of_the_second_optimizer_alone_skips_the_step_of_both(tmp_path: Path) -> None:
+def test_overflow_of_the_second_optimizer_skips_the_step_of_both(tmp_path: Path) -> None:
     epochs: dict[str, list[int]] = {}
 
     def work(member: Member) -> None:
@@ -573,7 +573,7 @@ def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:
     assert "with txn:" in place.text
 
 
-def test_a_foreign_optimizer_may_not_step_the_jobs_parameters_in_a_body(tmp_path: Path) -> None:
+def test_unregistered_optimizer_that_steps_in_a_body_is_refused(tmp_path: Path) -> None:
     def body(member: Member, txn: fft.Transaction) -> None:
         _loss(member, txn.batch).backward()
         torch.optim.SGD(member.model.parameters(), lr=0.1).step()

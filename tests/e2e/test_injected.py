@@ -170,7 +170,7 @@ faults:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_rank_that_loses_the_bus_stops_and_comes_back_as_a_new_process(tmp_path: Path) -> None:
+def test_rank_that_loses_the_bus_restarts_as_a_new_process(tmp_path: Path) -> None:
     traces, _ = run(tmp_path, BUS_LOSS, "--stop-after-plan", "3")
     assert broken(traces) <= {"decided"}, "it may stop in doubt, and nothing worse"
     assert "lost" in injected(traces)

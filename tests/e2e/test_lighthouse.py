@@ -199,7 +199,7 @@ def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
+def test_lighthouse_killed_for_good_costs_no_bit_and_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is compared with a run without a lighthouse, which has no thread for it either."""

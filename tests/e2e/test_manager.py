@@ -524,7 +524,7 @@ def test_one_rank_is_the_writer_in_each_step(two: Job) -> None:
     assert writers == [(0, "0"), (1, "0"), (2, "0")]
 
 
-def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
+def test_fetch_cut_short_by_a_rollback_leaves_no_state_behind(two: Job) -> None:
     """The joiner's step function is unwound, its fetch ends, and the next epoch waits for it."""
     failing = threading.Event()
     starts: list[int | None] = []

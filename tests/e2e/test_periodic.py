@@ -191,7 +191,7 @@ def test_ranks_of_a_group_cannot_have_unlike_weights(made: Job) -> None:
         (lambda m: next(m.manager.transactions(_loader())), "make fft.LocalSGD"),
     ],
 )
-def test_a_mistake_is_refused_with_its_mend(
+def test_a_mistake_is_refused_with_its_fix(
     made: Job, mistake: Callable[[Member], object], mend: str
 ) -> None:
     with pytest.raises(FftError, match=mend):
@@ -397,7 +397,7 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
     assert [r["kind"] for r in records(tmp_path / "traces")].count("abort") == 0
 
 
-def test_a_fault_of_an_inner_step_is_no_fault_of_the_job_in_the_report(
+def test_report_does_not_count_inner_step_faults_as_job_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = tmp_path / "plan.yaml"
@@ -534,7 +534,7 @@ def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
     assert len(applied) == 2 and isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job) -> None:
+def test_recurring_late_update_failure_raises_step_retries_exceeded(made: Job) -> None:
     """Such an update is a schedule that is over: the steps before it are committed again and
     again."""
     member = _registered(made)

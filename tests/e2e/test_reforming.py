@@ -207,9 +207,7 @@ def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.parametrize("since", [3, 6])
-def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
-    tmp_path: Path, since: int
-) -> None:
+def test_group_that_already_uses_a_torch_group_is_restarted(tmp_path: Path, since: int) -> None:
     """A new process could not enter that group.
 
     If it is created at this moment, a replacement starts and is refused.

@@ -155,7 +155,7 @@ def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
     assert cursors(place) == {4 - bool(skips[0]): [8, 8]}
 
 
-def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
+def test_entry_of_a_failed_attempt_is_in_no_checkpoint(tmp_path: Path) -> None:
     """An example is an attempt of two groups whose slices the next one, of one group, does not all
     take."""
     place = tmp_path / "checkpoints"

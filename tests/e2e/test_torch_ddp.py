@@ -218,7 +218,7 @@ def refused(tmp_path: Path, wrap: Wrap) -> str:
     return str(error.value)
 
 
-def test_torchfts_pure_wrapper_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_torchfts_pure_wrapper_is_refused_with_the_fix(tmp_path: Path) -> None:
     pure = lambda member, model: torchft_ddp.PureDistributedDataParallel(member.manager, model)  # noqa: E731
     assert "call manager.sync_gradients(model.module)" in refused(tmp_path, pure)
 
@@ -258,7 +258,7 @@ def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
     assert "2 ranks" in output and "--ranks 1" in output
 
 
-def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_static_graph_is_refused_with_the_fix(tmp_path: Path) -> None:
     def static(member: Member, model: nn.Module) -> nn.Module:
         pg = ProcessGroupDummy(0, 1)
         return DistributedDataParallel(model, process_group=pg, static_graph=True)

@@ -76,7 +76,7 @@ def test_steps_before_a_skipped_one_do_not_count_for_scale_growth() -> None:
     updates.close()
 
 
-def test_a_step_without_overflow_steps_every_optimizer_and_every_schedule() -> None:
+def test_step_without_overflow_steps_all_optimizers_and_schedules() -> None:
     weights, schedules, scaler, updates = _scaled([1.0, 2.0, -2.0])
     calls: list[int] = []
     updates.on_commit(lambda: calls.append(1))
@@ -114,7 +114,7 @@ def test_a_checkpoint_right_after_a_commit_is_of_that_commit(tmp_path: Path) -> 
         assert (state["lineage"], state["cursor"]) == (record["lineage"], record["cursor"])
 
 
-def test_stepping_the_optimizer_in_the_body_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_stepping_the_optimizer_in_the_body_is_refused_with_the_fix(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=2):
             with txn:
@@ -524,7 +524,7 @@ def test_exception_between_decision_and_step_is_found_at_next_vote(
     )
 
 
-def test_an_overflow_in_the_plain_loop_backs_the_registered_scale_off_once(tmp_path: Path) -> None:
+def test_overflow_in_the_plain_loop_reduces_the_scale_once(tmp_path: Path) -> None:
     """``should_commit()`` returns False because the commit was a skip; the next attempt has the
     scale."""
     scales: dict[str, list[float]] = {"0": [], "1": []}

@@ -191,7 +191,7 @@ def test_job_continues_without_a_vanished_host_until_the_host_returns(
         pytest.param("stopped", 1, marks=pytest.mark.long),
     ],
 )
-def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
+def test_spares_of_another_host_take_over_the_group_of_a_lost_host(
     tmp_path: Path, how: str, least: int
 ) -> None:
     """A host that was only stopped is not admitted again when it resumes.

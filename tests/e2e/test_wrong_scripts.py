@@ -121,7 +121,7 @@ def test_error_of_one_group_is_printed_when_the_group_restarts(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_an_average_across_the_groups_between_two_transactions_is_refused(tmp_path: Path) -> None:
+def test_averaging_across_groups_between_transactions_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "averages", "3")
     assert done.returncode == 1
     assert "allreduce() between two transactions" in done.stderr

@@ -214,9 +214,7 @@ def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> No
     assert inbox_holds(url, gone.peer) == []
 
 
-def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
-    stack: ExitStack, url: str
-) -> None:
+def test_new_process_of_an_identity_removes_the_previous_inbox(stack: ExitStack, url: str) -> None:
     with open_bus(url) as bus:
         bus.send(inbox_name(Peer("0", 0, 1)), b"unheard")
         job = EngineJob(stack, url, 1, 1)

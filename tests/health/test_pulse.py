@@ -177,7 +177,7 @@ def real() -> Iterator[Pulse]:
     made.close()
 
 
-def test_a_main_thread_that_runs_moves_and_one_that_is_blocked_only_beats(real: Pulse) -> None:
+def test_running_main_thread_moves_and_a_blocked_one_only_beats(real: Pulse) -> None:
     reader = PulseReader(real.fd)
     moves = MainThreadProbe(real, 0.005)
     assert moves.follows_main

@@ -76,7 +76,7 @@ def test_silence_without_a_grace_never_becomes_red() -> None:
     assert listen(detector, now, now + 100.0) is Level.YELLOW
 
 
-def test_a_false_alarm_mends_itself() -> None:
+def test_false_alarm_raises_its_own_bound() -> None:
     detector, now = after_gaps([0.1] * 5)
     assert listen(detector, now, now + 1.0) is Level.YELLOW
     detector.observe(Seen(now + 1.0, now + 1.0))

@@ -156,7 +156,7 @@ def raised(make: Callable[[], object]) -> Exception:
     raise AssertionError
 
 
-def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> None:
+def test_same_error_ends_after_two_tries_and_others_after_five() -> None:
     def same() -> Exception:
         return raised(lambda: object().missing)  # type: ignore[attr-defined]  # its message contains an address
 
@@ -370,7 +370,7 @@ def test_script_exit_with_a_code_shows_its_output(run_job: StartJob, stage: Stag
     assert text.count("unrecognized arguments: --workers") == 1 and "Traceback" not in text
 
 
-def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
+def test_mistake_at_the_start_of_a_group_ends_the_job_when_repeated(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
@@ -397,7 +397,7 @@ def test_other_errors_and_signals_are_started_again(run_job: StartJob, stage: St
         assert job.verdict().ok
 
 
-def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
+def test_group_that_cannot_continue_is_dropped_and_the_others_finish(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:

@@ -161,7 +161,7 @@ def test_pauses_grow_to_half_a_minute_and_begin_anew_after_progress() -> None:
     assert pauses.next() == 0
 
 
-def test_a_group_that_keeps_dying_is_given_up_with_the_tail_of_its_log(
+def test_group_that_keeps_dying_is_dropped_with_the_tail_of_its_log(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=1, ranks=1, max_restarts=2) as job:

@@ -151,7 +151,7 @@ def test_a_good_plan_is_read_from_yaml_and_from_json(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_plan_names_file_place_and_mend(
+def test_a_bad_plan_names_file_place_and_fix(
     tmp_path: Path, text: str, place: str, mend: str
 ) -> None:
     path = write(tmp_path, text)

@@ -211,7 +211,7 @@ def _of(*ranks: tuple[str, int]) -> JobState:
     return JobState(record, record)
 
 
-def test_the_processes_are_gone_only_if_all_were_here_and_none_is_there() -> None:
+def test_processes_are_gone_only_if_all_are_local_and_none_runs() -> None:
     """A participant that may live on another host, or on this one, is asked for longer."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)

@@ -722,7 +722,7 @@ def found(history: History, *names: str) -> list[Finding]:
     return [f for f in judge(history, names or None) if f.violation]
 
 
-def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> None:
+def test_undoctored_history_is_clean_and_checks_every_invariant() -> None:
     for ranks in (1, 2):
         findings = judge(life(ranks))
         assert [f.name for f in findings if f.violation] == []

@@ -225,7 +225,7 @@ def test_a_text_has_a_limit(message: dict[str, Any], field: str, longest: int) -
         decode(raw(message, **{field: "é" * (longest + 1)}))
 
 
-def test_a_cause_of_the_greatest_length_in_the_widest_letters_still_fits() -> None:
+def test_longest_cause_in_the_widest_characters_still_fits() -> None:
     """Limits are in characters, the message's in bytes; they must not contradict each other."""
     assert decode(encode(Leave(Peer("1", 0, 1), "\U0001f600" * 2000)))
     assert decode(encode(Leave(Peer("1", 0, 1), "\x01" * 2000)))

@@ -68,7 +68,7 @@ def test_all_yes_commits_on_everyone(groups: int, ranks: int) -> None:
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_one_no_aborts_on_all_and_the_same_step_runs_again_without_a_fetch() -> None:
+def test_single_no_vote_aborts_all_and_repeats_without_a_fetch() -> None:
     job = Job(2, 2).until_running()
     *others, last = job.live()
     job.compute(others)
@@ -338,7 +338,7 @@ def test_the_bus_limit_means_nothing_once_the_bus_has_spoken() -> None:
     assert a.finished is None
 
 
-def test_a_trouble_that_is_over_takes_nothing_from_the_limit_of_the_next() -> None:
+def test_past_bus_trouble_does_not_shorten_the_next_limit() -> None:
     job = Job(2).until_running()
     a = job.node("0")
     job.post(a, BusDown("read", "away"))
@@ -675,7 +675,7 @@ def test_joiner_whose_request_was_lost_asks_again() -> None:
     assert len(job.live()) == 3 and job.states() == {"NORMAL"} and clean(job) == []
 
 
-def test_the_first_epoch_does_not_wait_for_ever_for_an_announced_group() -> None:
+def test_first_epoch_waits_a_bounded_time_for_an_announced_group() -> None:
     job = Job(2, expected_groups=3)
     job.settle()
     assert job.states() == {"INIT"}
@@ -698,7 +698,7 @@ def test_a_second_incarnation_of_a_live_identity_fences_the_older() -> None:
     assert job.states() == {"NORMAL"} and job.fetches() == {"1/0#2": 1} and clean(job) == []
 
 
-def test_a_second_incarnation_fences_an_older_one_that_still_waits_outside() -> None:
+def test_new_incarnation_fences_an_older_one_waiting_to_join() -> None:
     job = Job(2, expected_groups=3)
     job.settle()
     old = job.node("1")
@@ -985,7 +985,7 @@ def test_joiner_is_unproven_until_a_step_is_committed() -> None:
     assert refused_for_differing(job)[-1].diverged and not job.live()
 
 
-def test_joiner_that_alone_holds_the_state_is_right_for_the_next_joiner() -> None:
+def test_joiner_alone_with_the_state_is_proven_for_the_next_joiner() -> None:
     job, early = joined()
     job.learn(early)
     job.settle()
@@ -1007,7 +1007,7 @@ def test_after_a_rollback_a_learner_is_waited_for() -> None:
     assert job.steps() == {2} and clean(job) == []
 
 
-def test_a_learner_that_has_its_state_fetches_nothing_after_a_rollback() -> None:
+def test_joiner_with_its_state_does_not_fetch_after_a_rollback() -> None:
     job, late = joined()
     job.learn(late)
     job.settle()
@@ -1201,7 +1201,7 @@ def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
     assert job.states() == {"NORMAL"} and job.fetches() == {} and clean(job) == []
 
 
-def test_an_acknowledgement_that_is_lost_is_a_false_suspicion_and_cheap() -> None:
+def test_lost_acknowledgement_is_a_cheap_false_suspicion() -> None:
     job = Job(3, min_groups=2).until_running()
     a, _, c = job.live()
     job.fail(a)
@@ -1218,7 +1218,7 @@ def test_an_acknowledgement_that_is_lost_is_a_false_suspicion_and_cheap() -> Non
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_a_coordinator_that_lives_but_cannot_form_an_epoch_is_waited_for() -> None:
+def test_live_coordinator_that_cannot_form_an_epoch_is_awaited() -> None:
     job = Job(3, min_groups=3).until_running()
     job.kill_group("2")
     job.settle()
@@ -1374,7 +1374,7 @@ def test_before_the_first_epoch_the_furthest_state_wins() -> None:
 # --- how an epoch cannot be -----------------------------------------------------------
 
 
-def test_too_few_groups_stop_with_the_count_and_the_mend() -> None:
+def test_too_few_groups_stop_with_the_count_and_the_fix() -> None:
     job = Job(1, min_groups=2)
     job.settle()
     job.fire("join_window")
@@ -1594,7 +1594,7 @@ def test_empty_barrier_suspects_no_participant() -> None:
     assert job.states() == {"NORMAL"} and len(job.history[-1].members) == 2
 
 
-def test_a_joiner_without_its_mate_is_not_kept_waiting_by_signs_of_life() -> None:
+def test_signs_of_life_do_not_delay_a_joiner_without_its_mate() -> None:
     """Its mate left with a drain, and that message was lost."""
     job = Job(2, ranks=2).until_running()
     alone = job.add("7", 0, 2, store="7.0", **job.config)

@@ -326,7 +326,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_spec_is_refused_with_place_and_mend(case: str, tmp_path: Path) -> None:
+def test_a_bad_spec_is_refused_with_place_and_fix(case: str, tmp_path: Path) -> None:
     files, place, mend = BAD[case]
     error = refusal(tmp_path, files)
     assert error.startswith(tuple(files))

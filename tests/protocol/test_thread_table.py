@@ -59,7 +59,7 @@ def test_events_are_ignored_only_if_the_table_lists_them(state: str, event: str)
             TABLE.react(state, event)
 
 
-def test_a_fact_that_no_guard_is_called_after_is_a_mistake_of_the_caller() -> None:
+def test_fact_without_a_guard_of_that_name_is_refused() -> None:
     with pytest.raises(ValueError, match="called fetch"):
         TABLE.react("IDLE.ready", "heal", {"fetch"})
 

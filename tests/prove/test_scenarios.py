@@ -193,7 +193,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
 # --- the format -----------------------------------------------------------------------------------
 
 
-def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
+def test_wrong_output_is_shown_and_fixed_by_a_rewrite(tmp_path: Path) -> None:
     path = scenario(tmp_path, "# a note", "A/0 raises", output="nothing\n")
     with pytest.raises(FftError, match=r"-nothing\n\+A/0 raises: NORMAL → ROLLBACK_REQ"):
         check_scenario(path)
@@ -279,7 +279,7 @@ def found(model: Model, limit: int = 60_000) -> Search:
     return search
 
 
-def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
+def test_a_counterexample_replays_and_fails_once_the_bug_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text(TEXT.replace(*TAKEN_FOR_GOOD), encoding="utf-8")
     spec = parse_spec(TEXT.replace(*TAKEN_FOR_GOOD), "torn.yaml")
     search = found(Model(spec, Bounds("one fault", faults=1, budget=(("torn", 1),))))

@@ -353,7 +353,7 @@ def test_audit_of_a_good_seed_matches_the_simulator_counts(tmp_path: Path) -> No
         ),
     ],
 )
-def test_bad_arguments_get_one_line_that_names_the_mend(arguments: list[str], mend: str) -> None:
+def test_bad_arguments_get_one_line_that_names_the_fix(arguments: list[str], mend: str) -> None:
     done = CliRunner().invoke(app, ["dev", "simulate", *arguments])
     assert done.exit_code == 2
     assert mend in done.stderr

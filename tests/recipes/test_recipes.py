@@ -396,9 +396,7 @@ def test_error_after_the_decision_does_not_affect_the_next_reductions(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [None, "exception", pytest.param("kill", marks=pytest.mark.long)])
-def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
-    stage: Stage, kind: str | None
-) -> None:
+def test_resumed_job_ends_with_the_same_bits(stage: Stage, kind: str | None) -> None:
     whole = BY_NAME["language.checkpoint_and_resume"]
     dropout = 0.0 if kind == "kill" else 0.1
     clean = stage.clean(whole, dropout)

@@ -86,7 +86,7 @@ def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: 
 
 
 @pytest.mark.parametrize("diverges", ["update", "epoch", "neither"])
-def test_audit_compares_the_states_of_an_epoch_apart_from_those_of_updates(
+def test_audit_compares_epoch_states_separately_from_update_states(
     tmp_path: Path, diverges: str
 ) -> None:
     """Between the two a script may change the state, whose digest then differs."""
@@ -367,9 +367,7 @@ def test_note_with_any_content_is_read_back_and_keeps_the_chain(tmp_path: Path, 
     assert audit_dir(tmp_path).ok
 
 
-def test_a_trace_that_lacks_its_end_is_named_and_no_guarantee_is_blamed(
-    traces: Path, window: int
-) -> None:
+def test_incomplete_trace_is_named_and_no_guarantee_is_violated(traces: Path, window: int) -> None:
     """The trace may be cut between any two lines, as by an incomplete copy."""
     path = traces / "g1r0i1.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -454,7 +452,7 @@ def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
     assert "torn" in report.render()
 
 
-def test_a_last_event_of_which_a_row_is_missing_is_accepted_and_reported(traces: Path) -> None:
+def test_last_event_with_a_missing_row_is_accepted_and_reported(traces: Path) -> None:
     """A SIGKILL came between two lines of one event, none of whose effects was carried out."""
     path = first(traces)
     lines = lines_of(path)
@@ -503,7 +501,7 @@ def test_a_forged_decision_is_found_although_the_chain_is_right(traces: Path) ->
     assert names & {"replay", "agreement", "exactly_once"}
 
 
-def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces: Path) -> None:
+def test_transition_missing_from_the_table_is_found_with_its_line(traces: Path) -> None:
     def forge(record: dict[str, object]) -> bool:
         if record.get("to") != "PREPARED":
             return False

@@ -295,7 +295,7 @@ def test_course_counts_recomputed_steps_as_neither_faults_nor_changes(every: int
     assert course.rates() is not None and TimeLost(course).undisturbed_rate is not None
 
 
-def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> None:
+def test_course_counts_a_group_lost_during_a_replay() -> None:
     course = recomputed(6, lost=True)
     (fault,) = course.faults
     assert (fault.step, fault.lost, fault.code) == (6, ("1",), "recomputed")
@@ -357,7 +357,7 @@ def test_course_counts_a_step_that_the_user_skipped_as_no_fault() -> None:
     assert course.faults == []
 
 
-def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> None:
+def test_course_adds_an_epoch_without_commits_to_its_rollback() -> None:
     course = begun("0", "1")
     course.take(record(3, "commit", 2, 4), 0.2)
     course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)

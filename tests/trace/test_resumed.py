@@ -263,7 +263,7 @@ def test_audit_reports_notes_of_ends_that_cannot_be_read(root: Path) -> None:
     assert "it is not readable" in audit_job(root).render()
 
 
-def test_a_new_start_forgets_the_notes_about_earlier_traces_of_its_folder(root: Path) -> None:
+def test_new_start_drops_the_notes_on_earlier_traces_of_its_folder(root: Path) -> None:
     note_all_ends(root)
     shutil.rmtree(root / "start4")
     forget_ends(root / "start4")

@@ -80,7 +80,7 @@ def test_unpublished_attempt_is_listed_and_never_chosen(store: Store) -> None:
     assert newest is not None and newest.step == 2
 
 
-def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: Store) -> None:
+def test_receipt_of_another_attempt_or_without_its_file_is_ignored(store: Store) -> None:
     directory = written(store, 5, "new")
     deliver(store, directory, "old", "1", 1, 5)
     assert ("1", 1) not in Checkpoints(store).receipts(directory, "new")
@@ -102,7 +102,7 @@ def test_newest_checkpoints_are_kept_and_older_attempts_removed(store: Store) ->
     assert found.verify(6).step == 6
 
 
-def test_a_damaged_one_among_those_that_are_kept_is_left_to_be_looked_at(store: Store) -> None:
+def test_damaged_checkpoint_among_the_kept_ones_is_not_removed(store: Store) -> None:
     found = published(store, 2, 4, 6, 8)
     for step in (2, 6):
         store.write(f"step-{step}/{MANIFEST}", b"{")
@@ -374,7 +374,7 @@ def test_a_new_job_does_not_begin_among_the_checkpoints_of_another(store: Store)
     assert chosen is not None and chosen.step == 3
 
 
-def test_a_job_does_not_begin_anew_where_all_its_checkpoints_are_damaged(tmp_path: Path) -> None:
+def test_job_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
     found = published(open_store(str(tmp_path)), 3)
     (tmp_path / "step-3" / "g0r0.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-3/g0r0\.json: the file is missing"):
@@ -587,7 +587,7 @@ def test_link_that_leads_nowhere_is_named_and_ends_nothing(target: str, tmp_path
     assert found.verify(8).step == 8
 
 
-def test_checkpoint_that_cannot_be_removed_ends_the_removal_of_no_other(
+def test_undeletable_checkpoint_does_not_stop_the_other_removals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = published(LocalStore(tmp_path), 2, 4, 6, 8)

@@ -201,7 +201,7 @@ def notes(traces: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("loader", [Stream, lambda: fft.CursorLoader(data(), 4, seed=5)])
-def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
+def test_job_resumed_twice_has_the_bits_of_an_uninterrupted_one(
     loader: Any, tmp_path: Path
 ) -> None:
     whole = Start(tmp_path / "whole").train(loader(), 18).all()
@@ -260,7 +260,7 @@ def test_changes_made_after_a_commit_are_in_its_checkpoint(leaves: bool, tmp_pat
     assert [n["step"] for n in notes(tmp_path / "part3", "resumed")] == [16]
 
 
-def test_an_error_after_a_commit_leaves_no_checkpoint_of_half_its_work(
+def test_error_after_a_commit_leaves_no_partial_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "checkpoints"
@@ -395,7 +395,7 @@ def test_receipt_is_delivered_after_the_body_that_may_change_the_copy(
 
 
 @pytest.mark.parametrize("part", ["_look_up", "_copy"])
-def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
+def test_slow_copy_costs_the_checkpoint_and_not_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended, copy = threading.Event(), getattr(Snapshot, part)
@@ -558,7 +558,7 @@ def _fill_the_disk(root: Path) -> None:
     (root / "steps").write_text(str(start.manager.current_step()))
 
 
-def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_full_disk_costs_the_checkpoint_and_leaves_no_partial_one(tmp_path: Path) -> None:
     env = dict.fromkeys(SET_BY_LAUNCHERS)
     process = Forked(_fill_the_disk, tmp_path, env=env, log=tmp_path / "out")
     try:

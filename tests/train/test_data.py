@@ -186,14 +186,14 @@ def numbers() -> Iterator[int]:
     yield from range(10)
 
 
-def test_a_plain_loader_is_refused_with_the_mend() -> None:
+def test_a_plain_loader_is_refused_with_the_fix() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8))
     loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
     with pytest.raises(DataError, match=r"DataLoader.*CursorLoader\(dataset, 4, num_workers=2"):
         as_source(loader)
 
 
-def test_a_loader_of_a_stream_is_refused_with_another_mend() -> None:
+def test_a_loader_of_a_stream_is_refused_with_another_fix() -> None:
     class Endless(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return numbers()
@@ -247,7 +247,7 @@ def test_each_rank_of_each_group_takes_an_item_of_its_own() -> None:
     assert taken == [[n] for n in range(10, 16)]
 
 
-def test_a_stream_of_groups_of_two_ranks_goes_on_at_the_item_of_the_cursor() -> None:
+def test_stream_of_groups_of_two_ranks_resumes_at_the_cursor() -> None:
     """The cursor counts slices; for the loader of such a group each slice is two items."""
     ranks, cursor = 2, 3
     source = StreamSource(Stream())

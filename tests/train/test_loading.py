@@ -617,7 +617,7 @@ time.sleep(600)
 
 
 @pytest.mark.multiprocess
-def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item(
+def test_workers_end_with_a_killed_trainer_within_an_item(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "orphans.py"

@@ -75,7 +75,7 @@ def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
     assert disturbed == bits(fft.CursorLoader(Slow(), 1, seed=3).take(Due(0, 0, 1)))
 
 
-def test_an_item_that_cannot_be_read_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+def test_unreadable_item_leaves_the_generators_unchanged(tmp_path: Path) -> None:
     """The trainer draws from the main thread's generators, and its replay must draw the same."""
 
     def drawn() -> list[float]:

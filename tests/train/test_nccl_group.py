@@ -169,7 +169,7 @@ def pair() -> Any:
         group.close()
 
 
-def test_every_epoch_has_an_id_of_its_own_and_is_aborted_before_the_next(pair: Pair) -> None:
+def test_each_epoch_has_its_own_id_and_is_aborted_before_the_next(pair: Pair) -> None:
     for record in range(5):
         pair.build(str(record))
         for work in pair.each(pair.reduce):

@@ -290,7 +290,7 @@ def test_end_of_a_txn_releases_waiters(place: Place) -> None:
     ended.join()
 
 
-def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Place) -> None:
+def test_pause_follows_the_lighthouse_silence_up_to_a_bound(place: Place) -> None:
     group = place.group("0", timeout_s=0.4)
     group.quorums.pause()  # without a failure there is no pause
     place.close_lighthouse()

@@ -106,7 +106,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
 
 
 @pytest.mark.multiprocess
-def test_abort_frees_a_blocked_rank_and_its_tensor_is_never_written_again() -> None:
+def test_abort_frees_a_blocked_rank_and_its_tensor_stays_untouched() -> None:
     *blocked, late = run(3, _blocked)
     assert late is False
     for took, freed, quiet, untouched, pending in blocked:

@@ -200,7 +200,7 @@ def test_load_forgets_optimizer_state_that_the_source_does_not_have() -> None:
     assert target.state.digest() == source.state.digest()
 
 
-def test_a_rollback_after_a_state_has_come_does_not_bring_the_old_one_back() -> None:
+def test_rollback_after_a_fetch_keeps_the_fetched_state() -> None:
     """The joiner's step function begins with its old state, and its vote waits for the job's
     state."""
     source, learner = Setup(1), Setup(2)
@@ -263,7 +263,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
     assert target.counter.seen == counter
 
 
-def test_a_setting_that_an_older_torch_does_not_know_keeps_its_value_here() -> None:
+def test_setting_unknown_to_an_older_torch_keeps_its_value() -> None:
     source, target = Setup(1), Setup(2)
     for run in (source, target):
         run.step()
@@ -336,7 +336,7 @@ def test_first_edit_in_a_rolled_back_step_is_tracked_afterwards() -> None:
     assert torch.equal(weight, before[0]), "the rest is put back all the same"
 
 
-def test_a_parameter_edited_by_a_body_that_ended_well_is_kept_from_then_on() -> None:
+def test_parameter_edit_of_a_successful_body_is_kept() -> None:
     run = Setup()
     weight, bias = run.model.linear.weight, run.model.norm.bias
     for edited in (weight, bias):

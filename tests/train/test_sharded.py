@@ -88,7 +88,7 @@ def test_each_group_takes_the_items_of_its_shard_once() -> None:
     assert job.txn("01", sources) == [6, 7, 104, 105]
 
 
-def test_a_member_that_does_not_contribute_consumes_nothing_of_its_shard() -> None:
+def test_member_without_a_contribution_does_not_consume_its_shard() -> None:
     job = Job()
     sources = [job.source(0), job.source(1)]
     job.txn("01", sources)

@@ -343,7 +343,7 @@ def torchfts() -> Iterator[Callable[[], HTTPTransport[Any]]]:
 
 
 @pytest.mark.parametrize("offered", ["ab", "cd"])
-def test_fetch_refuses_another_lineage_that_a_transport_of_torchft_brings(
+def test_fetch_over_a_torchft_transport_refuses_another_lineage(
     offered: str, torchfts: Callable[[], HTTPTransport[Any]]
 ) -> None:
     """torchft's transports compare the step alone: equal steps can have different lineages."""
