@@ -662,7 +662,7 @@ def test_a_joiner_during_a_rollback_is_in_the_next_epoch() -> None:
     assert job.fetches() == {"2/0#1": 1} and clean(job) == []
 
 
-def test_joiner_whose_request_was_lost_asks_again() -> None:
+def test_joiner_with_a_lost_request_asks_again() -> None:
     job = Job(2).until_running()
     job.bus_up = False
     job.start_group("2")
