@@ -59,8 +59,8 @@ def test_restartable_function_survives_an_error_and_a_death(tmp_path: Path) -> N
     assert "sum 6.0" in first and "sum 6.0" in replacement
     attempt = "on_join health_check"
     rollback = f"on_abort on_unwound {attempt}"
-    assert f"order {attempt} {rollback} {rollback} completion\n" in first
-    assert f"order {attempt} completion\n" in replacement
+    assert f"order {attempt} {rollback} {rollback} on_complete\n" in first
+    assert f"order {attempt} on_complete\n" in replacement
 
 
 @pytest.mark.multiprocess
