@@ -1,4 +1,5 @@
-"""The commands that show a spec: `fft graph`, `fft spec`, `fft config`, `fft schema`."""
+"""The commands that show a spec: `fft graph`, `fft spec`, `fft config`, `fft schema`;
+and `fft doctor`."""
 
 from __future__ import annotations
 
@@ -90,6 +91,16 @@ def config(
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
     console().print(table)
+
+
+def doctor() -> None:
+    """Show the versions of Python, torch and torchft, whether FFT was tried with them, and what is
+    lacking."""
+    from fft.util import versions
+
+    lines, works = versions.doctor()
+    sys.stdout.write("\n".join(lines) + "\n")
+    raise typer.Exit(0 if works else 1)
 
 
 def schema() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any, Generic, TypeVar, overload
 
 from torch._C._distributed_c10d import Store
@@ -19,6 +18,7 @@ from torchft.manager import ExceptionWithTraceback, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
 from fft.errors import FftError
+from fft.util.versions import found
 
 T = TypeVar("T")
 
@@ -102,6 +102,6 @@ class TorchftAdapter:
         ]
         if missing:
             raise FftError(
-                f"torchft {version('torchft')} has no {', '.join(missing)} on its Manager, which "
-                "this release of FFT needs: install torchft>=0.2,<0.3"
+                f"torchft {found('torchft')} has no {', '.join(missing)} on its Manager, which "
+                "this release of FFT needs: install torchft 0.2"
             )
