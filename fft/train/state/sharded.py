@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -100,7 +99,8 @@ def _objects(states: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         if isinstance(thing, FSDPParam):
             yield thing, vars(thing).copy()
             continue
-        flags, referred = {}, []
+        flags: dict[str, Any] = {}
+        referred: list[Any] = []
         for name, value in vars(thing).items():
             if type(value) in _PLAIN:
                 flags[name] = value
@@ -108,13 +108,11 @@ def _objects(states: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
                 flags[name] = value
                 referred += value if isinstance(value, list | tuple) else [value]
         yield thing, flags
-        found += [each for each in referred if _is_settable(type(each))]
-
-
-@cache
-def _is_settable(kind: type) -> bool:
-    """Return whether objects of this type may have settings of FSDP2."""
-    return kind.__module__.startswith(_FSDP2) and not issubclass(kind, Enum | type)
+        found += [
+            each
+            for each in referred
+            if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
+        ]
 
 
 def _is_data(value: Any) -> bool:
