@@ -29,7 +29,7 @@ PYTHON_THERE ?= 3.12
 # of make test: one more than two cores, as tests wait for a third of their time; four are slower
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture timeline-picture watch-picture examples test test-long compat check types house prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
+.PHONY: help setup demo demo-picture timeline-picture watch-picture examples test test-long compat check types house prove chaos chaos-long bench bench-quick gpu gpu-packages docs release clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -49,6 +49,7 @@ help:
 	@echo "make gpu     try FFT on this machine's GPU, with the torch that it has (8 minutes)"
 	@echo "make gpu-packages   what a machine with a GPU and no network may lack, for Python $(PYTHON_THERE)"
 	@echo "make docs    build the documentation as a site, in site/; broken links are errors"
+	@echo "make release   build wheel and sdist, install each elsewhere and run README's script there (5 minutes)"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -119,11 +120,11 @@ house: setup
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
-	$(BIN)/fft check hsdp
-	@code=0; $(BIN)/fft check local_commit --property agreement --bounds processes || code=$$?; test $$code = 1
-	@code=0; $(BIN)/fft check plain_votes --property agreement --bounds messages || code=$$?; test $$code = 1
-	$(BIN)/fft mutants
-	$(BIN)/fft simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
+	$(BIN)/fft dev check hsdp
+	@code=0; $(BIN)/fft dev check local_commit --property agreement --bounds processes || code=$$?; test $$code = 1
+	@code=0; $(BIN)/fft dev check plain_votes --property agreement --bounds messages || code=$$?; test $$code = 1
+	$(BIN)/fft dev mutants
+	$(BIN)/fft dev simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
 
 # Both parts are run even if the first finds something. The page is written in either case.
 chaos: setup
@@ -171,6 +172,11 @@ bench-quick: setup
 docs: setup
 	@$(PIP) install --quiet -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# dist/ has what would be published
+release: setup
+	@$(PIP) install --quiet "build>=1.2"
+	$(BIN)/python -m tools.release
 
 clean:
 	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs site

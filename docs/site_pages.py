@@ -68,9 +68,9 @@ def spec_format() -> str:
     lines = [
         "# Spec files",
         "",
-        "A spec is a YAML file in `fsm_specs/`, such as `hsdp.yaml`. `fft spec NAME` checks one,",
-        "`fft graph NAME` draws it. This page is made from the JSON schema (`fft schema`,",
-        "`fsm_specs/schema.json`), which editors can use to complete and check a spec.",
+        "A spec is a YAML file in `fsm_specs/`, such as `hsdp.yaml`. `fft dev spec` checks it, and",
+        "`fft dev graph` draws it. This page is made from the JSON schema of `fft dev schema`",
+        "(`fsm_specs/schema.json`), which editors can use to complete and check a spec.",
         "",
     ]
     lines += _model("A spec", schema)

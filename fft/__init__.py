@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fft import errors as errors
 from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
+from fft.util.terminal import own_records
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ _HOME = {
     "live_set": "fft.train.api.live_set",
     "restartable": "fft.train.api.restartable",
 }
+
+own_records()
 
 _MODULES = ("abort", "active", "health_checks")
 

@@ -1,22 +1,27 @@
-"""The picture of the rooms in DESIGN.md, drawn from the imports of ``fft/``.
+"""The picture of the rooms in DESIGN.md, drawn from the imports of ``fft/``, and the code lines in
+the page on trust.
 
-python -m tools.rooms            # draws it again
-python -m tools.rooms --check    # exits with 1 if it is not up to date
+python -m tools.rooms            # writes both again
+python -m tools.rooms --check    # exits with 1 if one is not up to date
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import grimp
 
+from tools.house import code_lines
 from tools.pages import fill
 
 PAGE = Path(__file__).parents[1] / "DESIGN.md"
 NAME = "rooms"
+TRUST = Path(__file__).parents[1] / "docs" / "explanation" / "trust.md"
 USERS = "integrations"
 PUBLIC = ("fft.abort", "fft.active", "fft.errors", "fft.health_checks")
 """Modules with names that users import. They are in no room."""
@@ -80,17 +85,35 @@ def lines(pairs: Collection[Pair]) -> list[str]:
     return ["```mermaid", "flowchart TD", *drawn, "```"]
 
 
+def counted(page: str) -> str:
+    """Return the page on trust with the present code lines of its files, rounded to ten.
+
+    Raises ValueError if it names a file that does not exist.
+    """
+    sizes = Counter(line.partition(":")[0] for line in code_lines())
+
+    def row(found: re.Match[str]) -> str:
+        files = re.findall(r"`(fft/[\w/]+\.py)`", found[1])
+        if gone := [each for each in files if each not in sizes]:
+            raise ValueError(f"{TRUST.name}: no file {', '.join(gone)}")
+        return f"|{found[1]}| {round(sum(sizes[each] for each in files), -1)} |"
+
+    return re.sub(r"^\|([^|]*`fft/[^|]*)\| \d+ \|", row, page, flags=re.M)
+
+
 def main() -> int:
-    """Draw the picture, or compare it."""
+    """Write both, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
-    picture = lines(imports())
+    picture, trusted = lines(imports()), TRUST.read_text(encoding="utf-8")
     if parser.parse_args().check:
-        if "\n".join(picture) in PAGE.read_text(encoding="utf-8"):
+        drawn = "\n".join(picture) in PAGE.read_text(encoding="utf-8")
+        if drawn and counted(trusted) == trusted:
             return 0
-        sys.stderr.write(f"{PAGE.name}: draw the rooms again: python -m tools.rooms\n")
+        sys.stderr.write(f"{PAGE.name} or {TRUST.name} is outdated: python -m tools.rooms\n")
         return 1
     fill(PAGE, NAME, picture)
+    TRUST.write_text(counted(trusted), encoding="utf-8")
     return 0
 
 

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from fft.bus.addresses import without_password
 from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     BusClosed,
@@ -77,10 +78,12 @@ def open_bus(
     elif separator and scheme in ("nats", "tls"):
         bus = _nats_bus(url, timeout, token)
     else:
-        raise BusError(f"bus URL {url!r}: write memory://name, tcp://host:port/job or nats://…")
+        raise BusError(
+            f"bus URL {without_password(url)!r}: write memory://name, tcp://host:port/job or nats://…"
+        )
     if generation is not None and bus.generation != generation:
         bus.close()
-        raise BusForgot(f"the bus at {url} has come back empty: it is not the one known before")
+        raise BusForgot(f"the bus at {bus.url} has come back empty: it is not the one known before")
     return bus
 
 
@@ -102,7 +105,7 @@ def open_job_bus(
             logger.warning(
                 "no job token: anybody who reaches the bus at %s can stop this job. "
                 "Set FFT_TOKEN_FILE to the path that `fft serve` prints.",
-                url,
+                without_password(url),
             )
         return bus
     from fft.bus.sealed import SealedBus

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
@@ -154,6 +155,16 @@ def _towards(bus_url: str) -> str:
             SETTING,
         )
     return (*public, *found)[0]
+
+
+def without_password(url: str) -> str:
+    """Return the URL of a bus for display and messages, with ``***`` instead of its password."""
+    return re.sub(r"^(\w+://[^:/@]*):[^/]+@", r"\1:***@", url)
+
+
+def with_job_of(url: str, other: str) -> str:
+    """Return ``url`` with the job's name of ``other``, which may lack the password."""
+    return f"{url.rpartition('/')[0]}/{other.rpartition('/')[2]}"
 
 
 def _hosts_of(bus_url: str) -> list[str]:

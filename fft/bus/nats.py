@@ -3,10 +3,10 @@
 The user `job-token` without a password logs in to servers that FFT has started (natsserver.py): the
 password is derived from the job token.
 
-`tls://` encrypts. The environment configures the client: `FFT_NATS_CREDS` (a credentials file),
-`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's
-certificate and key). It needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and
-the extra `nats` of this package. On a cluster, streams have three replicas.
+`tls://` encrypts. The environment configures the client: `FFT_NATS_CREDS` (a credentials file) and
+`FFT_NATS_TLS` (a folder with `ca.crt`, and the client's `tls.crt` and `tls.key`). It needs
+nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this
+package. On a cluster, streams have three replicas.
 
 Each job uses these streams, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
 

@@ -31,6 +31,7 @@ import nats.errors
 from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
+from fft.bus.addresses import without_password
 from fft.bus.base import BusClosed, BusForgot, BusUnreachable, check_job
 from fft.bus.token import TOKEN_USER, JobToken, password_of
 from fft.errors import BusError
@@ -109,7 +110,7 @@ def parse_url(url: str, token: JobToken | None = None) -> Address:
     place, _, job = rest.partition("/")
     login, at, hosts = place.rpartition("@")
     user, _, password = login.partition(":")
-    shown = url.replace(f"{login}@", f"{user}:***@") if password else url
+    shown = without_password(url)
     if scheme not in SCHEMES or "?" in job or "#" in job:
         raise BusError(f"bus URL {shown!r}: {_FORM}")
     servers = [_server(scheme, one, shown) for one in hosts.split(",")]
@@ -141,13 +142,13 @@ def _server(scheme: str, place: str, shown: str) -> str:
 
 def _tls(shown: str) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=os.environ.get("FFT_NATS_CA"))
-        if cert := os.environ.get("FFT_NATS_CERT"):
-            context.load_cert_chain(cert, os.environ.get("FFT_NATS_KEY"))
+        folder = os.environ.get("FFT_NATS_TLS")
+        context = ssl.create_default_context(cafile=folder and f"{folder}/ca.crt")
+        if os.path.exists(cert := f"{folder}/tls.crt"):
+            context.load_cert_chain(cert, f"{folder}/tls.key")
     except OSError as error:
         raise BusError(
-            f"bus URL {shown!r}: {error}; set FFT_NATS_CA to the authority's certificate, "
-            "FFT_NATS_CERT and FFT_NATS_KEY to the client's, as PEM files"
+            f"bus URL {shown!r}: {error}: {folder}/ca.crt, or tls.crt with tls.key (FFT_NATS_TLS)"
         ) from error
     return context
 

@@ -13,37 +13,47 @@ import typer
 from fft.cli import checkpoints, launch, operate, prove, run, specs, traces
 from fft.cli.shared import GroupedHelp
 from fft.launch.exit_status import IN_WORDS
+from fft.util.terminal import own_process
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the command in a process that is FFT's own."""
+        own_process()
+        return typer.main.get_command(self)(*args, **kwargs)
+
+
+app = _App(
     help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 # `fft --help` lists the commands in this order.
-app.command()(run.serve)
 app.command(cls=GroupedHelp, context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(
     run.run
 )
+app.command()(run.serve)
 app.add_typer(launch.app, name="launch")
-app.command(epilog=IN_WORDS)(launch.outcome)
-app.add_typer(checkpoints.app, name="checkpoint")
-app.command()(traces.audit)
-app.command()(traces.report)
-app.command()(traces.timeline)
-app.command()(traces.export)
-app.command()(prove.simulate)
-app.command()(prove.check)
-app.command()(prove.mutants)
-app.command()(specs.graph)
-app.command(name="spec")(specs.check_spec)
-app.command()(specs.config)
-app.command()(specs.doctor)
+app.command()(operate.watch)
 app.command()(operate.drain)
-app.command(name="return")(operate.return_group)
 app.command()(operate.evict)
 app.command()(operate.diagnose)
-app.command()(operate.inject)
-app.command()(operate.watch)
-app.command()(operate.say)
-app.command()(specs.schema)
+app.command()(traces.report)
+app.command()(traces.audit)
+app.add_typer(checkpoints.app, name="checkpoint")
+app.command()(specs.config)
+app.command()(specs.doctor)
+
+dev = typer.Typer(
+    help="Develop specs and FFT itself: search, simulate, draw, inject.", no_args_is_help=True
+)
+dev.command(name="spec")(specs.check_spec)
+dev.command()(specs.graph)
+dev.command()(specs.schema)
+dev.command()(prove.check)
+dev.command()(prove.simulate)
+dev.command()(prove.mutants)
+dev.command()(operate.inject)
+dev.command()(operate.say)
+app.add_typer(dev, name="dev")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from fft.cli.shared import console, plain_errors
 from fft.errors import FftError
+from fft.util.terminal import put
 
 app = typer.Typer(
     help="Durable checkpoints: list, verify, prune; export and import for torch's own.",
@@ -83,10 +83,10 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
             }
             for entry in found
         ]
-        sys.stdout.write(json.dumps(entries, indent=2) + "\n")
+        put(json.dumps(entries, indent=2) + "\n")
         return
     if not found:
-        sys.stdout.write(f"no checkpoint at {place}\n")
+        put(f"no checkpoint at {place}\n")
         return
     table = Table()
     table.add_column("checkpoint", overflow="fold", no_wrap=True)  # users copy it
@@ -102,7 +102,7 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
         state = "sizes fit" if entry.name == name_of(m.step) else "sizes fit; all but its name"
         table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
-    sys.stdout.write(
+    put(
         "by manifests and sizes of files; their contents were not read: fft checkpoint verify "
         f"{place}\n"
     )
@@ -133,9 +133,9 @@ def verify(
                     text = f"step-{each}: removed while this command ran"
                 else:
                     bad, text = bad + 1, f"DAMAGED: {error}"
-            sys.stdout.write(text + "\n")
+            put(text + "\n")
         if not steps:
-            sys.stdout.write(f"no checkpoint at {place}\n")
+            put(f"no checkpoint at {place}\n")
     raise typer.Exit(1 if bad or not steps else 0)
 
 
@@ -167,16 +167,16 @@ def prune(
         gone = [name for name in dict.fromkeys(gone) if name not in (*stays, *left)]
         failed = checkpoints.remove(gone)
     for problem in problems:
-        sys.stdout.write(f"DAMAGED: {problem}\n")
+        put(f"DAMAGED: {problem}\n")
     told = [f"removed {name}\n" for name in gone if name not in failed]
     told += [f"NOT removed: {name}: {error}\n" for name, error in failed.items()]
-    sys.stdout.write("".join(told) or "nothing to remove\n")
+    put("".join(told) or "nothing to remove\n")
     if problems and whole is not None:
-        sys.stdout.write(f"the newest that is whole is {stays[0]}; it stays\n")
+        put(f"the newest that is whole is {stays[0]}; it stays\n")
     elif problems:
-        sys.stdout.write("none is whole; all that have been published stay\n")
+        put("none is whole; all that have been published stay\n")
     if left:
-        sys.stdout.write(f"a job is at work there, and may need: {', '.join(left)}\n")
+        put(f"a job is at work there, and may need: {', '.join(left)}\n")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -192,7 +192,7 @@ def export(
         from fft.train.checkpoint.dcp import export_dcp
 
         size = export_dcp(_opened(place), step, target)
-    sys.stdout.write(f"step-{step} is in {target} for {to.value}: {size} bytes of tensors\n")
+    put(f"step-{step} is in {target} for {to.value}: {size} bytes of tensors\n")
 
 
 @app.command(name="import")
@@ -212,4 +212,4 @@ def import_(
         from fft.train.checkpoint.dcp import import_dcp
 
         manifest = import_dcp(_opened(place, is_new=True), source, step, cursor)
-    sys.stdout.write(f"step-{manifest.step} at {place} has what is in {source} ({of.value})\n")
+    put(f"step-{manifest.step} at {place} has what is in {source} ({of.value})\n")

@@ -1,14 +1,13 @@
 """The commands for schedulers.
 
-`fft launch slurm` submits a job, `fft launch k8s` prints the manifests of one, and `fft outcome`
-prints how a job has ended.
+`fft launch slurm` submits a job, `fft launch k8s` prints the manifests of one, and
+`fft launch outcome` prints how a job has ended.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,8 @@ import typer
 from fft.checkpoints.plan import EVERY
 from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
+from fft.launch.exit_status import IN_WORDS
+from fft.util.terminal import put
 
 
 def _finite(seconds: float) -> float:
@@ -27,7 +28,9 @@ def _finite(seconds: float) -> float:
     return seconds
 
 
-app = typer.Typer(help="Start a job on a scheduler.", no_args_is_help=True)
+app = typer.Typer(
+    help="Start a job on a scheduler, and ask how it has ended.", no_args_is_help=True
+)
 
 _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
 _ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
@@ -132,11 +135,11 @@ def slurm(
         )
         if only_print:
             scripts = [job.bus_script(), job.group_script()] if array else [job.batch_script()]
-            sys.stdout.write("\n".join(scripts))
+            put("\n".join(scripts))
             return
         place.mkdir(parents=True, exist_ok=True)
         ids = submit(job, array)
-    sys.stdout.write(
+    put(
         f"submitted as SLURM job {' and '.join(ids)}. Its output: {place}\n"
         f"Watch it with: fft watch {place / 'traces'}\n"
     )
@@ -183,9 +186,10 @@ def k8s(
             drain_timeout=drain_timeout,
             run=shlex.split(run),
         )
-    sys.stdout.write(rendered(job.jobset() if jobset else job.manifests()))
+    put(rendered(job.jobset() if jobset else job.manifests()))
 
 
+@app.command(epilog=IN_WORDS)
 def outcome(
     groups: Annotated[int, typer.Option(min=1, help="Number of groups of the job.")],
     bus: BusUrl = None,
@@ -199,5 +203,5 @@ def outcome(
         bus_line = f"bus {client.bus.url}, generation {client.bus.generation}"
     is_over = wait or found.has_ended
     state = f"the job has ended: {found}" if is_over else f"the job has not ended, {found.so_far}"
-    sys.stdout.write(f"{state}\n{bus_line}\n")
+    put(f"{state}\n{bus_line}\n")
     raise typer.Exit(int(found.status))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fft.cli.shared import BusUrl, console, job_client, plain_errors
+from fft.util.terminal import put, write_err
 
 if TYPE_CHECKING:
     from fft.operate.watch import View
@@ -35,41 +36,38 @@ def drain(
     all_groups: Annotated[
         bool, typer.Option("--all", help="All groups, which leave with one commit.")
     ] = False,
+    undo: Annotated[
+        bool,
+        typer.Option(
+            "--undo",
+            help="Start groups again that were drained or evicted; they join after a commit.",
+        ),
+    ] = False,
 ) -> None:
     """Let groups leave a running job after a commit; no group rolls back for it."""
+    from fft.operate.drain import bring_back
     from fft.operate.drain import drain as ask
     from fft.operate.job_file import split_folder
 
     given = groups or []
+    if undo and all_groups:
+        raise typer.BadParameter("--undo needs the names of the groups: leave out --all")
     if len(given) > 1 if all_groups else not given:
         raise typer.BadParameter("expected names of groups, or --all and at most a directory")
     names, folder = ([], next(map(Path, given), None)) if all_groups else split_folder(given)
     with job_client(bus, folder) as client:
+        if undo:
+            for name in names:
+                bring_back(client, name)
+                put(f"group {name} is started again, and joins after a commit\n")
+            return
         present = sorted(client.job().groups)
         names = names or present
         record = ask(client, names, wait)
-    goes_on = f"`fft return {names[0]}` starts it again"
+    goes_on = f"`fft drain --undo {names[0]}` starts it again"
     if set(present) <= set(names):
         goes_on = "no group is left, so the job ends; start it again to resume from its checkpoint"
-    sys.stdout.write(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
-
-
-def return_group(
-    groups: Annotated[
-        list[str],
-        typer.Argument(metavar="GROUP… [DIR]", help="Groups; then the job's trace directory."),
-    ],
-    bus: BusUrl = None,
-) -> None:
-    """Start groups again that were drained or evicted; they join after a commit."""
-    from fft.operate.drain import bring_back
-    from fft.operate.job_file import split_folder
-
-    names, folder = split_folder(groups)
-    with job_client(bus, folder) as client:
-        for name in names:
-            bring_back(client, name)
-            sys.stdout.write(f"group {name} is started again, and joins after a commit\n")
+    put(f"group {', '.join(names)} has left at step {record.step}; {goes_on}\n")
 
 
 def evict(
@@ -83,11 +81,11 @@ def evict(
     from fft.operate.drain import evict as ask
 
     def on_accepted(text: str) -> None:
-        sys.stdout.write(text + "\n")
+        put(text + "\n")
 
     with job_client(bus) as client:
         done = ask(client, place, restart=restart, grace=_GRACE_S, on_accepted=on_accepted)
-    sys.stdout.write(done.done + "\n")
+    put(done.done + "\n")
 
 
 def diagnose(
@@ -110,10 +108,10 @@ def diagnose(
         if evict:
             evict_culprits(client, found)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n")
+        put(json.dumps(found.to_json(), indent=2) + "\n")
     else:
         console().print(table(found))
-        sys.stdout.write("\n".join(found.lines()) + "\n")
+        put("\n".join(found.lines()) + "\n")
     raise typer.Exit(1 if found.verdict.culprits else 0)
 
 
@@ -148,10 +146,10 @@ def inject(
             plan = inject.single(job, kind, step, options)
         else:
             plan = inject.drawn(job, kind, random, count, every, step, options)
-            sys.stdout.write(inject.as_yaml(plan))
+            put(inject.as_yaml(plan))
         answers = inject.send(client, job, plan)
     for answer in answers:
-        sys.stderr.write(f"fft: {answer.text}\n")
+        write_err(answer.text)
     raise typer.Exit(0 if all(answer.ok for answer in answers) else 1)
 
 
@@ -190,7 +188,7 @@ def watch(
                 ended=(lambda: None) if job is None else job.reread_how_it_ended,
             )
     if how is not None and not as_json:
-        sys.stdout.write(f"{how}\n")
+        put(f"{how}\n")
 
 
 def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
@@ -205,9 +203,7 @@ def _view(url: str, once: bool, as_json: bool, web: str | None) -> View:
     from fft.operate.web import WebView
 
     view = WebView(web, url, JobToken.from_env())
-    sys.stdout.write(f"{view.url}\n")
-    sys.stdout.write("Everyone who has this address can see the job. Ctrl-C ends the page.\n")
-    sys.stdout.flush()
+    put(f"{view.url}\nEveryone who has this address can see the job. Ctrl-C ends the page.\n")
     return view
 
 
@@ -225,7 +221,7 @@ def say(
     from fft.operate import say as saying
 
     if schema:
-        sys.stdout.write(json.dumps(saying.schema(), indent=2) + "\n")
+        put(json.dumps(saying.schema(), indent=2) + "\n")
         return
     with plain_errors():
         text, source = saying.read(message)
@@ -233,4 +229,4 @@ def say(
     with job_client(bus) as client:
         remark = saying.send(client, payload, raw)
     if remark:
-        sys.stderr.write(f"fft: {remark}\n")
+        write_err(remark)

@@ -1,4 +1,4 @@
-"""The commands that check a spec: `fft simulate`, `fft check`, `fft mutants`."""
+"""The commands that check a spec: `fft dev simulate`, `fft dev check`, `fft dev mutants`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -22,6 +21,7 @@ from fft.checkpoints.plan import EVERY, KEEP, Checkpointing
 from fft.cli.shared import plain_errors
 from fft.errors import FftError
 from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.util.terminal import put, write_err
 
 if TYPE_CHECKING:
     from fft.bus.token import JobToken
@@ -60,10 +60,7 @@ _CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", met
 _LIGHTHOUSE = Annotated[
     bool | None,
     _option(
-        None,
-        "Serve torchft's lighthouse. Default: if FFT_MEMBERSHIP=lighthouse.",
-        "--lighthouse/--no-lighthouse",
-        show_default=False,
+        None, "Serve torchft's lighthouse.", "--lighthouse/--no-lighthouse", show_default=False
     ),
 ]
 
@@ -105,7 +102,7 @@ _DIAGNOSE_AFTER = Annotated[
 ]
 _EVICT_STRAGGLERS = Annotated[
     float | None,
-    _option(_RECOVERY, "Restart groups that are so many times slower.", metavar="FACTOR"),
+    _option(_RECOVERY, "Restart groups slower than FACTOR × the median.", metavar="FACTOR"),
 ]
 
 _JOIN = Annotated[bool, _option(_MACHINES, "Join the job that FFT_BUS names.", "--join")]
@@ -121,7 +118,7 @@ _HOST_LIMIT = Annotated[
 _TAKE_OVER = Annotated[bool, _option(_MACHINES, "Take over running groups.", "--take-over")]
 
 _FAULTS = Annotated[Path | None, _option(_TESTS, "Fault plan (YAML).", metavar="FILE")]
-_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft inject`.", "--injectable")]
+_INJECTABLE = Annotated[bool, _option(_TESTS, "Allow `fft dev inject`.", "--injectable")]
 _STOP_AFTER_PLAN = Annotated[
     int | None, _option(_TESTS, "Drain so many steps after the plan.", metavar="STEPS")
 ]
@@ -140,7 +137,7 @@ def _calm_lighthouse() -> None:
 
 def _wants_lighthouse(given: bool | None, needed: bool) -> bool:
     """Whether to serve a lighthouse; without an option, if the job cannot do without one."""
-    return needed or os.environ.get("FFT_MEMBERSHIP") == "lighthouse" if given is None else given
+    return needed if given is None else given
 
 
 _KILLS = (signal.SIGINT, signal.SIGTERM)
@@ -187,7 +184,7 @@ class Interrupts:
         if self._tell is not None:
             self._tell()
         else:
-            sys.stderr.write("fft: interrupted; the job ends when its start is complete\n")
+            write_err("interrupted; the job ends when its start is complete")
 
     def _is_repeated(self, number: int) -> bool:
         """Whether this is a second signal of `_KILLS`, and not a repeated SIGTERM."""
@@ -317,7 +314,7 @@ def run(
                 return _supervise(config, plan, progress, serve, interrupts)
 
             config = begun(config, join)
-            verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
+            verdict, config = Resumptions(supervise, write_err, join).run(config, plan, traces)
         _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
 
 
@@ -329,8 +326,8 @@ def _served(address: str | None) -> Iterator[Callable[[Path], object]]:
         return
     from fft.launch.metrics_process import MetricsProcess
 
-    with closing(MetricsProcess(address, _say)) as process:
-        _say(f"metrics for Prometheus: {process.url}")
+    with closing(MetricsProcess(address, write_err)) as process:
+        write_err(f"metrics for Prometheus: {process.url}")
         yield process.follow
 
 
@@ -366,15 +363,15 @@ def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
     from fft.trace.starts import root_of
 
     for line in verdict.lines:
-        _say(line)
+        write_err(line)
     if config.checkpoint is not None:
-        _say(about_newest(config.checkpoint, verdict))
+        write_err(about_newest(config.checkpoint, verdict))
     folder, status = root_of(config.trace_dir), verdict.exit_status
     text = f"{IN_A_WORD[status]}, at step {verdict.step}"
     if (job := JobFile.read(folder)) is not None and job.pid == os.getpid():
         job.note_end(f"{text} (exit status {status:d})")
-    sys.stdout.write(f"the job has ended: {text}. Logs: {config.trace_dir / 'logs'}\n")
-    sys.stdout.write(f"{look_further(folder)}\n")
+    logs = config.trace_dir / "logs"
+    put(f"the job has ended: {text}. Logs: {logs}\n{look_further(folder)}\n")
     raise typer.Exit(int(status))
 
 
@@ -385,10 +382,6 @@ def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Ch
     if not place and (every, keep) != (EVERY, KEEP):
         raise FftError("--every and --keep need --checkpoint, the place of the checkpoints")
     return Checkpointing(place, every, keep, resume) if place else None
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"fft: {line}\n")
 
 
 def _supervise(
@@ -461,17 +454,17 @@ def _token_file(token: JobToken, traces: Path, undo: ExitStack) -> str:
 
 def _announce(traces: Path, reach: Mapping[str, str], serves: bool) -> None:
     """Write down and print how the job is reached; hosts that join share the first one's file."""
+    from fft.bus.addresses import without_password
     from fft.launch.services import in_words
     from fft.operate.job_file import JobFile
     from fft.trace.starts import root_of
 
     folder = root_of(traces)
+    shown = {**reach, "FFT_BUS": without_password(reach["FFT_BUS"])}
     found = JobFile.read(folder)
     if serves or found is None or found.settings.get("FFT_BUS") != reach["FFT_BUS"]:
         JobFile.of(traces, reach, serves).write()
-    sys.stderr.write(
-        f"fft: to watch this job: fft watch {folder}; from another machine: {in_words(reach)}\n"
-    )
+    write_err(f"to watch this job: fft watch {folder}; from another machine: {in_words(shown)}")
 
 
 def own_folder(root: Path, name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from fft.errors import FftError
 from fft.launch.exit_status import ExitStatus
 from fft.trace.starts import newest_run
+from fft.util.terminal import write_err
 
 if TYPE_CHECKING:
     from fft.operate.client import JobClient
@@ -37,14 +37,14 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except FftError as error:
-        sys.stderr.write(f"fft: {error}\n")
+        write_err(str(error))
         raise typer.Exit(getattr(error, "exit_status", ExitStatus.REFUSED)) from error
     except (OSError, RuntimeError, MemoryError) as error:
         if not _is_short(error):
             raise
-        sys.stderr.write(
-            f"fft: this process may not have what it needs: {error or 'out of memory'}; look at "
-            "ulimit -n (files), -v (memory), -u (processes and threads)\n"
+        write_err(
+            f"this process may not have what it needs: {error or 'out of memory'}; look at "
+            "ulimit -n (files), -v (memory), -u (processes and threads)"
         )
         raise typer.Exit(ExitStatus.REFUSED) from error
 

@@ -1,21 +1,20 @@
-"""The commands that show a spec: `fft graph`, `fft spec`, `fft config`, `fft schema`;
-and `fft doctor`."""
+"""The commands `fft config`, `fft doctor`, and `fft dev spec`, `graph` and `schema`."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from fft.cli.shared import SPEC, console, plain_errors
+from fft.util.terminal import put
 
 
 class GraphFormat(StrEnum):
-    """The output languages of ``fft graph``."""
+    """The output languages of ``fft dev graph``."""
 
     mermaid = "mermaid"
     dot = "dot"
@@ -39,7 +38,7 @@ def graph(
         else:
             drawn = graph.to_dot if form is GraphFormat.dot else graph.to_mermaid
             text = drawn(load_machine(spec))
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    put(text.rstrip("\n") + "\n")
 
 
 def check_spec(spec: Annotated[str, SPEC]) -> None:
@@ -61,7 +60,7 @@ def check_spec(spec: Annotated[str, SPEC]) -> None:
         groups, scopes = loaded.parameter_groups, loaded.scopes
         lines += in_words(groups, scopes, loaded.bound, policies.quorum)
         lines += flow_in_words(loaded.flow)
-    sys.stdout.write("\n".join(lines) + "\n")
+    put("\n".join(lines) + "\n")
 
 
 def config(
@@ -99,7 +98,7 @@ def doctor() -> None:
     from fft.util import versions
 
     lines, works = versions.doctor()
-    sys.stdout.write("\n".join(lines) + "\n")
+    put("\n".join(lines) + "\n")
     raise typer.Exit(0 if works else 1)
 
 
@@ -107,4 +106,4 @@ def schema() -> None:
     """Print the JSON schema of specs, for editors."""
     from fft.protocol.load import json_schema
 
-    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+    put(json.dumps(json_schema(), indent=2) + "\n")

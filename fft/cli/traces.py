@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fft.cli.shared import console, plain_errors, trace_folder
+from fft.util.terminal import put, write_err
 
 
 def audit(
@@ -31,51 +31,8 @@ def audit(
     with plain_errors():
         found = audit_job(trace_folder(directory))
         text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    put(text.rstrip("\n") + "\n")
     raise typer.Exit(0 if found.ok else 1)
-
-
-def timeline(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
-    ] = None,
-    out: Annotated[Path, typer.Option("-o", help="The page to write.")] = Path("timeline.html"),
-    perfetto: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev instead of the page."),
-    ] = None,
-) -> None:
-    """Write one offline HTML page that shows a run: ranks, steps, faults, transfers, waits."""
-    with plain_errors():
-        folder = trace_folder(directory)
-        if perfetto is not None:
-            from fft.trace.perfetto import write_trace
-
-            write_trace(folder, perfetto)
-            text = f"open {perfetto} in https://ui.perfetto.dev"
-        else:
-            from fft.trace.timeline import write_page
-
-            write_page(folder, out)
-            text = f"open {out} in a browser"
-    sys.stdout.write(f"{text}\n")
-
-
-def export(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A trace directory. Default: the newest run here.")
-    ] = None,
-    otlp: Annotated[
-        str, typer.Option(help="Base URL of an OTLP/HTTP collector.", metavar="URL")
-    ] = "http://127.0.0.1:4318",
-) -> None:
-    """Send a run to an OpenTelemetry collector: spans of steps, rollbacks, transfers; figures."""
-    with plain_errors():
-        from fft.trace.otlp import export as send
-
-        folder = trace_folder(directory)
-        spans, figures = send(folder, otlp)
-    sys.stdout.write(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
 
 
 def report(
@@ -84,14 +41,42 @@ def report(
         typer.Argument(help="A trace directory. Default: that of the newest run here."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a timeline as one offline page.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    otlp: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send spans and figures to an OTLP/HTTP collector."),
+    ] = None,
 ) -> None:
-    """Show what a run has achieved, what each fault has cost, and what ranks waited for."""
+    """Show what a run has achieved, what each fault has cost, and what ranks waited for; or bring
+    this into another form."""
     from fft.trace import report as of
 
     with plain_errors():
         folder = trace_folder(directory)
+        if html is not None:
+            from fft.trace.timeline import write_page
+
+            write_page(folder, html)
+            put(f"open {html} in a browser\n")
+        if perfetto is not None:
+            from fft.trace.perfetto import write_trace
+
+            write_trace(folder, perfetto)
+            put(f"open {perfetto} in https://ui.perfetto.dev\n")
+        if otlp is not None:
+            from fft.trace.otlp import export
+
+            spans, figures = export(folder, otlp)
+            put(f"sent {spans} spans and {figures} figures of {folder} to {otlp}\n")
+        if html or perfetto or otlp:
+            return
         if as_json:
-            sys.stdout.write(json.dumps(of.full_report(folder), indent=2) + "\n")
+            put(json.dumps(of.full_report(folder), indent=2) + "\n")
             return
         course, found = of.course_of(folder), of.incidents(folder)
         has_gaps = bool(damaged := of.damages(folder))
@@ -107,4 +92,4 @@ def report(
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     for line in damaged:
-        sys.stderr.write(f"fft: {line}\n")
+        write_err(line)

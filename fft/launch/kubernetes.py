@@ -61,7 +61,7 @@ exec {out}< <(trap '' TERM; exec fft serve --host 0.0.0.0 --port @PORT@ \\
 serve=$!
 until read -r <&"$out"; do alive "$serve" || exit 1; done
 while :; do
-  fft outcome --groups @GROUPS@ --wait & over=$!
+  fft launch outcome --groups @GROUPS@ --wait & over=$!
   while alive "$over"; do
     if [ -n "$stop" ] && [ -z "$drained" ]; then
       fft drain --all --wait 10
@@ -99,7 +99,7 @@ trap 'stop=1; ${child:+kill -TERM $child}' TERM
     + _ALIVE
     + """\
 outcome() {  # sets job to the status, or to 2 without an answer, and bus to the line about the bus
-  mapfile -t answer < <(fft outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
+  mapfile -t answer < <(fft launch outcome --groups @GROUPS@ 2> /dev/null; echo "$?")
   job=${answer[2]-2} bus=${answer[1]-}
 }
 # Pods of this Job create this file when the job is complete. A pod that starts after the bus has
@@ -119,7 +119,7 @@ await_bus() {  # returns while the job on the bus is not complete
       echo "no bus at $FFT_BUS, and $complete_file exists: the job is complete"; exit 0
     fi
     if [ "$SECONDS" -gt @NO_BUS_S@ ]; then
-      fft outcome --groups @GROUPS@ >&2
+      fft launch outcome --groups @GROUPS@ >&2
       echo "no bus has come at $FFT_BUS within @NO_BUS_S@ s: look at the pod of the bus" >&2
       exit @NO_BUS_STATUS@
     fi
@@ -256,7 +256,7 @@ class KubernetesJob:
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": self._metadata("token"),
-            "stringData": {"token": self.token.text()},
+            "stringData": {"token": self.token.text(), **({"bus": self.bus} if self.bus else {})},
         }
 
     def _job(self, role: str, bus_host: str, late_s: int = 0) -> dict[str, Any]:
@@ -290,8 +290,8 @@ class KubernetesJob:
         }
 
     def _pod(self, role: str, bus_host: str, late_s: int) -> dict[str, Any]:
-        secret = {"name": f"{self.name}-token", "key": "token"}
-        url = self.bus or f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"
+        secret = f"{self.name}-token"
+        url = {"value": f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"}
         text = self._bus(late_s) if role == "bus" else self._part(role)
         container: dict[str, Any] = {
             "name": "fft",
@@ -299,8 +299,8 @@ class KubernetesJob:
             "command": ["bash", "-c", text, f"fft-{role}"],
             "args": [] if role == "bus" else self._command(role),
             "env": [
-                {"name": "FFT_BUS", "value": _literal(url)},
-                {"name": "FFT_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+                {"name": "FFT_BUS", **(_from_secret(secret, "bus") if self.bus else url)},
+                {"name": "FFT_TOKEN", **_from_secret(secret, "token")},
             ],
         }
         pod: dict[str, Any] = {
@@ -362,6 +362,10 @@ class KubernetesJob:
 def _on_exit(action: str, code: int) -> dict[str, Any]:
     found = {"containerName": "fft", "operator": "In", "values": [code]}
     return {"action": action, "onExitCodes": found}
+
+
+def _from_secret(name: str, key: str) -> dict[str, Any]:
+    return {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
 
 
 def _literal(text: str) -> str:

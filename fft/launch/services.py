@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from fft.bus.addresses import advertised_address, joined
 from fft.bus.token import JobToken
 from fft.errors import BusError, FftError
 from fft.util.remove_after_death import vanishing
+from fft.util.terminal import put
 
 _FREE_S = 5.0  # maximum time until a lighthouse has released its port
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -281,8 +281,7 @@ def serve_forever(services: Services, token_file: Path | None = None) -> None:
     previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
-        sys.stdout.write(f"{services.announcement()}{handed}\n")
-        sys.stdout.flush()
+        put(f"{services.announcement()}{handed}\n")
         ended.wait()
     finally:
         services.close()

@@ -2,7 +2,8 @@
 
 The job is one allocation, or with an array one job for each group. A script sets its traps before
 anything else, because a signal that comes earlier would end it. It starts the bus and one
-`fft run --join` for each part of the placement, and asks `fft outcome` how the job has ended.
+`fft run --join` for each part of the placement, and asks `fft launch outcome` how the job
+has ended.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ steps=()
 part='trap : USR1 TERM  # they reach all processes of a step, and fft run handles them
 "$@"; status=$?
 case $status in 0 | 3 | 75) exit "$status" ;; esac
-"${@:1:@WORDS@}" outcome --groups @GROUPS@ > /dev/null 2>&1
+"${@:1:@WORDS@}" launch outcome --groups @GROUPS@ > /dev/null 2>&1
 [ $? = 2 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"'
 step() {  # NAME NODE OPTION…
@@ -73,7 +74,7 @@ step() {  # NAME NODE OPTION…
 @PARTS@
 
 # The step of a lost node may end much later than the job, and srun returns 0 for it. So FFT judges.
-"${fft[@]}" outcome --groups @GROUPS@ --wait > /dev/null & over=$!
+"${fft[@]}" launch outcome --groups @GROUPS@ --wait > /dev/null & over=$!
 drained=
 while alive "$over" && alive "${steps[@]}"; do
   if [ -n "$stop" ]; then
@@ -86,7 +87,7 @@ while alive "$over" && alive "${steps[@]}"; do
 done
 kill "$over" 2>/dev/null
 
-"${fft[@]}" outcome --groups @GROUPS@
+"${fft[@]}" launch outcome --groups @GROUPS@
 status=$?
 case $stop:$status in
   *:0 | *:3) exit 0 ;;         # complete, perhaps with fewer groups
@@ -104,7 +105,7 @@ trap 'rm -f "$run/bus"' EXIT
 
 drained=
 while :; do
-  "${fft[@]}" outcome --groups @GROUPS@ --wait & over=$!
+  "${fft[@]}" launch outcome --groups @GROUPS@ --wait & over=$!
   while alive "$over"; do
     if [ -n "$stop" ] && [ -z "$drained" ]; then
       "${fft[@]}" drain --all --wait 10
@@ -144,7 +145,7 @@ case $stop:$status in
   requeue:* | :75) requeue ;;
 esac
 # If the bus was lost, the job goes on when its bus is back.
-"${fft[@]}" outcome --groups @GROUPS@
+"${fft[@]}" launch outcome --groups @GROUPS@
 if [ $? = 2 ] && [ -z "$stop" ]; then requeue; fi
 exit "$status"
 """

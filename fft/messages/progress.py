@@ -121,6 +121,15 @@ class FetchReport(_Report):
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class IdleReport(_Report):
+    """The script of a rank has worked for ``seconds`` between two transactions until now."""
+
+    seconds: Seconds
+    v: Literal[1] = 1
+    type: Literal["idle"] = "idle"
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Mark:
     """A listener's message to itself: when it arrives, all earlier messages have arrived."""
 
@@ -129,7 +138,7 @@ class Mark:
     type: Literal["mark"] = "mark"
 
 
-Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | FetchReport | Mark
+Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | FetchReport | IdleReport | Mark
 
 
 KEPT = ("report/published", "report/failed", "report/too_often", "report/trace")

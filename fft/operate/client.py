@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from fft.bus import ErrorBus, open_job_bus
+from fft.bus.addresses import with_job_of
 from fft.bus.base import HEAD, Topic
 from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
@@ -160,6 +161,7 @@ class JobClient:
         """
         token, timeout = token or JobToken.from_env(), timeout or bus_operation(url)
         self.bus = bus = bus or open_newest(url, token, timeout)
+        self._url = url
         self._open = partial(open_job_bus, token=token, timeout=timeout)
         self._stages: list[JobClient] | None = None
         """Clients for the scopes of the later stages; None if they have not been looked up."""
@@ -191,7 +193,7 @@ class JobClient:
         if self._stages is None:
             held = self.bus.read(SCOPES)
             names = [] if held is None else json.loads(held)
-            url, me = self.bus.url, self.me
+            url, me = with_job_of(self._url, self.bus.url), self.me
             self._stages = [JobClient(url, me=me, bus=self._open(f"{url}.{n}")) for n in names]
         groups = [stage._first().groups for stage in self._stages]
         members = tuple(_with_ranks(entry, groups) for entry in state.epoch.members)

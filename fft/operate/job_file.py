@@ -1,7 +1,7 @@
 """The file ``job.json`` in a trace directory: how to reach the job, and how it ended.
 
 ``fft run`` writes it, so that ``fft watch DIR`` and ``fft drain GROUP DIR`` need no address. It
-holds no token, only the path of the token's file.
+holds no token, only the path of the token's file. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class JobFile:
         del told["folder"]
         new = self.folder / f".{NAME}.{os.getpid()}"
         try:
+            new.unlink(missing_ok=True)
+            new.touch(0o600, exist_ok=False)  # the URL of a NATS bus may hold a password
             new.write_text(json.dumps(told, indent=1) + "\n")
             new.replace(self.folder / NAME)
         except OSError as error:
@@ -113,8 +115,8 @@ def find_job(
     found = JobFile.read(root_of(folder)) or JobFile.read(folder / "traces")
     if found is None:
         raise OperatorError(
-            f"{folder} has no {NAME}: expected the --trace-dir of an `fft run`. Otherwise pass "
-            "--bus, or set FFT_BUS; `fft serve` and `fft run` print it"
+            f"{folder} has no {NAME} that this user may read: expected the --trace-dir of an "
+            "`fft run`. Otherwise pass --bus, or set FFT_BUS; `fft serve` and `fft run` print it"
         )
     if (path := found.settings.get("FFT_TOKEN_FILE")) is not None:
         for name in _TOKEN:

@@ -17,6 +17,7 @@ from fft.messages.progress import (
     CheckpointReport,
     FetchReport,
     HeldReport,
+    IdleReport,
     Report,
     SpeedReport,
     TraceReport,
@@ -169,6 +170,8 @@ class JobModel:
                 self._held[(word.group, word.rank)] = word
             case FetchReport():
                 self._fetches[(word.group, word.rank)] = word
+            case IdleReport():
+                self.course.take_idle(word.seconds, now)
             case CheckpointReport() | TraceReport():
                 self._take_report(word)
             case SpeedReport():
@@ -357,7 +360,7 @@ def event_of(word: BusMessage | Record | Command | Report) -> dict[str, Any] | N
         case Death() | Suspect():
             where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
             return {"event": word.type, **where, "by": word.by, "cause": word.cause}
-        case HeldReport() | CheckpointReport() | TraceReport() | FetchReport():
+        case HeldReport() | CheckpointReport() | TraceReport() | FetchReport() | IdleReport():
             return {"event": word.type, **asdict(word)}
         case Drain():
             return {"event": "drain", "groups": list(word.groups), "by": word.by}

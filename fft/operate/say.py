@@ -22,7 +22,7 @@ from fft.operate.client import JobClient, JobState, OperatorError, listed
 Sayable = Death | Suspect | Drain | Command
 _COMMANDS = ("evict", "inject", "check")
 _KINDS = ("death", "suspect", "drain", *_COMMANDS)
-_HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
+_HELP = "`fft dev say --schema` prints the form, and --raw sends it as it is"
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import IO, Protocol
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from fft.bus.addresses import without_password
 from fft.bus.base import TOPICS
 from fft.errors import BusError
 from fft.messages.commands import Check, Command, Evict
@@ -130,7 +131,7 @@ class Watch:
             if desk.bus.generation != self._generation:
                 self.model, self._generation = JobModel(), desk.bus.generation
             self._begin(desk, job)
-            self._view.word({"event": "watching", "bus": self._url})
+            self._view.word({"event": "watching", "bus": without_password(self._url)})
             while not self._stopped:
                 if self.model.has_ended():
                     self._end(self.model.how_it_ended())
@@ -208,9 +209,9 @@ class ScreenView:
     stays = False
 
     def __init__(self, console: Console, url: str) -> None:
-        self._url = url
+        self._url = without_password(url)
         self._console = console
-        self._last: RenderableType = Text(f"{url}: nothing heard yet")
+        self._last: RenderableType = Text(f"{self._url}: nothing heard yet")
         self._table = LiveTable(console) if console.is_terminal else None
 
     def word(self, line: dict[str, object]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from fft.bus.addresses import without_password
 from fft.bus.token import JobToken
 from fft.errors import ConfigError
 from fft.operate.job_view import IN_EPOCH, GroupRow, JobModel
@@ -193,7 +194,7 @@ class WebView:
                 "--web needs the job's token, because the key of the page is derived from it: set "
                 "FFT_TOKEN_FILE"
             )
-        self._bus_url = bus_url
+        self._bus_url = without_password(bus_url)
         key = token.key("web page").hex()
         self._server = _Server(listening_at(address, "--web"), key)
         self.url = f"{url_of(self._server.socket)}/?key={key}"

@@ -958,7 +958,7 @@ def note_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_no_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Name the coordinator's silence as the cause: it neither ended the barrier nor the epoch."""
     silent = coordinator(s)
-    text = f"no word from {silent} that all are in the barrier"
+    text = f"{silent} did not report the barrier complete within ready_window"
     s.cause = Cause(CauseCode.NO_BEGIN, text, tuple(filter(None, [silent])))
     return ()
 
@@ -1181,8 +1181,8 @@ def stop_mates_missing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Stop: this group has not become whole in time."""
     ranks = ", ".join(map(str, missing_mates(s, c)))
     yield Finish(
-        f"no word from rank {ranks} of my group {c.me.group} within {c.timeouts['quorum']:g} s; "
-        "the ranks of a group come and go together: start the whole group again",
+        f"rank {ranks} of group {c.me.group} did not join within {c.timeouts['quorum']:g} s; all "
+        "ranks of a group must start together: start the whole group again",
         error="NotEnoughGroups",
     )
 

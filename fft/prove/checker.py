@@ -1,4 +1,4 @@
-"""``fft check``: explore every reachable state of a model within its bounds, breadth first.
+"""``fft dev check``: explore every reachable state of a model within its bounds, breadth first.
 
 Pure. There are three kinds of properties:
 

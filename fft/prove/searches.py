@@ -1,4 +1,4 @@
-"""``fft check`` and ``fft mutants``: run searches within bounds and print readable results.
+"""``fft dev check`` and ``fft dev mutants``: run searches within bounds and print readable results.
 
 Writes to a console, and counterexamples to a directory; the searches themselves are pure. Each
 search runs in its own process, so that several run at once and none keeps the memory of another.
@@ -39,7 +39,7 @@ _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
 
 @dataclass(frozen=True)
 class Choice:
-    """The options of ``fft check``."""
+    """The options of ``fft dev check``."""
 
     deep: bool = False
     bounds: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The bounds that ``fft check`` searches: chosen so that together they take every row of the table.
+"""The bounds that ``fft dev check`` searches: together they take every row of the table.
 
 Data only. The cost grows by a factor of ten to thirty with each fault, each participant and each
 process start, so no single set of bounds can contain everything; each contains a part.
@@ -385,7 +385,7 @@ def longest_first(sets: Sequence[Bounds]) -> list[int]:
 
 
 def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
-    """Return the bounds that ``fft check`` searches for a spec."""
+    """Return the bounds that ``fft dev check`` searches for a spec."""
     if spec.bound:
         return ASYNC
     if spec.stages:

@@ -1,4 +1,4 @@
-"""Run tasks in separate processes: used by ``fft check``, ``fft mutants`` and ``fft simulate``.
+"""Run tasks in separate processes: used by ``fft dev check``, ``mutants`` and ``simulate``.
 
 A process that ends before its task raises an error that names the task. However the caller
 continues, no process is left behind: each ends with the caller, or at its next message if the

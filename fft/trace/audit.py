@@ -5,7 +5,7 @@ Apart from reading files, this module is pure. It answers three questions, in th
 - Are the files whole? Each line is linked to the line before it.
 - Does the state machine of the spec do what the trace records? Every event is handled again, and
   the resulting states and rows must match.
-- Do the guarantees hold (``core.invariants``)?
+- Do the guarantees hold (``fft.protocol.invariants``)?
 
 The header of a trace states that each commit and each heal has a digest; the trace *owes* them.
 Without a check of this, a group whose digests are all missing would pass: `replicas_equal` compares

@@ -1,14 +1,15 @@
 """The history of a job, computed from the records of its head register: steps, memberships, faults
 and goodput.
 
-Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report`` and
-``fft timeline`` afterwards. Times are seconds on one clock; records arrive in the order of their
-numbers, and a record that was seen before is ignored.
+Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report``
+afterwards. Times are seconds on one clock; records arrive in the order of their numbers, and a
+record that was seen before is ignored.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -197,6 +198,10 @@ class Course:
         self.consumed_slices = record["batches"]
         self.outstanding_slices = held
         return True
+
+    def take_idle(self, seconds: float, at: float) -> None:
+        """Take the time that a script worked between two transactions until ``at``."""
+        insort(self.idle, (at - seconds, at))
 
     # --- results ---
 

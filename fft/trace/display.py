@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
 from textwrap import shorten
-from typing import Final, Protocol
+from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -24,6 +24,7 @@ from rich.text import Text
 from fft.protocol.roles import Role
 from fft.trace.course import Course, Fault, TimeLost, readable_cause
 from fft.trace.tail import JobView, RankView
+from fft.util.terminal import printable
 
 _STATES: dict[Role, str] = {
     "training": "training",
@@ -234,29 +235,15 @@ def _loss(loss: float | None) -> str:
 # --- where it is shown ---
 
 
-_CONTROLS: Final = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) != "\n"},
-    127: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-}
-"""The visible sign for each control character: a control picture, or a question mark for C1."""
-
-
 class SafeConsole(Console):
-    """A console that shows control characters of texts, such as errors of a script, as signs.
-
-    A terminal would obey them: clear the screen, set its title, or overwrite other lines.
-    """
+    """A console that shows the control characters of texts; its own colours stay."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         """Render as rich does; each text on its way to the terminal passes here."""
-        for segment in super().render(renderable, options):
-            if segment.control or segment.text.isprintable():
-                yield segment
-            else:
-                yield segment._replace(text=segment.text.translate(_CONTROLS))
+        for each in super().render(renderable, options):
+            yield each if each.control else each._replace(text=printable(each.text))
 
 
 class LiveTable:

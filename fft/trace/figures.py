@@ -1,4 +1,4 @@
-"""The figures of a run, one source for ``fft report --json``, ``--metrics`` and ``fft export``.
+"""The figures of a run, one source for ``fft report --json``, ``--otlp`` and ``fft run --metrics``.
 
 Pure. `FIGURES` lists them with their meanings. Those of steps, rollbacks and goodput come from the
 records of the job (`fft.trace.course`), the others from the lines of its traces.

@@ -1,4 +1,4 @@
-"""``fft export --otlp``: send a run to an OTLP collector, from its trace files.
+"""``fft report --otlp``: send a run to an OTLP collector, from its trace files.
 
 Steps, rollbacks and transfers become spans with the times of the trace; the figures become metrics.
 Each batch is sent by this process before the next one is made, so nothing is dropped: a batch that
@@ -34,7 +34,7 @@ try:
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
 except ImportError as error:
     raise FftError(
-        f"fft export --otlp needs OpenTelemetry ({error}): pip install 'fft-torch[otlp]'"
+        f"fft report --otlp needs OpenTelemetry ({error}): pip install 'fft-torch[otlp]'"
     ) from error
 
 _BATCH = 512

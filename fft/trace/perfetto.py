@@ -1,4 +1,4 @@
-"""``fft timeline --perfetto``: write a run as a trace for https://ui.perfetto.dev.
+"""``fft report --perfetto``: write a run as a trace for https://ui.perfetto.dev.
 
 Each rank has a track, as in the timeline page, with rollbacks, the forming of epochs, and attempts.
 An attempt contains the step function, the wait for the votes of others, and the update. The job has
@@ -26,7 +26,7 @@ try:
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 except ImportError as error:
     raise FftError(
-        f"fft timeline --perfetto needs Perfetto ({error}): pip install 'fft-torch[perfetto]'"
+        f"fft report --perfetto needs Perfetto ({error}): pip install 'fft-torch[perfetto]'"
     ) from error
 
 _SEQUENCE = 1

@@ -28,6 +28,7 @@ from fft.trace.ends import Comparisons
 from fft.trace.figures import Figures
 from fft.trace.format import (
     FETCHING,
+    IDLE,
     NO_REFORM,
     UNREACHABLE,
     WARNING,
@@ -104,7 +105,7 @@ class JobView:
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
     commanded: dict[str, AnyFault] = field(default_factory=dict)
-    """Faults that processes have accepted from an operator (`fft inject`), by name."""
+    """Faults that processes have accepted from an operator (`fft dev inject`), by name."""
     history: History = field(default_factory=History)
     course: Course = field(default_factory=Course)
     """Steps, memberships and faults, by the records in the traces."""
@@ -285,6 +286,10 @@ class TraceTail:
             if (n := _number(newest.get("n"))) > self.view.course.n:
                 at = float(record["wall"]) if isinstance(record.get("wall"), int | float) else 0.0
                 self._records[n] = min(self._records.get(n, (at, newest)), (at, newest), key=_time)
+            data, wall = _mapping(record.get("data")), record.get("wall")
+            if record.get("note") == IDLE and isinstance(wall, int | float):
+                with suppress(LookupError, TypeError):
+                    self.view.course.take_idle(data["seconds"], wall)
         if record.get("note") == LOOP and name not in self._of_stages:
             self.view.course.goal = goal_in(record) or self.view.course.goal
         if record.get("note") == "inject":

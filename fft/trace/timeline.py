@@ -1,4 +1,4 @@
-"""``fft timeline``: one offline page that shows a run, with a lane for each rank.
+"""``fft report --html``: one offline page that shows a run, with a lane for each rank.
 
 Traces are read twice, block by block, and merged by time. The size of the page is bounded. In a
 long run, the steps of a rank are merged into longer spans. The page keeps the first events, and the
@@ -21,7 +21,7 @@ from fft.trace.format import scope_folders
 from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
 from fft.trace.read import merged_lines
 from fft.trace.report import course_of, summary, summary_lines
-from fft.trace.starts import number_of, root_of, start_folders
+from fft.trace.starts import root_of, start_folders
 
 _SPANS = 4000
 """Maximum number of spans of steps in a lane."""
@@ -179,9 +179,12 @@ def timeline_of(directory: Path) -> tuple[Timeline, Course]:
 
 
 def page(directory: Path) -> str:
-    """Return the page of a run as HTML."""
-    found, course = timeline_of(directory)
-    data = json.dumps(_plain(directory, found, course), separators=(",", ":"))
+    """Return the page with all starts of a job as HTML; it opens with that of ``directory``."""
+    own = directory.resolve()
+    folders = [f for f in start_folders(root_of(own)) if f == own or any(f.glob("*.jsonl"))]
+    starts = [_plain(folder, *timeline_of(folder)) for folder in folders]
+    found = {"shown": folders.index(own), "starts": starts}
+    data = json.dumps(found, separators=(",", ":"))
     return _PAGE.read_text().replace(_DATA, data.replace("<", "\\u003c"))
 
 
@@ -230,7 +233,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
     waits = sorted(found.figures.caused.items(), key=lambda item: -item[1][1])[:20]
     return {
         "directory": str(directory),
-        "summary": [*summary_lines(course), *_other_starts(directory)],
+        "summary": summary_lines(course),
         "figures": summary(course),
         "lanes": lanes,
         "phases": phases[-_EVENTS:],
@@ -240,15 +243,6 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         "left_out": found.left_out,
         "waits": [["/".join(rank), count, seconds] for rank, (count, seconds) in waits],
     }
-
-
-def _other_starts(directory: Path) -> list[str]:
-    """Name the commands for the pages of the job's other starts, as the page shows one."""
-    folder = directory.resolve()
-    starts = start_folders(root_of(folder))
-    others = [f"fft timeline {each}" for each in starts if each != folder]
-    number = f"start {number_of(folder)} of {len(starts)} of this job"
-    return [f"{number}; the others: {'; '.join(others)}"] if others else []
 
 
 def _span(span: Span, zero: float) -> list[Any]:

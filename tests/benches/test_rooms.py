@@ -60,6 +60,15 @@ def test_navigation_of_the_site_lists_each_page_and_each_example_once() -> None:
     assert sorted(listed) == sorted(pages | examples | made | others)
 
 
+def test_page_of_variables_lists_those_of_the_code() -> None:
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "fft").rglob("*.py"))
+    page = (ROOT / "docs" / "reference" / "variables.md").read_text("utf-8")
+    listed, internal = page.split("## Between")
+    known = set(re.findall(r"`(FFT_\w+)`", listed)), set(re.findall(r"`(FFT_\w+)`", internal))
+    assert known[0] | known[1] == set(re.findall(r"\bFFT_[A-Z_]*[A-Z]\b", code))
+    assert not known[0] & known[1] and len(known[0]) <= 12
+
+
 def test_decision_index_lists_each_record_with_its_date() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "index.md").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """A trial of the NATS bus: leaders are killed while clients write, without effect on the results.
 
-Shared by `test_nats.py` and `benchmarks/nats_failover.py`.
+Used by `test_nats.py`.
 """
 
 from __future__ import annotations

@@ -363,8 +363,8 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "p%40ss" not in found.shown and "p@ss" not in found.shown
     assert parse_url("tls://a:1/j").tls is not None
     assert parse_url("tls://a:1/j").servers == ["tls://a:1"]
-    monkeypatch.setenv("FFT_NATS_CA", "/nowhere/ca.pem")
-    with pytest.raises(BusError, match="FFT_NATS_CA"):
+    monkeypatch.setenv("FFT_NATS_TLS", "/nowhere")
+    with pytest.raises(BusError, match=r"ca\.crt.*FFT_NATS_TLS"):
         parse_url("tls://a:1/j")
     monkeypatch.setenv("FFT_NATS_CREDS", "/nowhere/me.creds")
     with pytest.raises(BusError, match="FFT_NATS_CREDS"):
@@ -375,7 +375,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_encrypted_bus_with_a_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.crt"
     make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=test"
     make += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
     subprocess.run(make.split(), check=True, capture_output=True)
@@ -387,7 +387,7 @@ def test_an_encrypted_bus_with_a_password(
         url = server.url.replace("nats://", "tls://me:p%40ss@")
         with pytest.raises(BusUnreachable, match=r"(?i)certificate"):
             open_bus(url, timeout=5.0)
-        monkeypatch.setenv("FFT_NATS_CA", str(certificate))
+        monkeypatch.setenv("FFT_NATS_TLS", str(tmp_path))
         with pytest.raises(BusUnreachable, match=r"(?i)authorization"):
             open_bus(url.replace("p%40ss", "wrong"), timeout=5.0)
         with open_bus(url, timeout=LONG_S) as bus:

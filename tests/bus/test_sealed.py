@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import uuid
 from collections.abc import Iterator
@@ -339,6 +340,16 @@ def test_a_bad_token_is_refused_and_not_shown(text: str, said: str) -> None:
     with pytest.raises(TokenError, match=said) as caught:
         JobToken.from_env({"FFT_TOKEN": text})
     assert text not in str(caught.value) and "FFT_TOKEN" in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_token_file_of_another_user_is_refused_until_it_is_given_back(tmp_path: Path) -> None:
+    TOKEN.save(path := tmp_path / "t")
+    os.chown(path, 12345, -1)
+    with pytest.raises(TokenError, match=f"12345, who knows the token.*chown 0 {path}"):
+        JobToken.from_env({"FFT_TOKEN_FILE": str(path)})
+    os.chown(path, 0, -1)
+    assert JobToken.from_file(path).text() == TOKEN.text()
 
 
 def test_a_token_is_kept_to_oneself(tmp_path: Path) -> None:

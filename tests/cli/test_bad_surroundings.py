@@ -85,7 +85,7 @@ def test_lists_within_lists(tmp_path: Path) -> None:
     with open_bus("memory://deep") as bus:
         heard: list[bytes] = []
         bus.subscribe(heard.append, lambda error: None)
-        said = ["say", "--raw", str(tmp_path / "deep.json"), "--bus", "memory://deep"]
+        said = ["dev", "say", "--raw", str(tmp_path / "deep.json"), "--bus", "memory://deep"]
         assert run.invoke(app, said).exit_code == 0
         said.remove("--raw")
         assert "not JSON" in run.invoke(app, said).output

@@ -326,19 +326,19 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 
 
 def test_the_main_threads_machine_is_checked_and_drawn_like_an_engines() -> None:
-    told = fft("spec", "main_thread")
+    told = fft("dev", "spec", "main_thread")
     assert told.exit_code == 0, told.stderr
     assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in told.stdout
-    drawn = fft("graph", "main_thread")
+    drawn = fft("dev", "graph", "main_thread")
     assert drawn.stdout.startswith("stateDiagram-v2\n    [*] --> IDLE_ready\n")
     assert "WAITING --> APPLYING: apply" in drawn.stdout
-    refused = fft("check", "main_thread")
+    refused = fft("dev", "check", "main_thread")
     assert refused.exit_code != 0
     assert "machine: Input should be 'engine'" in refused.stderr
 
 
 def test_a_spec_that_is_not_there_is_one_line() -> None:
-    failed = fft("spec", "no-such-spec")
+    failed = fft("dev", "spec", "no-such-spec")
     assert failed.exit_code == 2
     assert failed.stderr.startswith("fft: ") and failed.stderr.count("\n") == 1, failed.stderr
 
@@ -359,7 +359,7 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["drain", "1"], ["evict", "1"], ["watch"], ["inject", "kill"], ["say", SAID]],
+    [["drain", "1"], ["evict", "1"], ["watch"], ["dev", "inject", "kill"], ["dev", "say", SAID]],
 )
 def test_an_operator_without_a_bus_is_told_how_to_get_one(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -381,17 +381,17 @@ def test_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
         bus.subscribe(heard.put, lambda error: None)
         run = CliRunner()
         for source, given in ((SAID, None), (str(path), None), ("-", SAID)):
-            done = run.invoke(app, ["say", source, "--bus", url], input=given)
+            done = run.invoke(app, ["dev", "say", source, "--bus", url], input=given)
             assert done.exit_code == 0, done.output
             assert json.loads(heard.get(timeout=WAIT_S))["groups"] == ["1"]
-        assert run.invoke(app, ["say", "{no", "--raw", "--bus", url]).exit_code == 0
+        assert run.invoke(app, ["dev", "say", "{no", "--raw", "--bus", url]).exit_code == 0
         assert heard.get(timeout=WAIT_S) == b"{no"
-        refused = run.invoke(app, ["say", "{no", "--bus", url])
+        refused = run.invoke(app, ["dev", "say", "{no", "--bus", url])
         assert refused.exit_code == 2 and refused.output.startswith("fft: message: not JSON")
-        missing = run.invoke(app, ["say", "nowhere.json", "--bus", url])
+        missing = run.invoke(app, ["dev", "say", "nowhere.json", "--bus", url])
         assert "neither JSON nor a file" in missing.output
         assert heard.empty()
-    schema = json.loads(run.invoke(app, ["say", "--schema"]).output)
+    schema = json.loads(run.invoke(app, ["dev", "say", "--schema"]).output)
     assert {"Death", "Drain", "Evict", "Inject"} <= set(schema["$defs"])
 
 

@@ -47,9 +47,11 @@ def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
 ) -> None:
     written(tmp_path)
     monkeypatch.chdir(tmp_path)
-    said = fft(tmp_path, "spec", "tensor_parallel.yaml")
+    said = fft(tmp_path, "dev", "spec", "tensor_parallel.yaml")
     assert "holds a shard of it; all ranks of a group take the same samples" in said
-    assert "no violation" in fft(tmp_path, "check", "tensor_parallel.yaml", "--bounds", "overrun")
+    assert "no violation" in fft(
+        tmp_path, "dev", "check", "tensor_parallel.yaml", "--bounds", "overrun"
+    )
     job = ["run", "--groups", "2", "--ranks", "2", "--no-progress", "--timeout", str(LIMIT_S - 20)]
     fft(tmp_path, *job, "--trace-dir", "calm", "train.py")
     fft(tmp_path, *job, "--faults", "faults.yaml", "--trace-dir", "traces", "train.py")

@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +192,8 @@ def main() -> None:
         if group == "1" and not rank:
             threading.Event().wait(late)
         found["buffers"] = [buffer.tolist() for buffer in model.buffers()]
-        (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
+        with suppress(FileExistsError), (folder / f"{group}.{rank}.json").open("x") as file:
+            file.write(json.dumps(found))  # a group that has left by `break` is started again
     finally:
         manager.shutdown()
 

@@ -1,7 +1,7 @@
 """A small job for test_injected.py. It trains until it is drained.
 
 The arguments are NAME=SECONDS for further timeouts; steps=N, after which it ends by itself; least=N
-groups.
+groups; report=SECONDS between two progress reports.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> None:
     """Train; every commit is traced with a digest of the weights."""
     more = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
     steps, least = int(more.pop("steps", 0)) or None, int(more.pop("least", 1))
+    config = fft.ManagerConfig(digest="commit", progress_interval=more.pop("report", 1.0))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         shard_pg=fft.ShardProcessGroupGloo() if os.environ["WORLD_SIZE"] != "1" else None,
@@ -33,7 +34,7 @@ def main() -> None:
         # on a busy machine a group may start late; a lost bus must not cost the test 30 s
         timeouts={"join_window": 30.0, "bus_limit": 10.0, **more},
         connect_timeout=timedelta(seconds=3),
-        config=fft.ManagerConfig(digest="commit"),
+        config=config,
     )
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], nn.Linear(WIDTH, 1))

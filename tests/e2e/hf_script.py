@@ -64,6 +64,13 @@ class SizedStream(Stream):
         return (self._data[n] for n in order)
 
 
+class Norm(torch.nn.BatchNorm1d):
+    """Normalizes the last dimension of (batch, length, width)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.transpose(1, 2)).transpose(1, 2)
+
+
 class Events(TrainerCallback):
     """Records the events, and kills the process at ``kill_at``, once for a mark in ``out``."""
 
@@ -126,6 +133,8 @@ def main() -> None:
         resid_pdrop=dropout,
     )
     model = GPT2LMHeadModel(config)
+    if options.pop("norm", False):
+        model.transformer.ln_f = Norm(config.n_embd)
     data: Any = Sequences(options.pop("samples", 256), seed=1)
     if options.pop("permuted", False) and kind == "ddp":
         data = as_for_ddp(data, options["gradient_accumulation_steps"])
@@ -174,8 +183,10 @@ def main() -> None:
         shards = parameter.detach()
         whole = shards.full_tensor() if isinstance(shards, DTensor) else shards
         hasher.update(whole.contiguous().view(torch.uint8).numpy().data)
+    buffers = {n: b.tolist() for n, b in model.named_buffers() if "running" in n}
     result = {
         "digest": hasher.hexdigest()[:16],
+        "buffers": buffers,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "events": events.seen,

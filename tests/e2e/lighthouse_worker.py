@@ -64,7 +64,7 @@ def main() -> None:
         store_port=port,
         lighthouse_addr=config.get("lighthouses", {}).get(group) or config.get("lighthouse"),
         config=fft.ManagerConfig(
-            membership=config.get("membership"),
+            membership=config.get("membership", "register"),
             digest="commit",
             max_body_failures=config.get("max_body_failures", 5),
         ),

@@ -155,6 +155,17 @@ def test_killed_group_rejoins_and_the_bits_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
+def test_evaluations_of_all_groups_have_equal_running_statistics(tmp_path: Path) -> None:
+    """Otherwise early stopping by an evaluation would stop one group and not the other."""
+    options = {"max_steps": 6, "norm": True, "eval_strategy": "steps", "eval_steps": 2}
+    one, other = train(tmp_path, options, faults=FAULTS[:2])
+    evaluated = [[e["eval_loss"] for e in r["history"] if "eval_loss" in e] for r in (one, other)]
+    assert len(evaluated[0]) == 3 and evaluated[0] == evaluated[1]
+    assert one["buffers"] == other["buffers"] and len(one["buffers"]) == 2
+    assert one["digest"] == other["digest"]
+
+
+@pytest.mark.multiprocess
 def test_stream_with_a_length_has_the_steps_of_its_epochs(tmp_path: Path) -> None:
     options = {"num_train_epochs": 2, "samples": 24, "stream": "shuffled"}
     one, other = train(tmp_path, options | {"ddp_bucket_cap_mb": 1})

@@ -1,7 +1,8 @@
 """Tests of faults of every kind on real jobs of 2 groups x 1 rank: their effects, and FFT's
 reactions.
 
-Planned faults come from ``fft run --faults``, commanded ones from ``fft inject``. A job takes 20 s.
+Planned faults come from ``fft run --faults``, commanded ones from ``fft dev inject``. A job takes
+20 s.
 """
 
 from __future__ import annotations

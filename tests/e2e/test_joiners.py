@@ -284,22 +284,25 @@ def test_joiner_of_a_torchft_loop_has_the_rate_that_its_peers_set_in_the_step(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["rate", "clamp"])
-def test_killed_group_returns_to_a_job_that_changes_state_in_steps(
-    tmp_path: Path, kind: str
+@pytest.mark.parametrize(("kind", "ranks"), [("rate", 1), ("clamp", 1), ("fsdp", 2)])
+def test_killed_group_returns_with_the_state_of_the_others(
+    tmp_path: Path, kind: str, ranks: int
 ) -> None:
-    command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--timeout", "100"]
-    done = run_fft(*command, str(SCRIPT), kind, str(tmp_path), folder=tmp_path, within=120)
+    command = ["run", "--groups", "2", "--ranks", str(ranks), "--trace-dir", str(tmp_path / "run")]
+    command += ["--timeout", "100", str(SCRIPT), kind, str(tmp_path)]
+    done = run_fft(*command, folder=tmp_path, within=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "back").exists()
-    ends = [(tmp_path / f"end-{group}0").read_text() for group in "01"]
-    assert ends[0] == ends[1]
+    for rank in range(ranks):
+        ends = [(tmp_path / f"end-{group}{rank}").read_text() for group in "01"]
+        assert ends[0] == ends[1]
     assert audit_dir(tmp_path / "run").ok
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "kind", ["thaw", "late_sync", pytest.param("fsdp", marks=pytest.mark.long)]
+    "kind",
+    ["thaw", "late_sync", *(pytest.param(k, marks=pytest.mark.long) for k in ("always", "fsdp"))],
 )
 def test_layer_thawed_between_two_steps_is_trained_by_a_group_that_returns(
     tmp_path: Path, kind: str

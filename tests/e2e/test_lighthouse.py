@@ -52,7 +52,7 @@ class Process:
 
     def __init__(self, *command: str, log: Path) -> None:
         env: dict[str, str | None] = {"FFT_MONITOR": "0", "OMP_NUM_THREADS": "1"}
-        env |= {"TORCHFT_LIGHTHOUSE": None, "FFT_MEMBERSHIP": None}
+        env |= {"TORCHFT_LIGHTHOUSE": None}
         self.log = log
         self.child = Forked(as_main, *command, env=env, log=log, talks=True)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -367,20 +367,19 @@ def run_job(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
     command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "traces")]
     command += ["--stop-after-plan", "5", "--timeout", "220", *options]
-    env = {**os.environ, "FFT_MEMBERSHIP": "lighthouse"}
     return subprocess.run(
-        [*command, str(HERE / "kill_script.py")],
+        [*command, str(HERE / "kill_script.py"), "lighthouse"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S + 40,
-        env=env,
+        env=os.environ,
     )
 
 
 @pytest.mark.long
 def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None:
     """Rank 1 of a group fails, then is killed; neither rank 0 nor the lighthouse noticed that."""
-    done = run_job(tmp_path)
+    done = run_job(tmp_path, "--lighthouse")
     assert done.returncode == 0, done.stdout + done.stderr
     traces = tmp_path / "traces"
     report = audit_dir(traces)

@@ -179,10 +179,10 @@ def _operate(url: str, watch: subprocess.Popen[str], monkeypatch: pytest.MonkeyP
         return done.output
 
     until_members("0/0#1", "1/0#1")
-    assert "group 0 rank 0 accepted" in told("inject", "exception", "--group", "0")
+    assert "group 0 rank 0 accepted" in told("dev", "inject", "exception", "--group", "0")
     abort = next(e for e in events if e["event"] == "abort")
     assert "injected fault" in abort["cause"]
-    told("inject", "kill", "--group", "1", "--phase", "vote")
+    told("dev", "inject", "kill", "--group", "1", "--phase", "vote")
     until_members("0/0#1", "1/0#2")
     said = told("evict", "1", "--restart")
     assert "ending pid" in said and "it is started again" in said

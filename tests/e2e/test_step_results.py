@@ -206,6 +206,21 @@ def test_skips_in_a_row_are_bounded_and_blame_the_batches(
     assert "of 2 batches in a row" in caplog.text and "ends after 3" in caplog.text
 
 
+def test_finite_step_ends_the_count_of_skips_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_results, "_MOST_SKIPS", 2)
+    is_bad = itertools.cycle([True, False])
+
+    def spoil(member: Member, txn: fft.Transaction, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float("nan") if member.group == "1" and next(is_bad) else loss
+
+    with job(tmp_path, 2) as made:
+        _run(made, spoil, on_nonfinite="skip")
+        commits = [r["skip"] for r in records(tmp_path) if r["kind"] == "commit"]
+        assert commits == [True, False] * STEPS
+
+
 def test_skipped_step_leaves_no_trace_in_buffers_or_registered_state(tmp_path: Path) -> None:
     """The batch of one group makes the running statistics NaN before the loss."""
     counts: dict[str, list[int]] = {"0": [], "1": []}

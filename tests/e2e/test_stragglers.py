@@ -56,8 +56,8 @@ def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
     plan.write_text(FOR_EVER)
     traces = tmp_path / "run"
     arguments = ["run", "--groups", "3", "--no-progress", "--trace-dir", str(traces)]
-    arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT)]
-    quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
+    arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT), "report=0.3"]
+    quick = {"FFT_MONITOR": "0"}
     with running(*arguments, folder=tmp_path, env=quick) as job:
         said = lines_until(lambda: job.stderr_text, "group 1 is started again")
         assert sum(line.startswith("straggler: rank 1/0 takes") for line in said) == 1
@@ -85,8 +85,8 @@ def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(SLOW)
     arguments = ["run", "--groups", "3", "--no-progress", "--trace-dir", str(tmp_path / "run")]
-    arguments += ["--faults", str(plan), "--min-groups", "1", str(SCRIPT)]
-    quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
+    arguments += ["--faults", str(plan), "--min-groups", "1", str(SCRIPT), "report=0.3"]
+    quick = {"FFT_MONITOR": "0"}
     with running(*arguments, folder=tmp_path, env=quick) as job:
         told = lines_until(lambda: job.stderr_text, "FFT_TOKEN_FILE=")[-1].split()
         reach: dict[str, str | None] = dict(

@@ -70,6 +70,13 @@ def test_gradient_that_only_one_group_has_ends_the_job(tmp_path: Path) -> None:
                 "registered optimizers without any gradient in their first steps: SGD.",
             ],
         ),
+        (
+            "replaces",
+            [
+                "the script has no reference to extra['ema'] any more",
+                "accelerator.accumulate() is left in the script",
+            ],
+        ),
         pytest.param("nothing", [], marks=pytest.mark.long),
     ],
 )

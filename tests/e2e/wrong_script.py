@@ -6,14 +6,17 @@ its loop, while all groups are needed; ``averages``: they average across the gro
 ``breaks``: all leave the loop. With ``updates`` the optimizer of all fails in STEP; with
 ``branches`` the loss of group 1 does not depend on the bias from STEP on; with ``head`` a second
 model has an optimizer that is not registered; with ``averages_one`` a second model is registered,
-but not averaged, and generators of the script replace the global ones; ``nothing`` is no mistake.
+but not averaged, and generators of the script replace the global ones; with ``replaces`` an EMA is
+created anew after its registration, and Accelerate accumulates; ``nothing`` is no mistake.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from ranks import LIMIT, WIDTH, Samples
@@ -47,20 +50,29 @@ def main() -> None:
         both = [model, head], [optimizer, head_optimizer]
         manager.register(*both, generators=[torch.Generator()])
     else:
-        manager.register(model, optimizer)
+        ema: Any = torch.optim.swa_utils.AveragedModel(model)
+        manager.register(model, optimizer, extra={"ema": ema})
     manager.sync_gradients(model)
     if manager._parts.job.peer.inc > 1:
         again.touch()
+    accumulates: Any = nullcontext
+    if mistake == "replaces":
+        from accelerate import Accelerator
+
+        ema = torch.optim.swa_utils.AveragedModel(model)
+        accumulates = Accelerator(cpu=True, gradient_accumulation_steps=4).accumulate
     loader = fft.CursorLoader(Samples(), batch_size=8)
     try:
         for txn in manager.transactions(loader, max_steps=20):
             if mistake == "updates" and txn.step == step:
                 del optimizer.param_groups[0]["momentum"]
-            with txn:
+            with txn, accumulates(model):
                 if mistake == "branches" and txn.step >= step and not is_first:
                     model(txn.batch).square().mean().backward(inputs=[model.weight])
                 else:
                     model(txn.batch).square().mean().backward()
+            if mistake not in ("averages_one", "replaces"):
+                ema.update_parameters(model)
             if mistake == "head":
                 head(txn.batch).square().mean().backward()
                 head_optimizer.step()

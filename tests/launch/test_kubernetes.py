@@ -63,7 +63,7 @@ def a_job(**how: Any) -> KubernetesJob:
 
 def forms() -> dict[str, list[dict[str, Any]]]:
     """Return manifests of all forms by a name."""
-    nats = a_job(bus="nats://nats:4222/train", claim=None, checkpoint=[], limits={})
+    nats = a_job(bus="nats://me:p$ss@nats:4222/train", claim=None, checkpoint=[], limits={})
     return {
         "jobs": a_job().manifests(),
         "jobset": a_job().jobset(),
@@ -180,7 +180,7 @@ def test_token_is_in_the_secret_only(form: str) -> None:
     text = rendered(forms()[form])
     assert text.count(TOKEN.text()) == 1
     secret, *_ = forms()[form]
-    assert secret["stringData"] == {"token": TOKEN.text()}
+    assert secret["stringData"]["token"] == TOKEN.text()
     for spec in job_specs(forms()[form]).values():
         reference = container(spec)["env"][1]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": secret["metadata"]["name"], "key": "token"}
@@ -205,7 +205,11 @@ def test_job_on_nats_has_no_bus_of_its_own() -> None:
     for form in ("jobs on nats", "jobset on nats"):
         specs = job_specs(forms()[form])
         assert list(specs) == ["group", "spare"]
-        assert container(specs["group"])["env"][0]["value"] == "nats://nats:4222/train"
+        secret, url = forms()[form][0], container(specs["group"])["env"][0]
+        reference = {"name": secret["metadata"]["name"], "key": "bus"}
+        assert url == {"name": "FFT_BUS", "valueFrom": {"secretKeyRef": reference}}
+        assert secret["stringData"]["bus"] == "nats://me:p$ss@nats:4222/train"
+        assert rendered(forms()[form]).count("p$ss") == 1, "the password is in the Secret only"
     jobset = forms()["jobset on nats"][1]
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["group"]
 

@@ -276,7 +276,7 @@ def test_outcome_knows_how_each_supervisor_has_ended() -> None:
 
 def test_outcome_command_tells_a_running_job_from_one_that_has_ended() -> None:
     url = f"memory://slurm-{uuid.uuid4().hex}"
-    command = ["outcome", "--groups", "1", "--bus", url]
+    command = ["launch", "outcome", "--groups", "1", "--bus", url]
     with open_bus(url) as bus, closing(Claims(bus, lambda: None)) as claims:
         claims.take(["0"], take_over=False)
         told = CliRunner().invoke(app, command).stdout

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import json
+import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from forked_run import running
 from typer.testing import CliRunner
 
+from fft.bus.natsserver import NatsServers
+from fft.bus.token import JobToken
 from fft.cli import app
 from fft.cli.run import _announce
 from fft.operate.client import OperatorError
 from fft.operate.job_file import NAME, JobFile, find_job, refuse_ended, split_folder
+from fft.operate.job_view import JobModel
+from fft.operate.web import WebView
 
 SETTINGS = {"FFT_BUS": "tcp://127.0.0.1:1/job", "FFT_TOKEN_FILE": "t/job.token"}
+
+SCRIPT = """
+import os, pathlib, signal, torch, fft
+died = pathlib.Path(os.environ["DIED"])
+is_second = died.exists()
+manager = fft.ManagerFFT(min_replica_size=1)
+model = torch.nn.Linear(2, 1)
+manager.register(model, torch.optim.SGD(model.parameters()))
+manager.sync_gradients(model)
+loader = fft.CursorLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=1)
+for txn in manager.transactions(loader, max_steps=100_000):
+    with txn:
+        if os.environ["REPLICA_GROUP_ID"] == "1" and is_second:
+            manager.stop()
+        elif os.environ["REPLICA_GROUP_ID"] == "1" and txn.step >= 2:
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(txn.batch[0]).sum().backward()
+"""
 
 
 def started(folder: Path) -> JobFile:
@@ -32,6 +58,31 @@ def test_directory_names_bus_and_token(tmp_path: Path, monkeypatch: pytest.Monke
     assert env["FFT_TOKEN_FILE"] == str(tmp_path / "t" / "job.token") and "FFT_TOKEN" not in env
     assert find_job("t", None, {})[0] == url, "--bus may be a directory"
     assert find_job(None, None, {"FFT_BUS": "tcp://other:1/x"}) == ("tcp://other:1/x", None)
+
+
+@pytest.mark.multiprocess
+def test_password_of_the_bus_is_readable_only_for_the_owner(tmp_path: Path) -> None:
+    """A page, the output and the files of a real job name its bus without the password."""
+    settings = 'authorization { user: me, password: "p-geheim" }'
+    traces, script = tmp_path / "traces", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with NatsServers(job="mine", settings=settings) as servers:
+        url = servers.url.replace("nats://", "nats://me:p-geheim@")
+        env = {"FFT_BUS": url, "FFT_TOKEN": JobToken.fresh().text()}
+        env["DIED"] = str(tmp_path / "died")
+        arguments = ("run", "--join", "--groups", "2", "--trace-dir", str(traces), str(script))
+        with running(*arguments, folder=tmp_path, env=env) as run:
+            assert run.wait(60) == 0, run.tail()
+            output = run.tail()
+    assert "FFT_BUS=nats://me:***@127.0.0.1:" in output and "p-geheim" not in output
+    logs = "".join(log.read_text() for log in (traces / "logs").iterdir())
+    assert "cannot determine" not in logs, "the restarted rank opens the bus a second time"
+    named = [f for f in traces.rglob("*") if f.is_file() and b"p-geheim" in f.read_bytes()]
+    assert named == [traces / NAME], "`fft watch` needs it"
+    assert stat.S_IMODE(named[0].stat().st_mode) == 0o600
+    with closing(WebView("0", find_job(None, traces, {})[0], JobToken.fresh())) as view:
+        view.state(JobModel(), 0.0)
+        assert json.loads(view._server.state)["url"].startswith("nats://me:***@127.0.0.1:")
 
 
 def test_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ from fft.messages.progress import (
     CheckpointReport,
     FetchReport,
     HeldReport,
+    IdleReport,
     SpeedReport,
     TraceReport,
     decode_report,
@@ -169,7 +170,7 @@ def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -
 
 
 def about(kind: str, **what: Any) -> bytes:
-    """Return the arguments of `fft say` for a message of this kind with all required fields."""
+    """Return the arguments of `fft dev say` for a message of this kind with all required fields."""
     seen = {"group": "1", "rank": 0, "pid": 1000, "host": "host-1", "by": "me"}
     return json.dumps(
         {"type": kind, **(seen if kind in ("death", "suspect") else {}), **what}
@@ -280,7 +281,9 @@ def test_drain_of_all_groups_is_one_commit(
     monkeypatch.delenv("FFT_TOKEN", raising=False)
     done = CliRunner().invoke(app, ["drain", "--all", "--bus", memory])
     assert done.exit_code == 0 and done.stdout.startswith("group 0, 1 has left"), done.output
-    assert "no group is left, so the job ends" in done.stdout and "fft return" not in done.stdout
+    assert (
+        "no group is left, so the job ends" in done.stdout and "fft drain --undo" not in done.stdout
+    )
     with open_bus(memory) as bus:
         head = bus.read(HEAD)
     assert head is not None and decode_packed(head).record.leavers == ("0", "1")
@@ -574,6 +577,21 @@ def test_watch_shows_a_long_fetch_until_its_rank_commits() -> None:
     assert (line["event"], line["got"]) == ("fetching", 3 * 2**29)
     watch.see(SpeedReport("1", 0, 1, 6, 0.1), 2.0)
     assert watch.fetches() == []
+
+
+def test_watch_counts_an_evaluation_beside_a_fault_as_no_loss() -> None:
+    watch, by, groups = JobModel(), Peer("0", 0, 1), _two_groups()
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, by, groups))
+    for step in range(1, 11):
+        watch.see(Record(1 + step, "commit", 1, step, step, "x", 2 * step, 2 * step, by), step / 10)
+    report = IdleReport("1", 0, 1, 25.0)
+    assert decode_report(encode_report(report)) == report
+    watch.see(report, 26.0)
+    watch.see(Record(12, "abort", 1, 11, 10, "x", 20, 20, by, cause="boom"), 26.1)
+    watch.see(Record(13, "epoch", 2, 11, 10, "x", 20, 20, by, groups), 26.15)
+    watch.see(Record(14, "commit", 2, 12, 11, "x", 22, 22, by), 26.2)
+    (fault,) = state_of(watch, "tcp://bus/job", 27.0)["faults"]
+    assert fault["cost"] == "100 ms lost"
 
 
 def test_watch_shows_checkpoint_and_trace_failures() -> None:

@@ -1192,7 +1192,7 @@ def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
     assert job.states() == {"HEALING"}
     job.fire("ready_window")
     job.settle()
-    assert f"no word from {a.peer} that all are in the barrier" in job.history[3].cause
+    assert f"{a.peer} did not report the barrier complete" in job.history[3].cause
     assert why(job, 3) == (CauseCode.NO_BEGIN, [str(a.peer)])
     for _ in range(2):
         job.fire("ack_window")
@@ -1606,7 +1606,7 @@ def test_a_joiner_without_its_mate_is_not_kept_waiting_by_signs_of_life() -> Non
     job.fire("quorum", [alone])
     job.settle()
     error, reason = error_of(alone)
-    assert error == "NotEnoughGroups" and "rank 1 of my group 7" in reason
+    assert error == "NotEnoughGroups" and "rank 1 of group 7" in reason
     assert clean(job) == []
 
 

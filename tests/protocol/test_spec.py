@@ -454,13 +454,13 @@ def test_no_code_asks_for_a_state_by_name() -> None:
 
 def test_the_schema_file_for_editors_is_the_schema_of_the_models() -> None:
     stored = json.loads((ROOT / "fsm_specs" / "schema.json").read_text())
-    assert stored == json_schema(), "write it again: fft schema > fsm_specs/schema.json"
+    assert stored == json_schema(), "write it again: fft dev schema > fsm_specs/schema.json"
 
 
 def test_diagrams_in_the_reference_are_drawn_from_the_tables() -> None:
     page = (ROOT / "docs" / "reference" / "machine.md").read_text()
     for name in ("hsdp", "main_thread"):
-        assert to_mermaid(load_machine(name)) in page, f"put in the output of: fft graph {name}"
+        assert to_mermaid(load_machine(name)) in page, f"put in the output of: fft dev graph {name}"
 
 
 def test_both_diagrams_have_every_state_and_every_edge() -> None:
@@ -483,8 +483,8 @@ def test_specs_with_the_rows_of_hsdp_share_its_proof(
 
 def test_free_stage_shares_the_proof_of_hsdp() -> None:
     """Its rows are those of hsdp, except for rows that open a txn by way of ``held``, and leave
-    that state at once if no other scope holds a participant; so `fft check` searches only what flow
-    adds."""
+    that state at once if no other scope holds a participant; so `fft dev check` searches only what
+    flow adds."""
     ahead, hsdp = (dict(all_rows(load_spec(name))) for name in ("pipeline_ahead", "hsdp"))
     assert set(hsdp) <= set(ahead)
     other = {place for place, row in ahead.items() if hsdp.get(place) != row}
@@ -504,7 +504,7 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
 def test_scopes_and_what_flows_between_them_are_drawn() -> None:
     ahead, guide = load_spec("pipeline_ahead"), ROOT / "docs" / "guides" / "paradigms.md"
     assert scopes_to_mermaid(ahead) in guide.read_text(), (
-        "put in: fft graph pipeline_ahead --scopes"
+        "put in: fft dev graph pipeline_ahead --scopes"
     )
     assert '"stage0" -> "stage1" [label="at most 2 ahead"];' in scopes_to_dot(ahead)
     assert 'inner -->|"after some commits"| outer' in scopes_to_mermaid(load_spec("diloco"))

@@ -98,7 +98,7 @@ def test_every_set_of_bounds_has_a_first_state(spec: str) -> None:
 
 @pytest.mark.long
 def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
-    done = fft("check", "hsdp", "--bounds", "twin", "--save", str(tmp_path))
+    done = fft("dev", "check", "hsdp", "--bounds", "twin", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("twin ≤ 1", "agreement", "everyone decides", "verdict: no violation", "rows of"):
         assert word in done.stdout
@@ -113,7 +113,7 @@ def test_specs_that_do_without_the_register_are_found_splitting(
     tmp_path: Path, spec: str, bounds: str
 ) -> None:
     done = fft(
-        "check", spec, "--property", "agreement", "--bounds", bounds, "--save", str(tmp_path)
+        "dev", "check", spec, "--property", "agreement", "--bounds", bounds, "--save", str(tmp_path)
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATED agreement" in done.stdout and "obeyed" in done.stdout
@@ -132,14 +132,14 @@ def test_specs_that_do_without_the_register_are_found_splitting(
 def test_a_wrong_argument_is_named_with_what_there_is(
     arguments: tuple[str, ...], words: str
 ) -> None:
-    done = CliRunner().invoke(app, ["check", *arguments])
+    done = CliRunner().invoke(app, ["dev", "check", *arguments])
     assert done.exit_code == 2
     assert words in done.stderr
 
 
 @pytest.mark.long
 def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None:
-    done = fft("check", "hsdp", "--bounds", "storm", "--limit", "500")
+    done = fft("dev", "check", "hsdp", "--bounds", "storm", "--limit", "500")
     assert done.returncode == 1
     assert "not complete" in done.stdout
     assert "verdict: NOT COMPLETE" in done.stdout

@@ -59,7 +59,7 @@ def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def failures(batch: Batch) -> list[str]:
     return [
-        f"fft simulate --seed {result.seed}: {violation.name}: {violation.text}"
+        f"fft dev simulate --seed {result.seed}: {violation.name}: {violation.text}"
         for result in batch.failures
         for violation in result.violations
     ]
@@ -352,7 +352,7 @@ def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Pat
     ],
 )
 def test_bad_arguments_get_one_line_that_names_the_mend(arguments: list[str], mend: str) -> None:
-    done = CliRunner().invoke(app, ["simulate", *arguments])
+    done = CliRunner().invoke(app, ["dev", "simulate", *arguments])
     assert done.exit_code == 2
     assert mend in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -120,12 +120,16 @@ def test_the_memory_that_is_free_is_that_of_this_machine() -> None:
     assert 0 < workers._free_mib() <= total
 
 
-# --- fft check ------------------------------------------------------------------------------------
+# --- fft dev check --------------------------------------------------------------------------------
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*FFT, "check", *arguments], capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
+        [*FFT, "dev", "check", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ,
     )
 
 
@@ -168,11 +172,22 @@ def _hear_ctrl_c() -> None:
 
 
 def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str, str]:
-    """Run ``fft check`` within two long sets; return exit code, output and errors.
+    """Run ``fft dev check`` within two long sets; return exit code, output and errors.
 
     ``then`` gets its pid and those of its processes.
     """
-    command = [*FFT, "check", "hsdp", "--jobs", "2", "--bounds", "shards", "--bounds", "processes"]
+    command = [
+        *FFT,
+        "dev",
+        "check",
+        "hsdp",
+        "--jobs",
+        "2",
+        "--bounds",
+        "shards",
+        "--bounds",
+        "processes",
+    ]
     searching = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

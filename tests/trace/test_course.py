@@ -31,6 +31,7 @@ from fft.trace.report import (
     summary_lines,
 )
 from fft.trace.starts import newest_run
+from fft.trace.tail import TraceTail
 
 
 def record(n: int, kind: str, step: int, slices: int, **more: Any) -> dict[str, Any]:
@@ -502,6 +503,9 @@ def test_report_leaves_an_evaluation_out_of_the_cost_of_a_fault(tmp_path: Path) 
             job.step()
         job.close()
         (incident,) = full_report(folder)["incidents"]
+        live = TraceTail(folder).poll().course  # of `fft run` and its metrics
+        (fault,) = live.faults
+        assert TimeLost(live).by(fault) == pytest.approx(incident["lost_s"], abs=0.1)
         return float(incident["lost_s"])
 
     assert lost_s(tmp_path / "without", has_note=False) > 25.0

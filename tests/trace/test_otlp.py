@@ -1,4 +1,4 @@
-"""Tests of `fft export --otlp`, with a receiver for its contents and with the collector rotel."""
+"""Tests of `fft report --otlp`, with a receiver for its contents and with the collector rotel."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def of(span: Any) -> dict[str, Any]:
 def test_export_sends_attempts_rollbacks_transfers_and_figures(
     traces: Path, receiver: Receiver
 ) -> None:
-    shown = CliRunner().invoke(app, ["export", "--otlp", f"{receiver.url}/", str(traces)])
+    shown = CliRunner().invoke(app, ["report", "--otlp", f"{receiver.url}/", str(traces)])
     assert shown.exit_code == 0 and f"sent {len(receiver.spans)} spans" in shown.stdout
     attempts = {span.span_id: span for span in receiver.spans if span.name == "attempt"}
     parts = [span for span in receiver.spans if span.name != "attempt"]

@@ -1,4 +1,4 @@
-"""Tests of `fft timeline --perfetto`: the file is parsed with Perfetto's own messages."""
+"""Tests of `fft report --perfetto`: the file is parsed with Perfetto's own messages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Parsed:
 
 def test_file_has_a_track_for_each_rank_and_one_for_the_job(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.pftrace"
-    done = CliRunner().invoke(app, ["timeline", str(traces), "--perfetto", str(out)])
+    done = CliRunner().invoke(app, ["report", str(traces), "--perfetto", str(out)])
     assert done.exit_code == 0 and "ui.perfetto.dev" in done.stdout
     found = Parsed(out)
     everything = list(range(course_of(traces).step))
@@ -122,5 +122,5 @@ def test_file_of_a_long_trace_needs_little_memory(tmp_path: Path) -> None:
 
 def test_file_that_cannot_be_written_is_named(traces: Path) -> None:
     out = traces / "no" / "x"
-    done = CliRunner().invoke(app, ["timeline", str(traces), "--perfetto", str(out)])
+    done = CliRunner().invoke(app, ["report", str(traces), "--perfetto", str(out)])
     assert done.exit_code == 2 and str(out) in done.stderr

@@ -1,4 +1,4 @@
-"""Tests of `fft timeline`, in a browser where one is installed, and of `fft.trace.Run`."""
+"""Tests of `fft report --html`, in a browser where one is installed, and of `fft.trace.Run`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,16 @@ def traces(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def data_of(html: str) -> dict[str, Any]:
-    found = re.search(r"^const data = (.*);$", html, re.MULTILINE)
+def run_of(html: str) -> dict[str, Any]:
+    found = re.search(r"^const run = (.*);$", html, re.MULTILINE)
     assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    run: dict[str, Any] = json.loads(found[1])
+    return run
+
+
+def data_of(html: str) -> dict[str, Any]:
+    run = run_of(html)
+    data: dict[str, Any] = run["starts"][run["shown"]]
     return data
 
 
@@ -123,7 +129,7 @@ def test_markup_and_controls_of_an_error_stay_text(tmp_path: Path) -> None:
     job.settle()
     job.close()
     made = page(tmp_path)
-    (line,) = re.findall(r"^const data = .*$", made, re.MULTILINE)
+    (line,) = re.findall(r"^const run = .*$", made, re.MULTILINE)
     assert "<" not in line and json.dumps(text)[1:-1] in json.dumps(data_of(made))
     out = io.StringIO()
     console = SafeConsole(file=out, force_terminal=True, width=100, color_system=None)
@@ -138,9 +144,9 @@ def test_markup_and_controls_of_an_error_stay_text(tmp_path: Path) -> None:
 
 def test_command_writes_the_page(traces: Path) -> None:
     out = traces / "out.html"
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(out)])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(out)])
     assert result.exit_code == 0 and "</html>" in out.read_text()
-    result = CliRunner().invoke(app, ["timeline", str(traces), "-o", str(traces / "no" / "x")])
+    result = CliRunner().invoke(app, ["report", str(traces), "--html", str(traces / "no" / "x")])
     assert result.exit_code == 2
 
 
@@ -212,19 +218,38 @@ def test_run_leaves_out_metrics_of_rolled_back_attempts(tmp_path: Path) -> None:
     assert sorted(rows) == [("0", 1, 1.0), ("0", 2, 2.0), ("1", 1, 1.0), ("1", 2, 2.0)]
 
 
-def test_page_names_hosts_and_the_other_starts_of_the_job(traces: Path) -> None:
-    data = data_of(page(traces))
-    assert all(len(lane["hosts"]) == 1 and lane["hosts"][0] for lane in data["lanes"])
-    assert not any("of this job" in line for line in data["summary"])
+def copied(traces: Path) -> Path:
+    """Return the directory of a second start, with the same traces."""
     later = traces / "start2"
     later.mkdir()
     for path in traces.glob("*.jsonl"):
         (later / path.name).write_bytes(path.read_bytes())
-    assert (
-        f"start 1 of 2 of this job; the others: fft timeline {later}"
-        in (data_of(page(traces))["summary"])
-    )
-    assert (
-        f"start 2 of 2 of this job; the others: fft timeline {traces}"
-        in (data_of(page(later))["summary"])
-    )
+    (traces / "start3").mkdir()  # a start that has left no trace
+    return later
+
+
+def test_page_names_hosts_and_has_all_starts_of_the_job(traces: Path) -> None:
+    run = run_of(page(traces))
+    assert run["shown"] == 0 and len(run["starts"]) == 1
+    assert all(len(lane["hosts"]) == 1 and lane["hosts"][0] for lane in run["starts"][0]["lanes"])
+    later = copied(traces)
+    for shown, folder in enumerate((traces, later)):
+        run = run_of(page(folder))
+        assert run["shown"] == shown
+        assert [each["directory"] for each in run["starts"]] == [str(traces), str(later)]
+        assert run["starts"][0]["summary"] == run["starts"][1]["summary"]
+
+
+@needs_browser
+def test_browser_switches_between_starts(traces: Path) -> None:
+    from selenium.webdriver.support.select import Select
+
+    later, out = copied(traces), traces / "page.html"
+    out.write_text(page(later))
+    with browser(traces) as driver:
+        driver.get(out.as_uri())
+        assert str(later) in driver.find_element("tag name", "h1").text
+        Select(driver.find_element("id", "starts")).select_by_index(0)
+        assert driver.find_element("tag name", "h1").text == f"FFT timeline of {traces}"
+        assert "boom" in driver.find_element("id", "faults").text
+        assert driver.get_log("browser") == []

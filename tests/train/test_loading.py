@@ -656,3 +656,20 @@ def test_set_epoch_of_the_dataset_is_called_with_the_data_epoch_of_each_item(cou
         assert loader[5].tolist() == [2] * 4
     finally:
         loader.close()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_two_loaders_over_one_dataset_read_their_own_data_epochs(count: int) -> None:
+    dataset = ByEpoch()
+    trains = fft.CursorLoader(dataset, batch_size=4, num_workers=count)
+    evaluates = fft.CursorLoader(dataset, batch_size=2)
+    try:
+        for number in range(4):
+            assert trains.take(Due(number, number, 1)).tolist() == [number // 2] * 4
+            assert evaluates[0].tolist() == [0] * 2
+            assert trains[3].tolist() == [1] * 4
+            dataset.set_epoch(7)  # as a script does for an evaluation of its own
+            assert trains[3].tolist() == [1] * 4
+    finally:
+        trains.close()
+        evaluates.close()

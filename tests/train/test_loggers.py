@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from fft.integrations.loggers import CsvLog, StepLog, TensorBoardLog, WandbLog
 
@@ -80,7 +81,7 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 
 def offline_steps(path: Path) -> list[tuple[int, float]]:
-    """Return step and loss of each line of an offline run: records in blocks of 32 KiB."""
+    """Return step and loss of each whole line of an offline run: records in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, payload, found = path.read_bytes(), 7, b"", []
@@ -89,6 +90,8 @@ def offline_steps(path: Path) -> list[tuple[int, float]]:
             at += left
             continue
         _, size, part = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            break
         payload += data[at + 7 : at + 7 + size]
         at += 7 + size
         if part in (1, 4):  # a whole record, or its last part
@@ -105,4 +108,6 @@ def test_wandb_has_each_step_offline(tmp_path: Path) -> None:
     write(log, 1, 2, 3)
     log.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-one.wandb")
+    # the service process of W&B may write the file after finish() has returned
+    wait_until(lambda: len(offline_steps(path)) == 3, "the file of the run", 30)
     assert offline_steps(path) == [(1, 0.25), (2, 0.5), (3, 0.75)]

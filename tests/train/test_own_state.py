@@ -144,6 +144,35 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 1))
 
 
+class Forgetful:
+    """Registered as ``extra``; it loads only one of its two entries."""
+
+    def __init__(self) -> None:
+        self.kept, self.lost = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"kept": self.kept, "lost": self.lost}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.kept = state["kept"]
+
+
+def test_entry_of_a_checkpoint_that_extra_does_not_load_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def registered(extra: Forgetful) -> StepState:
+        model = nn.Linear(2, 1)
+        return StepState([model], [torch.optim.SGD(model.parameters())], extra={"mine": extra})
+
+    saved, resumed = Forgetful(), Forgetful()
+    saved.kept = saved.lost = 3
+    registered(resumed).load_checkpoint(copy.deepcopy(registered(saved).export()))
+    assert resumed.kept == 3
+    assert [r.getMessage().partition(" differs")[0] for r in caplog.records] == [
+        "extra['mine']: lost"
+    ]
+
+
 def test_switches_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
     donor, joiner = network(), network()
     for model in (donor, joiner):
@@ -216,3 +245,49 @@ def test_hooks_added_during_the_job_are_refused_by_place(fixed: bool) -> None:
         return
     with pytest.raises(StateMismatch, match=r"hooks of model0.2.bias .*test_own_state._double"):
         states[1].load(exported)
+
+
+def test_buffer_of_another_initial_shape_is_refused() -> None:
+    """A buffer that a forward has resized fits; one that another configuration made does not."""
+    donor, joiner, other = nn.Module(), nn.Module(), nn.Module()
+    for module, size in ((donor, 1), (joiner, 1), (other, 3)):
+        module.register_buffer("mask", torch.zeros(size))
+    state, its, theirs = (StepState([each], []) for each in (donor, joiner, other))
+    donor.get_buffer("mask").resize_(2).fill_(7.0)
+    sent = copy.deepcopy(state.export())
+    kept = joiner.get_buffer("mask")
+    its.load(sent)
+    assert joiner.get_buffer("mask") is kept and torch.equal(kept, torch.full((2,), 7.0))
+    assert its.export()["flags"] == sent["flags"]
+    with pytest.raises(StateMismatch, match=r"buffers\[model0.mask\]: expected shape .*\[3\]"):
+        theirs.load(sent)
+
+
+def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+    donor, loading = nn.Module(), nn.Module()
+    state, its = StepState([donor], []), StepState([loading], [])
+    loading.register_buffer("cache", torch.ones(2))
+    its.load(copy.deepcopy(state.export()))
+    assert "cache" not in loading._buffers
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ([["0.weight", "0.bias"]], r"param_groups\[0\]: expected 2 parameters .*, got 1 par"),
+        ([["0.weight"], ["0.bias"], ["2.weight"]], r"\[2\]: expected 1 .*got no such group"),
+        ([["0.weight"], ["2.weight"]], r"\[1\]: expected 1 .*2.weight.*, got 1 .*0.bias"),
+    ],
+)
+def test_other_parameter_groups_are_refused_by_number(split: list[list[str]], told: str) -> None:
+    def state_of(split: list[list[str]]) -> StepState:
+        model = network()
+        groups = [{"params": [model.get_parameter(n) for n in names]} for names in split]
+        return StepState([model], [torch.optim.SGD(groups, lr=0.1)])
+
+    sent = copy.deepcopy(state_of([["0.weight"], ["0.bias"]]).export())
+    with pytest.raises(StateMismatch, match=told):
+        state_of(split).load(sent)
+    its = state_of([["0.weight"]])
+    its.load(sent)
+    assert its.export()["optimizers"] == sent["optimizers"]

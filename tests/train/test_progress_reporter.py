@@ -16,7 +16,6 @@ from waiting import wait_until
 from fft.bus import BusUnreachable
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
-from fft.errors import FftError
 from fft.messages.progress import (
     MAX_WORD,
     CheckpointReport,
@@ -27,7 +26,7 @@ from fft.messages.progress import (
 )
 from fft.messages.protocol import Peer, UnreadableMessage
 from fft.trace.checkpoint_notes import report_of
-from fft.train.guard.progress_reporter import ProgressReporter, interval_from
+from fft.train.guard.progress_reporter import ProgressReporter
 from fft.train.guard.watchers import ExpectedStep
 
 LIMIT_S = 30.0
@@ -152,15 +151,6 @@ def test_a_bus_in_trouble_neither_fails_nor_holds_up_a_step(kind: type[Lost]) ->
         pacer.close()
         assert time.monotonic() - begun < LIMIT_S / 2
         release.set()
-
-
-def test_the_interval_is_a_number_of_seconds_or_none() -> None:
-    assert interval_from(None, {}) == 1.0
-    assert interval_from(None, {"FFT_PROGRESS_INTERVAL": "0"}) == 0.0
-    assert interval_from(2.5, {"FFT_PROGRESS_INTERVAL": "0"}) == 2.5
-    for given, env in ((None, "soon"), (None, "nan"), (None, "inf"), (-1.0, "")):
-        with pytest.raises(FftError, match=r"FFT_PROGRESS_INTERVAL is|progress_interval= is"):
-            interval_from(given, {"FFT_PROGRESS_INTERVAL": env})
 
 
 def test_pending_reports_are_sent_before_closing() -> None:

@@ -25,7 +25,6 @@ from fft.train.session.lighthouse import (
     ListedGroup,
     QuorumClient,
     QuorumRequest,
-    membership_of,
 )
 
 TOKEN, OLD = Token(3, 7), Token(3, 6)
@@ -97,16 +96,6 @@ def test_a_quorum_once_had_stays_and_the_dead_are_still_missed() -> None:
     asked.on_reply({"0": ListedGroup(1, TOKEN)}, 5.0)
     assert asked.granted
     assert asked.on_reply({"0": ListedGroup(1, TOKEN)}, 6.0) == {"1"}
-
-
-@pytest.mark.parametrize(("given", "meant"), [(None, "register"), ("lighthouse", "lighthouse")])
-def test_membership_is_one_of_two(given: str | None, meant: str) -> None:
-    assert membership_of(given) == meant
-
-
-def test_another_membership_is_refused_with_the_choice() -> None:
-    with pytest.raises(FftError, match=r"'lighthous'.*'register' or 'lighthouse'"):
-        membership_of("lighthous")
 
 
 def test_torchfts_constructor_still_makes_what_is_put_in_their_place() -> None:

@@ -3,8 +3,8 @@
 It starts and ends processes, broadcasts deaths on the bus, reads the traces for the progress of the
 job, and writes to the given display. It installs no signal handlers; a handler may call
 `Supervisor.interrupt`. It waits only in one `select` with a bound. It carries out commands of
-operators that concern processes or services (`fft evict`, `fft inject`), and the faults of a plan
-that concern its services.
+operators that concern processes or services (`fft evict`, `fft dev inject`), and the faults of a
+plan that concern its services.
 
 A supervisor with enough spares adopts the groups of a lost host. The `Adopter` reads the bus and
 sends requests over it, but starts no process. It owns one thread, because it waits for answers.
@@ -503,7 +503,7 @@ class Supervisor:
             self._end()
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
-        """Have the claims of the groups name the exit status, from which `fft outcome` judges."""
+        """Have the claims of the groups name the exit status, which `fft launch outcome` judges."""
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 

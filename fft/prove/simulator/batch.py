@@ -165,8 +165,8 @@ def simulate(
     trace_dir: Path | None,
     console: Console,
 ) -> bool:
-    """Run ``fft simulate`` and print the results to ``console``. Returns whether no violation was
-    found.
+    """Run ``fft dev simulate`` and print the results to ``console``. Returns whether there was no
+    violation.
 
     Raises:
         FftError, ConfigError: The arguments or the spec cannot be used.
@@ -207,7 +207,7 @@ def replay(seed: int, spec: FsmSpec, trace_dir: Path | None) -> Result:
 def replay_command(seed: int, spec_name: str, trace_dir: Path) -> str:
     """Return the command that runs a seed again and writes its traces."""
     name = "" if spec_name == "hsdp" else f"{shlex.quote(spec_name)} "
-    return f"fft simulate {name}--seed {seed} --trace-dir {shlex.quote(str(trace_dir))}"
+    return f"fft dev simulate {name}--seed {seed} --trace-dir {shlex.quote(str(trace_dir))}"
 
 
 def _with_progress(first: int, count: int, spec: FsmSpec, jobs: int, console: Console) -> Batch:

@@ -2,8 +2,8 @@
 
 A **rate** is for faults that occur at random times: the number per virtual second. A **chance** is
 for faults of an action: a step function, an optimizer step, a transfer. ``DEFAULT`` is the mix of
-``fft simulate``. Each seed takes some of its kinds, at some strength (``drawn``), so that kinds are
-combined in many ways and some seeds are dominated by one.
+``fft dev simulate``. Each seed takes some of its kinds, at some strength (``drawn``), so that kinds
+are combined in many ways and some seeds are dominated by one.
 """
 
 from __future__ import annotations

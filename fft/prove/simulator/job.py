@@ -1,4 +1,4 @@
-"""``fft simulate``: a whole job in one process, under one seed and a virtual clock.
+"""``fft dev simulate``: a whole job in one process, under one seed and a virtual clock.
 
 Every participant runs the shipped engine and table; bus, processes, process groups, supervisor and
 faults are modelled around them. A run has four parts. First, the faults of the weather occur until

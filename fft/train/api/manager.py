@@ -55,7 +55,8 @@ class ManagerFFT(TorchftInterface):
     Args:
         pg: The process group across the replica groups. None means NCCL if CUDA is available,
             otherwise gloo.
-        load_state_dict, state_dict: See torchft; None with `register`.
+        load_state_dict: See torchft; None with `register`.
+        state_dict: See torchft; None with `register`.
         min_replica_size: Number of replica groups below which no step is committed.
         bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
             If None and no launcher has set it, this process is the whole job.

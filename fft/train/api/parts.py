@@ -35,9 +35,9 @@ from fft.bus.addresses import (
     reachable,
     reachable_url,
     why_unreachable,
+    with_job_of,
 )
 from fft.bus.base import HEAD
-from fft.bus.token import JobToken
 from fft.engine.calls import Buses
 from fft.engine.loop import Engine
 from fft.errors import ConfigError, FftError, NoState, TxnAborted
@@ -214,7 +214,7 @@ _MAX_PROBES = 16
 
 
 def wait_for_donor(
-    job: Participation, token: JobToken | None, limit_s: float, is_over: Callable[[], bool]
+    job: Participation, settings: Settings, limit_s: float, is_over: Callable[[], bool]
 ) -> None:
     """Wait until a potential donor of the state is reachable, or until no rank of the job is alive.
 
@@ -223,7 +223,7 @@ def wait_for_donor(
 
     Args:
         job: The job session of this rank.
-        token: The job token.
+        settings: The URL of the bus, with its password, and the job token.
         limit_s: Timeout in seconds.
         is_over: Returns whether this process has been asked to leave.
 
@@ -231,7 +231,7 @@ def wait_for_donor(
         NoState: Ranks are alive, but none is reachable within ``limit_s``. The message lists their
             addresses.
     """
-    url = job.bus.url
+    url, token = with_job_of(settings.bus_url, job.bus.url), settings.token
     try:
         if job.bus.read(HEAD) is None:
             return
@@ -342,7 +342,7 @@ def join(manager: Manager, parts: Parts) -> Engine:
     more["batches"] = parts.paradigm.batches
     job.trace.write("header", header(scope.spec, config, local, **more))
     limit_s = parts.rank.limits["quorum"].seconds
-    wait_for_donor(job, settings.token, limit_s, lambda: parts.leaving.is_asked)
+    wait_for_donor(job, settings, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_unreduced_parameters(parts)

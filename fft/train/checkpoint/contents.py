@@ -193,7 +193,9 @@ class Staging:
         """Return a CPU tensor of the same shape and dtype, reusing that of ``name`` if it fits."""
         held = self._held.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            held = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu"
+            )
             self._held[name] = held
         return held
 

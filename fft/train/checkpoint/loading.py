@@ -370,7 +370,7 @@ def whole_of(parts: Sequence[Part], name: str = "a sharded tensor") -> torch.Ten
     Raises CheckpointError if elements are missing, or replicas of a part differ.
     """
     shape = parts[0][0].shape
-    whole = torch.empty(shape, dtype=parts[0][1].dtype)
+    whole = torch.empty(shape, dtype=parts[0][1].dtype, device="cpu")
     filled, known = 0, dict[tuple[int, ...], torch.Tensor]()
     for layout, part in parts:
         if (other := known.setdefault(layout.offset, part)) is not part:

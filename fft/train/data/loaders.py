@@ -153,7 +153,7 @@ class _Loader(Identified):
         self._items = self.items_in_all = items
         """Number of items, on all ranks and in all data epochs, or None if there is no end."""
         self._identity = identity
-        self._window = torch.zeros(4, dtype=torch.int64) if workers > 0 else None
+        self._window = torch.zeros(4, dtype=torch.int64, device="cpu") if workers > 0 else None
         if self._window is not None:
             self._window.share_memory_()  # type: ignore[no-untyped-call]
         self._reader = Reader(self._name, data, seed, self._window)
@@ -206,7 +206,8 @@ class _Loader(Identified):
             if self._window is not None:
                 self._window.zero_()
             self._schedule, loader = self._make()
-            self._iterator = iter(loader)
+            with torch.device("cpu"):  # a script may have called torch.set_default_device()
+                self._iterator = iter(loader)
             self._unwatch()
 
     def holds(self, first: int, count: int) -> bool:
@@ -228,7 +229,8 @@ class _Loader(Identified):
         schedule.due = due
         schedule.is_careful = self._died_at is not None
         if self._window is not None:
-            self._window.copy_(torch.tensor([due.first, due.number, due.step, due.stride]))
+            place = [due.first, due.number, due.step, due.stride]
+            self._window.copy_(torch.tensor(place, device="cpu"))
         for number in [n for n in schedule.ready if not schedule.wants(n)]:
             del schedule.ready[number]
         while due.number not in schedule.ready:
@@ -504,6 +506,31 @@ class StreamLoader(_Loader):
         identity = {"items": items, "seed": seed}
         super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
 
+    def _probe(self) -> str | None:
+        """Return a digest of item 1, which must not depend on where its stream was opened.
+
+        Raises:
+            DataError: It differs between a stream opened at item 0 and one opened at item 1.
+        """
+        if self._needs_workers or (self._items is not None and self._items < 2):
+            return None
+        data = Substreams(self._reader.data.origin)
+        reader = Reader(self._name, data, self._seed, None)
+        try:
+            reader.read_here(Request(0, 1, None))
+            items = [reader.read_here(Request(1, 1, None)) for _ in range(2)]
+        finally:
+            data.close()
+        one, other = (digest_of(item, self.identify) for item in items)
+        if one != other:
+            raise DataError(
+                f"{self._name}: item 1 of open_stream(0, 1) differs from that of open_stream(1, 1),"
+                " so groups would draw some batches twice and others never. Let item n depend on n "
+                "alone: shuffle by a generator with a seed of your own, not by the global one. If "
+                "only its augmentation is random, pass transactions(loader, identify=…)"
+            )
+        return one
+
 
 class _Epoch(NamedTuple):
     """The order of one data epoch."""
@@ -600,8 +627,9 @@ class _Order:
     def _made(self, which: int) -> _Epoch:
         if self._own is None:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
-            return _Epoch(torch.randperm(self._samples, generator=generator))
-        made = self._own(which)
+            return _Epoch(torch.randperm(self._samples, generator=generator, device="cpu"))
+        with torch.device("cpu"):
+            made = self._own(which)
         digest, length = _digest(made), _length_of(made)
         what = "sample indexes" if made.ends is None else "batches"
         if self._digests.setdefault(which, digest) != digest:

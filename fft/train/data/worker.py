@@ -15,7 +15,6 @@ import signal
 import stat
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
@@ -29,6 +28,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fft.train.data.source import Due
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
+from fft.util.terminal import show_error
 
 _random_lock = threading.Lock()
 """Held while items are read, because all threads of the process share the global generators."""
@@ -79,18 +79,20 @@ class Samples:
     def read(self, request: Request) -> Any:
         samples: Any = request.samples
         assert samples is not None and request.number is not None
-        if self._items and (epoch := request.number // self._items) != self._epoch:
-            self.origin.set_epoch(epoch)
-            self._epoch = epoch
+        if self._items:
+            epoch = request.number // self._items
+            # outside of a worker the script, or another loader, may have set another one
+            if epoch != self._epoch or get_worker_info() is None:
+                self.origin.set_epoch(epoch)
+                self._epoch = epoch
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
 
     def _batch(self, samples: list[int]) -> Any:
         several = getattr(self.origin, "__getitems__", None)
-        if several is not None:  # preferred, as in torch's loader
-            return self._collate(several(samples))
-        return self._collate([self._sample(i) for i in samples])
+        # preferred, as in torch's loader
+        return self._collate(several(samples) if several else [self._sample(i) for i in samples])
 
     def _sample(self, index: int) -> Any:
         try:
@@ -115,8 +117,7 @@ class Substreams:
     def read(self, request: Request) -> Any:
         assert request.number is not None
         stream = self._streams.pop((request.number, request.step), None)
-        while len(self._streams) >= request.streams:
-            self._close(next(iter(self._streams)))
+        self.close(keeps=request.streams - 1)
         if stream is None:
             stream = iter(self.origin(request.number, request.step))
         try:
@@ -129,10 +130,11 @@ class Substreams:
         self._streams[request.number + request.step, request.step] = stream
         return batch
 
-    def _close(self, place: tuple[int, int]) -> None:
-        close = getattr(self._streams.pop(place), "close", None)
-        if close is not None:
-            close()
+    def close(self, keeps: int = 0) -> None:
+        """Close the open streams, except for the newest ones."""
+        while len(self._streams) > keeps:
+            oldest = self._streams.pop(next(iter(self._streams)))
+            getattr(oldest, "close", lambda: None)()
 
 
 _kept: frozenset[int] | None = None
@@ -292,7 +294,7 @@ def _send_pickling_error(queue: Any, error: Exception, sent: Any) -> None:
     """
     number, answer = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
     if not isinstance(answer, Answer):  # a message of torch itself
-        traceback.print_exception(error)
+        show_error(error)
         return
     wrapper: Any = ExceptionWrapper  # has no types in torch
     if answer.kind == "failed":  # the class of the exception exists only in the worker

@@ -61,7 +61,7 @@ def take_over(model: nn.Module, reducer: PausableReducer) -> None:
     for wrapper in wrappers(model):
         reducer.finds_unused |= wrapper.find_unused_parameters
         wrapper.reducer._remove_autograd_hooks()
-        wrapper.require_forward_param_sync = False  # buffers belong to the group
+        wrapper.require_forward_param_sync = False  # FFT shares running statistics
         vars(wrapper).update(no_sync=_no_sync(reducer), register_comm_hook=_refuse_hook)
         kind = type(wrapper)
         wrapper.__class__ = type(kind.__name__, (kind,), {_SYNC: _sync_switch(reducer)})

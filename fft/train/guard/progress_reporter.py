@@ -8,45 +8,25 @@ message affects neither the step nor the engine. This module does not need torch
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median_low
 from types import TracebackType
 
 from fft.bus.base import ErrorBus
-from fft.errors import BusError, FftError
+from fft.errors import BusError
 from fft.messages.progress import Goal, Report, SpeedReport, encode_report, register_of
 from fft.messages.protocol import Peer
 from fft.util.log_sampler import LogSampler
 
-VARIABLE = "FFT_PROGRESS_INTERVAL"
-DEFAULT_INTERVAL_S = 1.0
 REPORTS_PER_SECOND = 100
 """Maximum number of reports of a whole job; in a large job each rank reports less often."""
 _KEEP = 1024
 """Maximum number of timed steps between two reports."""
 
 logger = logging.getLogger(__name__)
-
-
-def interval_from(given: float | None = None, env: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds between two reports, 0 for none.
-
-    That is ``given``, else ``FFT_PROGRESS_INTERVAL``, else 1. Raises FftError if it is not a number
-    of seconds.
-    """
-    text = env.get(VARIABLE) if given is None else str(given)
-    try:
-        seconds = DEFAULT_INTERVAL_S if not text else float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        where = VARIABLE if given is None else "progress_interval="
-        raise FftError(f"{where} is {text!r}; expected seconds, or 0 to disable progress reports")
-    return seconds
 
 
 class _Waiting:

@@ -129,7 +129,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     def load_checkpoint(self, found: Mapping[str, Any], own: Any, buffers: Any) -> None:
         step = self._rank.state.registered
         refuse_other_kind(found, are_alone=False)
-        step.load(completed(found, buffers, step))
+        step.load_checkpoint(completed(found, buffers, step))
 
     def without_own(self, writer: str) -> str:
         return f"the buffers are those of group {writer}, and the RNG states are reset"

@@ -112,7 +112,7 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
         group_name = self.register(name)
         mesh = DeviceMesh(
             self.device_type,
-            torch.arange(self.size(), dtype=torch.int),
+            torch.arange(self.size(), dtype=torch.int, device="cpu"),
             mesh_dim_names=(name,),
             _init_backend=False,
             _rank=self._rank,
@@ -304,7 +304,8 @@ def mesh_over(groups: Sequence[ShardGroup], sizes: dict[str, int], rank: int) ->
         sizes: Name and size of each dimension.
         rank: Rank of this process in the replica group.
     """
-    ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
+    count = math.prod(sizes.values())
+    ranks = torch.arange(count, dtype=torch.int, device="cpu").view(*sizes.values())
     mesh = DeviceMesh(
         groups[0].device_type, ranks, mesh_dim_names=tuple(sizes), _init_backend=False, _rank=rank
     )

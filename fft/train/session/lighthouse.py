@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import BoundArguments
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from torchft.coordination import LighthouseClient
@@ -61,19 +61,6 @@ _IDLE_CALLS_PER_WINDOW = 4
 """Number of calls per window of a group that needs no answer, which shows that it is alive."""
 _MAX_PAUSE_WINDOWS = 64
 """Longest wait, in windows, before a group that gets no answer from the lighthouse rejoins."""
-
-
-def membership_of(given: str | None = None) -> Membership:
-    """Return the given membership, else ``FFT_MEMBERSHIP``, else ``register``.
-
-    Raises FftError if it is unknown.
-    """
-    wanted = given or os.environ.get("FFT_MEMBERSHIP") or "register"
-    for known in get_args(Membership):
-        if wanted == known:
-            return known  # type: ignore[no-any-return]
-    known_ones = " or ".join(map(repr, get_args(Membership)))
-    raise FftError(f"membership={wanted!r} (or FFT_MEMBERSHIP): expected {known_ones}")
 
 
 def init_torchft_manager(manager: Manager, called: BoundArguments, serve_at: str | None) -> None:
@@ -497,5 +484,4 @@ __all__ = [
     "QuorumClient",
     "QuorumListener",
     "init_torchft_manager",
-    "membership_of",
 ]

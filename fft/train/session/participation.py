@@ -15,11 +15,11 @@ from fft.bus.token import JobToken
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
-from fft.messages.progress import FetchReport, TraceReport, fitting
+from fft.messages.progress import FetchReport, IdleReport, TraceReport, fitting
 from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
 from fft.trace.checkpoint_notes import report_of
-from fft.trace.format import FETCHING, NO_REFORM, WARNING
+from fft.trace.format import FETCHING, IDLE, NO_REFORM, WARNING
 from fft.trace.writer import TraceWriter
 from fft.train.guard.progress_reporter import ProgressReporter
 from fft.util.error_places import place_of
@@ -99,6 +99,12 @@ class Participation:
         self.note(FETCHING, {"bytes": got, "total": total, "left_s": left_s})
         if self.reporter is not None:
             self.reporter.say(FetchReport(*self.peer, got, total, left_s))
+
+    def report_idle(self, seconds: float) -> None:
+        """Trace and report that the script worked for so long between two transactions."""
+        self.note(IDLE, {"seconds": round(seconds, 3)})
+        if self.reporter is not None:
+            self.reporter.say(IdleReport(*self.peer, round(seconds, 3)))
 
     def report_to(self, reporter: ProgressReporter) -> None:
         """Report checkpoints, fetches and lost traces by ``reporter`` too, until it is closed."""

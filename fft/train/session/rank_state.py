@@ -80,7 +80,7 @@ class FetchedStateDiffers(StateError):
 
 def _is_own(part: str) -> bool:
     """Whether groups may differ in a part of the exported state."""
-    return part in ("buffers", "extra", "progress", "flags.modes")
+    return part in ("buffers", "extra", "progress", "flags.modes", "flags.buffers")
 
 
 class RankState:

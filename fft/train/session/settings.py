@@ -31,8 +31,7 @@ from fft.protocol.active import Rule
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, from_env, resolve
-from fft.train.guard.progress_reporter import interval_from
-from fft.train.session.lighthouse import Membership, membership_of
+from fft.train.session.lighthouse import Membership
 from fft.train.state.equality_checks import refuse_interval
 from fft.util.names import unknown
 from fft.util.version import __version__
@@ -92,22 +91,20 @@ class ManagerConfig(BaseModel):
     """Whether a monitor process watches this one: it starts a rollback when the main thread hangs,
     ends the process if that does not help, and reports its death. None starts it if the main thread
     trains, unless ``FFT_MONITOR=0`` (for debuggers: a breakpoint looks like a hang)."""
-    progress_interval: float = Field(default_factory=interval_from)
-    """Seconds between two progress reports, which show slow ranks; 0 disables them
-    (``FFT_PROGRESS_INTERVAL``, else 1)."""
-    membership: Membership = Field(default_factory=membership_of)
+    progress_interval: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Seconds between two progress reports, which show slow ranks; 0 disables them."""
+    membership: Membership = "register"
     """``register``: the job's register alone decides the membership; a configured lighthouse
     (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``) only receives heartbeats. ``lighthouse``: no txn
     commits without a quorum of the lighthouse that names every group. All groups must have the same
-    value (``FFT_MEMBERSHIP``, else ``register``)."""
+    value."""
 
     active: tuple[Rule, ...] = ()
     """Rules of ``fft.active`` that choose the groups whose gradients count, applied in this order.
     The other groups are spares. Only for specs whose groups run in lockstep. All groups must have
     the same value. ``min_replica_size`` is the minimum number of chosen groups."""
-    place: str = Field(default_factory=lambda: os.environ.get("FFT_PLACE") or socket.gethostname())
-    """Name of the node or rack of this group, for ``fft.active.whole`` (``FFT_PLACE``, else the
-    host name)."""
+    place: str = Field(default_factory=socket.gethostname)
+    """Name of the node or rack of this group, for ``fft.active.whole``. Default: the host name."""
 
     @field_validator("active")
     @classmethod
@@ -122,16 +119,6 @@ class ManagerConfig(BaseModel):
     def _check_interval(cls, every: int | None) -> int | None:
         refuse_interval(every)
         return every
-
-    @field_validator("progress_interval", mode="before")
-    @classmethod
-    def _check_seconds(cls, given: Any) -> float:
-        return interval_from(given)
-
-    @field_validator("membership", mode="before")
-    @classmethod
-    def _check_membership(cls, given: Any) -> Membership:
-        return membership_of(given)
 
 
 _NO_NAMES = {"self", "args", "kwargs"}

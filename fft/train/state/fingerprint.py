@@ -109,5 +109,6 @@ def _signed(number: int) -> int:
 @cache
 def _weights(device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(20240531)
-    drawn = torch.randint(-(2**62), 2**62, (_LANES,), generator=generator, dtype=torch.int64)
+    with torch.device("cpu"):
+        drawn = torch.randint(-(2**62), 2**62, (_LANES,), generator=generator, dtype=torch.int64)
     return (2 * drawn + 1).to(device)

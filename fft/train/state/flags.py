@@ -49,7 +49,7 @@ class Flags:
             parameter whose hooks have changed since the job began here.
         """
         lay_out(self._models)
-        modules = self._modules()
+        modules = self.modules()
         return {
             "trained": {name: p.requires_grad for name, p in parameters.items()},
             "modes": {name: module.training for name, module in modules.items()},
@@ -59,7 +59,7 @@ class Flags:
 
     def changed_hooks(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """Return the names of the hooks where they differ from those at the first call."""
-        now = dict(_hooks_of({**self._modules(), **parameters}))
+        now = dict(_hooks_of({**self.modules(), **parameters}))
         if self._first_hooks is None:
             self._first_hooks = now
         first = self._first_hooks
@@ -77,7 +77,7 @@ class Flags:
             if (trained := flags["trained"].get(name)) not in (None, parameter.requires_grad):
                 parameter.requires_grad_(trained)
                 changed.append(name)
-        for name, module in self._modules().items():
+        for name, module in self.modules().items():
             module.training = flags["modes"].get(name, module.training)
             load_settings_of(module, flags["fsdp"].get(name))
         if changed:
@@ -109,7 +109,8 @@ class Flags:
                 "object in extra="
             )
 
-    def _modules(self) -> dict[str, nn.Module]:
+    def modules(self) -> dict[str, nn.Module]:
+        """Return all modules by name."""
         named = (m.named_modules(prefix=f"model{i}") for i, m in enumerate(self._models))
         return {name: module for each in named for name, module in each}
 

@@ -60,7 +60,7 @@ def export_optimizer(
 ) -> dict[str, Any]:
     return {
         "state": export_entries(optimizer, names, place),
-        **export_settings(optimizer, place),
+        **export_settings(optimizer, names, place),
     }
 
 
@@ -92,15 +92,27 @@ def export_entries(
     return state
 
 
-def export_settings(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
-    """Export the optimizer's kind, the hyperparameters of each parameter group, and `own_state`."""
+def export_settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
+) -> dict[str, Any]:
+    """Export the optimizer's kind, `own_state`, and the names of the parameters and the
+    hyperparameters of each parameter group."""
     groups = enumerate(optimizer.param_groups)
     hyper = [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
     return {
         "kind": kind_of(optimizer),
         "param_groups": hyper,
+        "members": _members(optimizer, names),
         "own": export_own(optimizer, place),
     }
+
+
+def _members(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]
+) -> list[list[str]]:
+    """Return the names of the parameters of each parameter group."""
+    by_id = {id(p): name for name, p in names.items()}
+    return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def export_own(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
     """Load a state that `export_optimizer` returned and `check_optimizer` accepted."""
-    load_settings(optimizer, values)
+    load_settings(optimizer, names, values)
     incoming = values["state"]
     by_id = {id(p): name for name, p in names.items()}
     for group in optimizer.param_groups:
@@ -201,8 +213,15 @@ def load_optimizer(
                 _put_value(mine, key, value, parameter, group)
 
 
-def load_settings(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Load settings that `export_settings` returned."""
+def load_settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> None:
+    """Load settings that `export_settings` returned, with parameter groups that were added
+    there."""
+    first = len(optimizer.param_groups)
+    added = zip(values["param_groups"][first:], values.get("members", ())[first:], strict=True)
+    for hyper, members in added:
+        optimizer.add_param_group({**copy.deepcopy(hyper), "params": [names[n] for n in members]})
     load_own(optimizer, values.get("own", {"state": {}, "more": {}}))
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
         # a state of an older torch may lack a setting that exists here
@@ -258,19 +277,36 @@ def check_optimizer(
     mine = kind_of(optimizer)
     if (kind := values.get("kind", mine)) != mine:  # not every exported state names its kind
         raise StateMismatch(f"{place}: expected the state of {mine}, got that of {kind}")
-    check_names(
-        place, {"own": {}, **values, "kind": kind}, {"kind", "state", "param_groups", "own"}
-    )
-    check_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
-    own = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    older = {"own": {}, "members": _members(optimizer, names)}  # a state of an older FFT lacks them
+    values = {**older, **values, "kind": kind}
+    check_names(place, values, {*older, "kind", "state", "param_groups"})
+    _check_groups(place, _members(optimizer, names), values["members"])
+    own = {name for members in values["members"] for name in members}
     for name, entries in values["state"].items():
-        if name not in names or id(names[name]) not in own:
+        if name not in own:
             raise StateMismatch(
                 f"{place}.state: {name!r} in the received state is not a parameter of it"
             )
         mine = optimizer.state.get(names[name], {})
         for key, value in entries.items():
             check_entry(f"{place}.state[{name}][{key}]", value, mine.get(key), names[name])
+
+
+def _check_groups(place: str, mine: list[list[str]], got: list[list[str]]) -> None:
+    """Raise StateMismatch unless ``got`` has the parameter groups of ``mine`` and added ones."""
+    taken = {name for members in mine for name in members}
+    for i, (here, there) in enumerate(itertools.zip_longest(mine, got)):
+        if here != there if here is not None else taken.intersection(there):
+            raise StateMismatch(
+                f"{place}.param_groups[{i}]: expected {_some(here)}, got {_some(there)} in the "
+                "received state; construct the optimizer with the same parameter groups"
+            )
+
+
+def _some(members: list[str] | None) -> str:
+    if members is None:
+        return "no such group"
+    return f"{len(members)} parameters ({', '.join(members[:3])}, …)"
 
 
 # -- plain data

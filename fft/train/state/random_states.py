@@ -38,9 +38,11 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
     if generators is not None:
         return {"generators": [generator.get_state() for generator in generators]}
     version, words, gauss = random.getstate()
+    with torch.device("cpu"):
+        python = torch.frombuffer(array("q", words), dtype=torch.int64)
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
+        "python": [version, python, gauss],
     }
     if (module := accelerator.in_use()) is not None:
         found["devices"] = module.get_rng_state_all()

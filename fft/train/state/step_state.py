@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,11 +48,12 @@ from fft.train.state.plain_state import (
     plain,
     set_hyperparameters,
     tensors_of,
+    unlike_places,
     with_layout_of,
 )
 from fft.train.state.random_states import capture_random
 from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
-from fft.train.state.tensor_subclasses import copy_into, exported
+from fft.train.state.tensor_subclasses import copy_into, exported, refuse_misfit
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +168,18 @@ class StepState:
     ) -> None:
         self._models = list(models)
         self._flags = Flags(self._models)
+        self._first_shapes = {name: list(b.shape) for name, b in self._buffers().items()}
+        """Shapes of the buffers before the first forward, which may resize and add some."""
         self._optimizers = list(optimizers)
         self._schedulers = list(lr_schedulers)
-        self._extra = extra if extra is not None else {}
+        self._extra = {**(extra or {}), **_module_states(self._models)}
         self.generators = generators
         self._pipelines = pipelines
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
         """All parameters by name, as of the last `capture`."""
+        self._unheld: dict[str, str] = {}
+        """Digests of the objects in ``extra`` that `unheld` has found."""
         self._edited: set[str] | None = None
         """Names of parameters that step functions have changed; None before the first has ended."""
 
@@ -280,8 +286,8 @@ class StepState:
         for optimizer, own in zip(self._optimizers, saved.own, strict=True):
             load_own(optimizer, own)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
-            # not strict: a group that the user has added since has no captured values
-            for group, values in zip(optimizer.param_groups, groups, strict=False):
+            del optimizer.param_groups[len(groups) :]  # the step function adds them again
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
                 set_hyperparameters(group, values)
         for scheduler, values in zip(self._schedulers, saved.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
@@ -352,10 +358,17 @@ class StepState:
 
     def export_flags(self) -> dict[str, Any]:
         """Export the switches of parameters and modules (see `Flags.export`)."""
-        return self._flags.export(self.resharded_named_parameters())
+        flags = self._flags.export(self.resharded_named_parameters())
+        transient = [
+            f"{place}.{slot}"
+            for place, module in self._flags.modules().items()
+            for slot in sorted(module._non_persistent_buffers_set)
+        ]
+        return {**flags, "buffers": {"first": self._first_shapes, "transient": transient}}
 
     def _export_settings(self) -> list[dict[str, Any]]:
-        return [export_settings(o, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)]
+        names, each = self.names(), enumerate(self._optimizers)
+        return [export_settings(o, names, f"optimizers[{i}]") for i, o in each]
 
     def export_lasting(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Export the part that stays valid until the next optimizer step. Safe on any thread.
@@ -393,31 +406,30 @@ class StepState:
         with torch.no_grad():
             for name, parameter in names.items():
                 copy_into(parameter, state["parameters"][name])
-            for name, buffer in self._buffers().items():
-                copy_into(buffer, state["buffers"][name])
+            self._load_buffers(state["buffers"], state["flags"].get("buffers"))
             for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
                 load_optimizer(optimizer, names, values)
         for scheduler, values in zip(self._schedulers, state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in extra.items():
             self._extra[name].load_state_dict(values)
-        self._warn_of_partial_loads(state["extra"])
         self._flags.load(state["flags"], names)
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
-    def _warn_of_partial_loads(self, loaded: Mapping[str, Any]) -> None:
-        """Warn of ``extra`` whose state after loading differs from the loaded state."""
-        for name, values in loaded.items():
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint as `load` does, and warn of parts that were not loaded.
+
+        A state that a peer has sent is compared by the caller, which refuses such parts.
+        """
+        self.load(state)
+        text = "extra[%r]: %s differs from the checkpoint after load_state_dict(): load every entry"
+        for name, values in state["extra"].items():
             now = plain(self._extra[name].state_dict(), f"extra[{name}]")
-            if digest_of(now) != digest_of(values):
-                logger.warning(
-                    "extra[%r]: its state_dict() after load_state_dict() differs from the state "
-                    "that was loaded, so this group differs from the others; load every entry",
-                    name,
-                )
+            for place in unlike_places(values, now):
+                logger.warning(text, name, place or "its state")
 
     def digest(self, buffers: bool = True) -> str:
         """Return a Blake2b digest (128 bit, hex) over parameters, optimizer state and buffers.
@@ -508,7 +520,7 @@ class StepState:
         progress = {**copy.deepcopy(dict(progress)), "extra": self._spread(progress["extra"])}
         for optimizer, settings in zip(self._optimizers, progress["optimizers"], strict=True):
             optimizer.state.clear()
-            load_settings(optimizer, settings)
+            load_settings(optimizer, self.names(), settings)
         for scheduler, values in zip(self._schedulers, progress["lr_schedulers"], strict=True):
             scheduler.load_state_dict(values)
         for name, values in progress["extra"].items():
@@ -557,6 +569,17 @@ class StepState:
     def has_extra(self, thing: object) -> bool:
         """Return whether ``thing`` is registered in ``extra``."""
         return any(thing is each for each in self._extra.values())
+
+    def unheld(self) -> str:
+        """Name the objects in ``extra`` to which only this one refers, and that have not changed
+        since the call before: the script has another object in their place."""
+        before, self._unheld = self._unheld, {}
+        for name in self._extra.keys() - _module_states(self._models).keys():
+            if sys.getrefcount(self._extra[name]) == 2:  # the dictionary, and this argument
+                now = plain(self._extra[name].state_dict(), f"extra[{name}]")
+                self._unheld[name] = digest_of(now)
+        stale = sorted(name for name, now in self._unheld.items() if before.get(name) == now)
+        return ", ".join(f"extra[{name!r}]" for name in stale)
 
     def count_entries(self) -> int:
         """Return the number of parameters for which an optimizer keeps state."""
@@ -634,6 +657,39 @@ class StepState:
             for name, buffer in model.named_buffers()
         }
 
+    def _check_buffers(self, state: Mapping[str, Any]) -> None:
+        """Raise StateMismatch if the buffers of ``state`` do not fit.
+
+        Forwards may resize and add buffers, as observers of quantization do in the first one. So
+        buffers fit if they were alike when they were registered here and there.
+        """
+        got, mine, modules = state["buffers"], self._buffers(), self._flags.modules()
+        first = state["flags"].get("buffers", {"first": {}})["first"]
+        for name in {**got, **mine}:
+            is_alike = first.get(name) == self._first_shapes.get(name)
+            if name in got and name in mine:
+                here = _as_large(mine[name], got[name]) if is_alike else mine[name]
+                refuse_misfit(f"buffers[{name}]", got[name], here)
+            elif not is_alike or name.rpartition(".")[0] not in modules:
+                check_names("buffers", got, mine)
+
+    def _load_buffers(self, got: Mapping[str, Any], notes: Any) -> None:
+        mine, modules = self._buffers(), self._flags.modules()
+        if notes is not None:
+            self._first_shapes = notes["first"]
+        for name in {**got, **mine}:
+            place, _, slot = name.rpartition(".")
+            if name not in got:
+                del modules[place]._buffers[slot]
+            elif name not in mine:
+                near = (*modules[place].parameters(), *self.parameters(), torch.empty(0))[0]
+                value = got[name].to(near.device, copy=True)
+                modules[place].register_buffer(slot, value, name not in notes["transient"])
+            else:
+                if (large := _as_large(mine[name], got[name])) is not mine[name]:
+                    mine[name].data = large
+                copy_into(mine[name], got[name])
+
     def export_buffers(self) -> dict[str, Any]:
         """Export this rank's part of the buffers by name; the tensors are the live ones."""
         return {name: exported(b, f"buffers[{name}]") for name, b in self._buffers().items()}
@@ -644,7 +700,7 @@ class StepState:
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra", "flags"}
         check_names("state", state, expected)
         check_tensors("parameters", state["parameters"], names)
-        check_tensors("buffers", state["buffers"], self._buffers())
+        self._check_buffers(state)
         check_count("optimizers", state["optimizers"], self._optimizers)
         check_count("lr_schedulers", state["lr_schedulers"], self._schedulers)
         check_names("extra", state["extra"], self._extra)
@@ -652,6 +708,36 @@ class StepState:
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
+
+
+class _ModuleState:
+    """The state of a module besides parameters and buffers (``nn.Module.get_extra_state``)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._module.get_extra_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._module.set_extra_state(state_dict["state"])
+
+
+def _module_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
+    """Return the states of the modules that have one, under torch's names."""
+    return {
+        f"{name}._extra_state": _ModuleState(module)
+        for i, model in enumerate(models)
+        for name, module in model.named_modules(prefix=f"model{i}")
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _as_large(buffer: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return ``buffer``, or an uninitialized tensor if the plain ``value`` has another shape."""
+    if type(buffer) is not torch.Tensor or not isinstance(value, torch.Tensor):
+        return buffer
+    return buffer if buffer.shape == value.shape else buffer.new_empty(value.shape)
 
 
 def export_parameters(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:

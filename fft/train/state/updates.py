@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,6 +28,19 @@ logger = logging.getLogger(__name__)
 
 _IDLE_AFTER = 10
 """Number of updates after which an optimizer that never had a gradient is reported."""
+_IDLE = (
+    "registered optimizers without any gradient in their first steps: %s. They change nothing: "
+    "does the loss depend on their parameters, and are these the parameters of the model? "
+    "Otherwise, do not register them"
+)
+_UNHELD = (
+    "the script has no reference to %s any more, and it does not change. A rollback does not "
+    "restore an object that has taken its place, nor does a joining group fetch it: register it"
+)
+_ACCUMULATES = (
+    "accelerator.accumulate() is left in the script: Accelerate divides the loss, but FFT steps "
+    "after each transaction. Remove it, and pass micro_batches= to fft.CursorLoader"
+)
 
 
 class Updates:
@@ -53,7 +67,7 @@ class Updates:
         for each in self._schedulers:
             _refuse_unfit(each)
         self._count = 0
-        """Number of updates, up to `_IDLE_AFTER`."""
+        """Number of updates, up to `_IDLE_AFTER`; one more when `mistakes` has been asked then."""
         self._idle = list(self._optimizers)
         """Optimizers that had no gradient in these updates."""
         self._epochs: list[Any] = []
@@ -174,14 +188,27 @@ class Updates:
             self._is_mine = False
         self._drop_gradients()
 
-    def take_idle(self) -> str:
-        """Return once, after some updates, the optimizers that never had a gradient; or nothing."""
-        if self._count < _IDLE_AFTER:
-            return ""
+    def mistakes(self, unheld: Callable[[], str]) -> Iterator[tuple[str, str]]:
+        """Yield the name and text of a warning for each likely mistake that first updates show.
+
+        Args:
+            unheld: `StepState.unheld`, called after the first update and after the last of these.
+        """
+        accelerate = sys.modules.get("accelerate.state")
+        state = {} if accelerate is None else accelerate.GradientState._shared_state
+        if self._count == 1:
+            unheld()
+            if not state.get("sync_gradients", True):
+                yield "accelerate_accumulate", _ACCUMULATES
+        if self._count != _IDLE_AFTER:
+            return
+        self._count += 1
         # an optimizer of frozen parameters waits until they are thawed
         idle = [each for each in self._idle if any(p.requires_grad for p in _parameters(each))]
-        self._idle = []
-        return ", ".join(type(each).__name__ for each in idle)
+        if names := ", ".join(type(each).__name__ for each in idle):
+            yield "idle_optimizer", _IDLE % names
+        if names := unheld():
+            yield "unheld_extra", _UNHELD % names
 
     def done(self) -> None:
         """Call the functions of the user for a committed step."""
@@ -352,10 +379,16 @@ def _refuse_unfit(each: Any) -> None:
     except ValueError:  # a built-in function has no signature
         return
     except TypeError as error:
+        if isinstance(each, torch.optim.Optimizer):
+            fix = (
+                "register it as extra= and call its step(closure) in the step function, where the "
+                "closure calls backward() and returns txn.mean(loss)"
+            )
+        else:
+            fix = "register it as extra=, and call it between two txns, after `if txn.committed:`"
+        kind = type(each).__name__
         raise FftError(
-            f"{type(each).__name__}.step() needs an argument ({error}), which FFT cannot pass: do "
-            "not register it; call it between two txns, after `if txn.committed:`, and register "
-            "its state as extra="
+            f"{kind}.step() needs an argument ({error}), which FFT cannot pass: {fix}"
         ) from None
 
 

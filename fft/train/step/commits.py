@@ -85,13 +85,9 @@ class CommitExecutor:
         try:
             if not command.skip:
                 self._run(updates.done)
-                if idle := self._state.updates.take_idle():
-                    self._job.warn(
-                        "idle_optimizer",
-                        f"registered optimizers without any gradient in their first steps: {idle}. "
-                        "They change nothing: does the loss depend on their parameters, and are "
-                        "these the parameters of the model? Otherwise, do not register them",
-                    )
+                step = self._state.registered_state
+                for name, text in self._state.updates.mistakes(step.unheld if step else str):
+                    self._job.warn(name, text)
         except Interrupted as hang:
             self.fail(_hung(hang))
             return False

@@ -209,7 +209,8 @@ class Healer:
             if command.fetch_from is not None:
                 if len(self._rejections) > 1:
                     raise FetchedStateDiffers("; then: ".join(self._rejections))
-                payload, size = self.exchange.fetch(command)
+                with torch.device("cpu"):  # also after torch.set_default_device()
+                    payload, size = self.exchange.fetch(command)
                 touched = True
                 source = command.record.members[command.fetch_from].group
                 self._state.load(payload, command.record, source, keep_gradients=False)

@@ -22,7 +22,6 @@ from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import STOP, Fault, NoStep, Record, Token, encode
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import members
-from fft.trace.format import IDLE
 from fft.train.process_groups import GroupAborted
 from fft.train.session.error_reports import Reported, code_of, error_of, text_of
 from fft.train.session.participation import Participation
@@ -197,7 +196,7 @@ class Worker:
         engine, executor = self._job.engine or self._join(), self._job.executor
         self._commits.finish()
         if (idle_s := self._commits.take_idle_s()) >= _IDLE_S:
-            self._job.note(IDLE, {"seconds": round(idle_s, 3)})
+            self._job.report_idle(idle_s)
         if self._finish is None:
             self._state.refuse_unsendable()
         self._state.checkpoints.take()

@@ -239,7 +239,7 @@ class Synchronizer(ABC):
 
     def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `export_own`, after `load_state_dict`."""
-        self._rank.state.registered.load({**own["state"], "buffers": buffers})
+        self._rank.state.registered.load_checkpoint({**own["state"], "buffers": buffers})
         self.phase.weights = list(own["weights"])
 
     # --- a txn of the job ---
