@@ -46,6 +46,7 @@ NAMES: dict[Any, str] = {
         "_get_backend _register_backend _set_default_backend _set_group_name"
     ),
     torch: "_foreach_copy_ _foreach_norm",
+    torch.nn.Module: "_non_persistent_buffers_set",
     torch._C: "_current_graph_task_id _storage_Use_Count",
     torch.UntypedStorage: "_cdata",
     torch.Tensor: "_indices _nnz _version",
@@ -70,9 +71,9 @@ NAMES: dict[Any, str] = {
 _ELSEWHERE = {
     *("_active", "_asdict", "_current_frames", "_DummyThread", "_exit", "_getframe"),  # Python's
     *("_fsdp_param_group", "_fsdp_param_groups", "_C", "_replace", "_on_queue_feeder_error"),
-    *("_comm_hook", "_create_internal", "_managed_work"),
+    *("_comm_hook", "_create_internal", "_managed_work", "_shared_state"),
 }
-"""Names of Python, of either of two releases, of modules, and of objects made in C++."""
+"""Names of Python and Accelerate, of either of two releases, of modules, and of objects in C++."""
 
 
 def has(owner: Any, name: str) -> bool:
