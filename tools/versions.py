@@ -147,8 +147,8 @@ def page() -> str:
             "# Versions",
             "",
             "Written by `python -m tools.versions`, which `.ci/scheduled` runs. It builds an "
-            "environment for each row, one after the other, on a machine without a GPU. What FFT "
-            "does with releases that are not here is told in [upgrading](guides/upgrade.md).",
+            "environment for each row, one after the other, on a machine without a GPU. "
+            "[Upgrading](guides/upgrade.md) describes releases that are not listed.",
             "",
             *rows,
             "",

@@ -28,7 +28,6 @@ from fft.cli import app
 from fft.util import versions
 
 ROOT = Path(fft.__file__).parent
-"""Of FFT."""
 NAMES: dict[Any, str] = {
     FSDPModule: "_get_fsdp_state",
     _fsdp_state.FSDPState: (
