@@ -231,7 +231,7 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
     begun: list[tuple[int, bool]] = []
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
-        if not member.manager._parts.rank.results.vetoes:
+        if not member.manager._parts.results.vetoes:
             raise AssertionError("no veto is registered")
         if member.group == "1":
             begun.append((txn.step, txn.contributes))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fft.train.gradients.reducer import Reducer
+from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.torch_adapter import fsdp_groups, fsdp_state
+from fft.train.guard.watchers import Watchers
 from fft.train.state.step_state import StepState
 
 
@@ -176,7 +181,10 @@ def test_rollback_restores_the_grad_mode() -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_rollback_restores_whether_a_reducer_accumulates(before: bool) -> None:
     """``model.require_backward_grad_sync = …`` of torch's DDP sets it, without a ``finally``."""
-    reducer = Reducer(nn.Linear(2, 2), None, 1.0, None, 0)  # type: ignore[arg-type]
+    side = SimpleNamespace(pg=None, timeout=timedelta(seconds=60), logger=logging)
+    manager: Any = SimpleNamespace(_torchft=side, report_error=print)
+    reductions = Reductions(OpenTxn(), manager, Watchers(), None, 0)
+    reducer = Reducer(nn.Linear(2, 2), reductions)
     reducer.quiet(before)
     reducer.begin()
     reducer.quiet(not before)

@@ -26,8 +26,8 @@ def test_adapter_reads_and_writes_the_managers_attributes() -> None:
 
 
 def test_adapter_lists_all_attributes_that_a_torchft_release_lacks() -> None:
-    with pytest.raises(FftError, match=r"has no _step, _errored on its Manager"):
-        TorchftAdapter(manager_without("step", "errored"))
+    with pytest.raises(FftError, match=r"has no _step, _store on its Manager"):
+        TorchftAdapter(manager_without("step", "store"))
 
 
 def test_group_of_a_later_torchft_is_configured_by_its_reconfigure(

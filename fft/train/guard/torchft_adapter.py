@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, overload
 import torchft.process_group
 from torch._C._distributed_c10d import Store
 from torchft.checkpointing import CheckpointTransport
-from torchft.manager import ExceptionWithTraceback, Manager, WorldSizeMode
+from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
 from fft.errors import FftError
@@ -72,8 +72,6 @@ class TorchftAdapter:
     step = _Attribute[int]()
     """Number of committed steps."""
     batches_committed = _Attribute[int]()
-    errored = _Attribute[ExceptionWithTraceback | None]()
-    """The first error that was reported in the current step."""
     commit_failures = _Attribute[int]()
     max_retries = _Attribute[int | None]()
     init_sync = _Attribute[bool]()
