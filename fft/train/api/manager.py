@@ -28,13 +28,13 @@ from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train.api.parts import Parts
-from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
+from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.process_groups.mesh_layout import MeshLayout
 from fft.train.session.lighthouse import init_torchft_manager
 from fft.train.session.settings import ManagerConfig, read_settings, refuse_unknown
