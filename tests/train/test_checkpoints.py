@@ -48,9 +48,9 @@ from fft.train.checkpoint import contents, writer
 from fft.train.checkpoint.contents import Snapshot, write_rank
 from fft.train.checkpoint.writer import (
     NAME,
-    Attempt,
     RankWriter,
     WorkerPool,
+    WriteAttempt,
     WriterContext,
     decline,
 )
@@ -815,7 +815,7 @@ def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
     """A checkpoint is published without its buffers; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, EPOCH, 1, (), "async", "0" * 64, None)
+    attempt = WriteAttempt(named, record, EPOCH, 1, (), "async", "0" * 64, None)
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
 
     def publish() -> None:
@@ -833,11 +833,11 @@ def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
 
 def publisher_of(
     place: Path, closing: threading.Event, ranks: int = 1, snapshot: Any = None
-) -> tuple[Attempt, RankWriter]:
+) -> tuple[WriteAttempt, RankWriter]:
     """Return the process that would publish an attempt of two groups, without taking part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, EPOCH, ranks, (), "hsdp", "0" * 64, None)
+    attempt = WriteAttempt(named, record, EPOCH, ranks, (), "hsdp", "0" * 64, None)
     return attempt, RankWriter(context_of(place, closing), attempt, snapshot)
 
 
@@ -964,12 +964,12 @@ def test_leftovers_of_a_stopped_writer_are_removed_when_it_wakes(tmp_path: Path)
     assert found.store.directories() == ["step-9"]
 
 
-def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:
+def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[WriteAttempt, RankWriter]:
     """Return the first stage's part of a checkpoint of two stages, at that place in the data."""
     held = Record(2, "commit", 1, 1, 5, "lineage", cursor, 9, Peer("0", 0, 1), **record)
     named = Named(attempt_name("life", "2"), 5, "0")
     stages = ("stage0", "stage1")
-    attempt = Attempt(named, held, EPOCH, 2, stages, "pipeline_ahead", "0" * 64, None)
+    attempt = WriteAttempt(named, held, EPOCH, 2, stages, "pipeline_ahead", "0" * 64, None)
     return attempt, RankWriter(context_of(tmp_path), attempt)
 
 

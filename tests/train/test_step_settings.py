@@ -78,7 +78,7 @@ def settings(model: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("of", ["state", "context", "communication", "group", "parameter"])
 @pytest.mark.parametrize("laid_out", [True, False])
-def test_rollback_restores_what_an_unknown_setter_changed(
+def test_rollback_restores_the_settings_of_an_unknown_setter(
     mesh: DeviceMesh, of: str, laid_out: bool
 ) -> None:
     """A setter of a later release: a new attribute, and a changed one that FFT does not know."""

@@ -144,7 +144,7 @@ def test_table_of_private_names_is_complete() -> None:
         ("torch", "2.15.1+cu130", None, None),
     ],
 )
-def test_version_is_judged_by_what_was_tried(
+def test_version_is_judged_by_the_tested_ones(
     name: str, number: str | None, fails: bool | None, text: str | None
 ) -> None:
     found = versions.trouble(name, number)
@@ -152,7 +152,7 @@ def test_version_is_judged_by_what_was_tried(
     assert text is None or text in found[1]
 
 
-def test_import_warns_of_what_was_not_tried_and_fails_with_what_cannot_work(
+def test_import_warns_of_untested_versions_and_refuses_too_old_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = {"Python": "3.11.7", "torch": "2.16.0", "torchft": "0.2.0"}
@@ -167,7 +167,7 @@ def test_import_warns_of_what_was_not_tried_and_fails_with_what_cannot_work(
         versions.check()
 
 
-def test_doctor_shows_versions_and_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_versions_and_missing_features(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     for text in (f"FFT      {fft.__version__}", f"torch    {versions.found('torch')}", "lacks"):
