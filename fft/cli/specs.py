@@ -42,7 +42,7 @@ def graph(
 
 
 def check_spec(spec: Annotated[str, SPEC]) -> None:
-    """Validate a spec and say what it is: what is trained, who votes when, states and rows."""
+    """Validate a spec and print its parameter groups, votes, states and number of rows."""
     from fft.protocol.load import load_machine
     from fft.protocol.scopes import flow_in_words, in_words
     from fft.protocol.spec import FsmSpec
