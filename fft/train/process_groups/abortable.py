@@ -38,7 +38,13 @@ from fft.errors import DeviceLost
 from fft.train.guard import accelerator
 from fft.train.process_groups import sockets
 from fft.train.process_groups.backend import TrackedBackend
-from fft.train.process_groups.gloo import check_interfaces, device_makers, gloo_group, time_left
+from fft.train.process_groups.gloo import (
+    check_interfaces,
+    connect_once,
+    device_makers,
+    gloo_group,
+    time_left,
+)
 from fft.train.process_groups.nccl_library import configure_nccl_env
 from fft.train.process_groups.op_errors import GroupAborted
 from fft.train.process_groups.rendezvous import ConfigureCall, RendezvousStore, store_client
@@ -139,6 +145,7 @@ class AbortableGroup:
         self._gloo = self._wrapper and _can_tell_sockets(self._target)
         if self._gloo:
             check_interfaces()
+            connect_once()
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
         self._generation = Generation(name)
@@ -398,6 +405,7 @@ class AbortableGroup:
             if (error := why_no_route(address)) is not None:
                 raise ConnectionError(_unreached_text(generation, address, error))
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        sockets.keep_connections_alive(generation.own, generation.peers)
         with self._lock:
             self._devices = devices
         return made

@@ -37,6 +37,14 @@ def device_makers(address: str | None) -> list[Callable[[], Any]]:
     return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
 
 
+def connect_once() -> None:
+    """Have gloo try each connection once; it reads the variable with the first one.
+
+    It repeats them on a thread of its own, where an error such as a lost route ends the process.
+    """
+    os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")
+
+
 def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
     """Raise FftError if GLOO_SOCKET_IFNAME names an interface that gloo cannot listen on.
 
