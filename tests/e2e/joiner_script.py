@@ -2,10 +2,11 @@
 
 `fft run` starts it. The first argument is ``rate`` (a rate from ``txn.progress``), ``clamp`` (the
 weights), ``thaw`` (the first layer is trained after step 4), ``late_sync`` (as ``thaw``, with
-``sync_gradients`` after the layer is frozen) or ``fsdp`` (as ``thaw``, with FSDP2). The second is a
-folder, where each rank leaves its final state. Group 1 is killed at step 6, unless the folder has
-``killed`` at the start, and group 0 waits for its return. With a layer that is thawed all samples
-are equal, so the weights do not depend on the groups that take part in a step.
+``sync_gradients`` after the layer is frozen), ``always`` (as ``late_sync``, where a joiner computes
+while it fetches) or ``fsdp`` (as ``thaw``, with FSDP2). The second is a folder, where each rank
+leaves its final state. Group 1 is killed at step 6, unless the folder has ``killed`` at the start,
+and group 0 waits for its return. With a layer that is thawed all samples are equal, so the weights
+do not depend on the groups that take part in a step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def main(kind: str, folder: Path) -> None:
         state_dict=None,
         min_replica_size=2 if thaws else 1,
         shard_pg=fft.ShardProcessGroupGloo() if kind == "fsdp" else None,
-        config=fft.ManagerConfig(digest="commit"),
+        config=fft.ManagerConfig(
+            digest="commit", learners="always" if kind == "always" else "auto"
+        ),
     )
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(480, 8), torch.randn(480, 1))
@@ -48,7 +51,7 @@ def main(kind: str, folder: Path) -> None:
         fully_shard(model, mesh=manager.shard_mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 if thaws else 0.3)
     manager.register(model, optimizer)
-    if kind == "late_sync":
+    if kind in ("late_sync", "always"):
         model.get_submodule("0").requires_grad_(False)
     manager.sync_gradients(model)
     if thaws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fft.bus.memory import MemoryBus
 from fft.errors import OtherSettings
 from fft.protocol.load import load_spec
 from fft.train.session.settings import common_settings, refuse_other_settings
+from fft.util.version import __version__
 
 HSDP = load_spec("hsdp")
 
@@ -65,3 +67,16 @@ def test_another_rule_is_told_by_its_place(tmp_path: Path) -> None:
         del raw["states"]["NORMAL"]["on"]["fault"]
         with pytest.raises(OtherSettings, match=r"states\.NORMAL: .* here, .* there\. Start all"):
             refuse_other_settings(bus, common_settings(type(HSDP).model_validate(raw)))
+
+
+@pytest.mark.parametrize("there", ["0.9.0", None])
+def test_process_with_another_version_is_refused_with_both(there: str | None) -> None:
+    """A release before the check, which has not published its version, is refused as well."""
+    theirs = common_settings(HSDP) | {"FFT": there}
+    if there is None:
+        del theirs["FFT"]
+    shown = there or "0.1.0 or older"
+    with MemoryBus("versions") as bus:
+        bus.compare_set("settings", None, json.dumps(theirs, sort_keys=True).encode())
+        with pytest.raises(OtherSettings, match=f"has FFT {__version__}, .* has FFT {shown}: inst"):
+            refuse_other_settings(bus, common_settings(HSDP))

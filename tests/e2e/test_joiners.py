@@ -231,7 +231,7 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
     begun: list[tuple[int, bool]] = []
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
-        if not member.manager._parts.rank.results.vetoes:
+        if not member.manager._parts.results.vetoes:
             raise AssertionError("no veto is registered")
         if member.group == "1":
             begun.append((txn.step, txn.contributes))
@@ -301,7 +301,8 @@ def test_killed_group_returns_with_the_state_of_the_others(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "kind", ["thaw", "late_sync", pytest.param("fsdp", marks=pytest.mark.long)]
+    "kind",
+    ["thaw", "late_sync", *(pytest.param(k, marks=pytest.mark.long) for k in ("always", "fsdp"))],
 )
 def test_layer_thawed_between_two_steps_is_trained_by_a_group_that_returns(
     tmp_path: Path, kind: str

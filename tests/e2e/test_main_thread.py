@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from stage import job
+from torchft.manager import Manager
 
 from fft.engine.executor import StepExecutor
 from fft.errors import ProtocolError
@@ -53,3 +54,17 @@ def test_end_of_an_update_is_posted_once() -> None:
         teller.join(10.0)
     assert len(told) == 1
     assert executor.role == "idle"
+
+
+def test_reductions_do_not_pass_through_torchfts_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("torchft's manager reduces")
+
+    monkeypatch.setattr(Manager, "allreduce", refuse)
+    monkeypatch.setattr(Manager, "wrap_future", refuse)
+    with job(tmp_path, 2) as made:
+        members = made.run(lambda member: member.train(4))
+        assert [member.manager.current_step() for member in members] == [4, 4]
+        made.audit()

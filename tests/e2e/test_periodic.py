@@ -424,8 +424,8 @@ def test_reductions_of_a_fetching_joiner_do_not_count_for_its_first_lease(made: 
     synchronizer = _diloco(member)
     state = copy.deepcopy(synchronizer.state_dict())
     reduced: list[torch.Tensor] = []
-    member.manager.reduce_gradients = (  # type: ignore[method-assign]
-        lambda tensor, layout, op: reduced.append(tensor.clone())
+    member.manager._parts.reductions.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout: reduced.append(tensor.clone())
     )
     synchronizer.begin(_plan(0, None))
     synchronizer.launch()
@@ -454,11 +454,11 @@ def test_short_numbers_are_weighted_in_long_ones(made: Job) -> None:
         def wait(self) -> bool:
             return True
 
-    def reduce(tensor: torch.Tensor, layout: str, op: Any) -> Done:
+    def reduce(tensor: torch.Tensor, layout: str) -> Done:
         made_of.append(tensor.clone())
         return Done()
 
-    member.manager.reduce_gradients = reduce  # type: ignore[method-assign,assignment]
+    member.manager._parts.reductions.reduce_gradients = reduce  # type: ignore[method-assign,assignment]
     synchronizer.begin(_plan(0, 0))
     with torch.no_grad():
         member.model[1].bias.add_(-1.0)
@@ -616,7 +616,9 @@ def test_a_bucket_says_what_lies_in_it(made: Job) -> None:
         member.manager, parts, member.optimizer, _outer(member.model), 4, bucket_cap_mb=1e-4
     )
     diloco.shared.take()
-    member.manager.reduce_gradients = lambda tensor, layout, op: laid.append(layout)  # type: ignore[method-assign]
+    member.manager._parts.reductions.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout: laid.append(layout)
+    )
     for step in (0, 1):
         diloco.begin(_plan(step, step))
         diloco.launch()
@@ -633,8 +635,8 @@ def test_each_fragment_has_the_weight_of_its_own_steps(made: Job) -> None:
         member.manager, parts, member.optimizer, _outer(member.model), 4, weighted=True
     )
     diloco.shared.take()
-    member.manager.reduce_gradients = (  # type: ignore[method-assign]
-        lambda tensor, layout, op: taken.append(float(tensor[-1]))
+    member.manager._parts.reductions.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout: taken.append(float(tensor[-1]))
     )
     for step in range(3):
         diloco.begin(_plan(step, step))
@@ -650,8 +652,8 @@ def test_frozen_parameters_do_not_move(made: Job) -> None:
     member.manager.register(member.model, member.optimizer)
     diloco = _diloco(member)
     diloco.shared.take()
-    member.manager.reduce_gradients = (  # type: ignore[method-assign]
-        lambda tensor, layout, op: reduced.append(tensor.numel())
+    member.manager._parts.reductions.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout: reduced.append(tensor.numel())
     )
     diloco.begin(_plan(0, 0))
     diloco.launch()

@@ -895,7 +895,7 @@ def test_a_gradient_that_somebody_keeps_does_not_change(tmp_path: Path) -> None:
         model = Net()
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
         member.manager.sync_gradients(model)
-        (reducer,) = member.manager._parts.reductions.reducers
+        (reducer,) = member.manager._parts.reducers
         for txn in member.manager.transactions(in_order(), max_steps=4):
             with txn:
                 model(txn.batch).backward()

@@ -668,6 +668,8 @@ def test_two_loaders_over_one_dataset_read_their_own_data_epochs(count: int) -> 
             assert trains.take(Due(number, number, 1)).tolist() == [number // 2] * 4
             assert evaluates[0].tolist() == [0] * 2
             assert trains[3].tolist() == [1] * 4
+            dataset.set_epoch(7)  # as a script does for an evaluation of its own
+            assert trains[3].tolist() == [1] * 4
     finally:
         trains.close()
         evaluates.close()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import FftError, StateMismatch
+from fft.train.guard.torch_adapter import fsdp_groups, fsdp_state
 from fft.train.state.plain_state import refuse_unloadable
 from fft.train.state.step_state import StepState
 
@@ -200,7 +201,7 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
     state = StepState([joiner], [])
     state.load(sent)
     assert state.export()["flags"] == sent["flags"], "also what the first forward has changed"
-    inner, root = (m._get_fsdp_state()._fsdp_param_groups[0] for m in (joiner[0], joiner))
+    inner, root = (fsdp_groups(fsdp_state(m))[0] for m in (joiner[0], joiner))
     assert (inner.gradient_divide_factor, inner.reduce_grads) == (3.0, True)
     assert (root.gradient_divide_factor, root.reduce_grads) == (None, False)
     assert all(p.requires_grad for p in joiner.parameters())

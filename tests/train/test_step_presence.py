@@ -11,7 +11,7 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import STOP, Fault, NoStep, Peer, Token
 from fft.train.session.participation import Participation
-from fft.train.step.worker import StepPresence
+from fft.train.step.attempt import StepPresence
 
 A, B, C = (Peer(group, 0, 1) for group in "ABC")
 BLOCK = "entry of train.py:31"

@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -82,9 +81,10 @@ class Samples:
         assert samples is not None and request.number is not None
         if self._items:
             epoch = request.number // self._items
-            if epoch != self._epoch or _set_last.get(id(self.origin)) is not self:
+            # outside of a worker the script, or another loader, may have set another one
+            if epoch != self._epoch or get_worker_info() is None:
                 self.origin.set_epoch(epoch)
-                self._epoch, _set_last[id(self.origin)] = epoch, self
+                self._epoch = epoch
         if samples and isinstance(samples[0], list):
             return [self._batch(part) for part in samples]
         return self._batch(samples)
@@ -100,10 +100,6 @@ class Samples:
         except Exception as error:
             error.add_note(f"while sample {index} of the dataset was read")
             raise
-
-
-_set_last: WeakValueDictionary[int, Samples] = WeakValueDictionary()
-"""The reader that has set the epoch of a dataset last, by the ``id`` of the dataset."""
 
 
 class Substreams:

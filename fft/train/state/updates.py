@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 _IDLE_AFTER = 10
 """Number of updates after which an optimizer that never had a gradient is reported."""
 _IDLE = (
-    "registered optimizers without any gradient in their first steps: %s. They change nothing: does"
-    " the loss depend on their parameters, and are these the parameters of the model? Otherwise, do "
-    "not register them"
+    "registered optimizers without any gradient in their first steps: %s. They change nothing: "
+    "does the loss depend on their parameters, and are these the parameters of the model? "
+    "Otherwise, do not register them"
 )
 _UNHELD = (
-    "the script has no reference to %s any more, and it does not change. A rollback does not restore"
-    " an object that has taken its place, and a joining group does not fetch it: register that one"
+    "the script has no reference to %s any more, and it does not change. A rollback does not "
+    "restore an object that has taken its place, nor does a joining group fetch it: register it"
 )
 _ACCUMULATES = (
-    "accelerator.accumulate() is left in the script: Accelerate divides the loss, but FFT steps after"
-    " each transaction. Remove it, and pass micro_batches= to fft.CursorLoader"
+    "accelerator.accumulate() is left in the script: Accelerate divides the loss, but FFT steps "
+    "after each transaction. Remove it, and pass micro_batches= to fft.CursorLoader"
 )
 
 
