@@ -39,13 +39,7 @@ from fft.train.guard import accelerator
 from fft.train.guard.torchft_adapter import configuration_of
 from fft.train.process_groups import sockets
 from fft.train.process_groups.backend import TrackedBackend
-from fft.train.process_groups.gloo import (
-    check_interfaces,
-    connect_once,
-    device_makers,
-    gloo_group,
-    time_left,
-)
+from fft.train.process_groups.gloo import check_interfaces, device_makers, gloo_group, time_left
 from fft.train.process_groups.nccl_library import configure_nccl_env
 from fft.train.process_groups.op_errors import GroupAborted
 from fft.train.process_groups.rendezvous import ConfigureCall, RendezvousStore, store_client
@@ -146,7 +140,6 @@ class AbortableGroup:
         self._gloo = self._wrapper and _can_tell_sockets(self._target)
         if self._gloo:
             check_interfaces()
-            connect_once()
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
         self._generation = Generation(name)

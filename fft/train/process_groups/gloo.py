@@ -20,6 +20,9 @@ from fft.train.guard.unsafe_places import guarded
 from fft.train.process_groups.rendezvous import ConfigureCall, RendezvousStore
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+# gloo repeats connections on its own thread, where a lost route ends the process. It reads this
+# variable with its first connection.
+os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")
 
 
 def device_makers(address: str | None) -> list[Callable[[], Any]]:
@@ -35,14 +38,6 @@ def device_makers(address: str | None) -> list[Callable[[], Any]]:
     if not names:
         return [gloo.create_default_device]
     return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
-
-
-def connect_once() -> None:
-    """Have gloo try each connection once; it reads the variable with the first one.
-
-    It repeats them on a thread of its own, where an error such as a lost route ends the process.
-    """
-    os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")
 
 
 def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
