@@ -147,7 +147,7 @@ def test_abort_that_hangs_is_named_and_ends_the_process(tmp_path: Path) -> None:
     assert note["data"] == {"hook": "hang.<locals>.leave_library()", "limit_s": 0.2}
 
 
-def test_ready_made_aborts_refuse_what_they_cannot_abort(tmp_path: Path) -> None:
+def test_ready_made_aborts_refuse_unsupported_groups(tmp_path: Path) -> None:
     for missing in (fft.abort.transformer_engine, fft.abort.nvshmem):
         with pytest.raises(ConfigError, match="is not installed in this environment"):
             missing()

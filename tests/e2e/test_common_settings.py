@@ -19,7 +19,7 @@ HSDP = load_spec("hsdp")
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "expected"),
     [
         ({"min_replica_size": 2}, "min_replica_size: 2 here, 1 there"),
         ({"spec": "ddp"}, 'join: spec: "ddp" here, "hsdp" there; parameter_groups.model.ranks: '),
@@ -27,7 +27,7 @@ HSDP = load_spec("hsdp")
     ],
 )
 def test_a_group_with_other_settings_is_refused_and_the_job_goes_on(
-    tmp_path: Path, odd: dict[str, object], told: str
+    tmp_path: Path, odd: dict[str, object], expected: str
 ) -> None:
     running, tried = threading.Event(), threading.Event()
 
@@ -53,11 +53,11 @@ def test_a_group_with_other_settings_is_refused_and_the_job_goes_on(
             member.end()
     assert first.error is None
     assert isinstance(other.error, OtherSettings)
-    assert told in str(other.error)
+    assert expected in str(other.error)
     assert [r["step"] for r in records(tmp_path) if r["kind"] == "commit"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_rule_is_told_by_its_place(tmp_path: Path) -> None:
+def test_different_rule_is_named_by_its_place(tmp_path: Path) -> None:
     raw = HSDP.model_dump(mode="json")
     raw["states"]["NORMAL"]["on"]["fault"][0]["why"] = "other words are no other rule"
     raw["timers"]["quorum"]["default"] = 61.0

@@ -263,7 +263,7 @@ def test_buffer_of_another_initial_shape_is_refused() -> None:
         theirs.load(sent)
 
 
-def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+def test_buffer_of_a_resized_rank_alone_is_removed_on_loading() -> None:
     donor, loading = nn.Module(), nn.Module()
     state, its = StepState([donor], []), StepState([loading], [])
     loading.register_buffer("cache", torch.ones(2))
@@ -272,21 +272,23 @@ def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "told"),
+    ("split", "expected"),
     [
         ([["0.weight", "0.bias"]], r"param_groups\[0\]: expected 2 parameters .*, got 1 par"),
         ([["0.weight"], ["0.bias"], ["2.weight"]], r"\[2\]: expected 1 .*got no such group"),
         ([["0.weight"], ["2.weight"]], r"\[1\]: expected 1 .*2.weight.*, got 1 .*0.bias"),
     ],
 )
-def test_other_parameter_groups_are_refused_by_number(split: list[list[str]], told: str) -> None:
+def test_other_parameter_groups_are_refused_by_number(
+    split: list[list[str]], expected: str
+) -> None:
     def state_of(split: list[list[str]]) -> StepState:
         model = network()
         groups = [{"params": [model.get_parameter(n) for n in names]} for names in split]
         return StepState([model], [torch.optim.SGD(groups, lr=0.1)])
 
     sent = copy.deepcopy(state_of([["0.weight"], ["0.bias"]]).export())
-    with pytest.raises(StateMismatch, match=told):
+    with pytest.raises(StateMismatch, match=expected):
         state_of(split).load(sent)
     its = state_of([["0.weight"]])
     its.load(sent)

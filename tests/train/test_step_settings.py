@@ -120,7 +120,9 @@ def test_rollback_restores_what_an_unknown_setter_changed(
 
 @pytest.mark.filterwarnings("ignore:Use `set_gradient_divide_factor`:DeprecationWarning")
 @pytest.mark.parametrize("is_root", [True, False])
-def test_rollback_restores_what_each_fsdp_setter_changed(mesh: DeviceMesh, is_root: bool) -> None:
+def test_rollback_restores_the_settings_of_each_fsdp_setter(
+    mesh: DeviceMesh, is_root: bool
+) -> None:
     model = sharded(mesh)
     state = StepState([model], [])
     model(torch.ones(2, 4))  # lays out what FSDP2 makes lazily

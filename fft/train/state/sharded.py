@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fft.train.guard.torch_adapter import (
 )
 
 _PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = frozenset((list, set, dict))
 _DATA = (torch.Tensor, torch.Event, torch.Stream)
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 """The package whose objects hold the settings."""
@@ -76,43 +78,45 @@ def reshard(models: Sequence[nn.Module]) -> None:
                 group._to_sharded()
 
 
-def capture_settings(models: Sequence[nn.Module]) -> list[Callable[[], None]]:
-    """Return functions that restore everything in the objects of FSDP2 except data.
+class FsdpSettings:
+    """Everything in the objects of FSDP2 except data, of some models, which are idle now."""
 
-    Call them after `reset_fsdp`. The modules are idle now.
-    """
-    lay_out(models)
-    return [_restoring(thing, flags) for thing, flags in _objects(_fsdp_states(models))]
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._states: list[Any] = []
+        self._objects: list[Any] = []
+        """All objects of FSDP2 that the states refer to, found once, because that takes long."""
+
+    def capture(self) -> list[Callable[[], None]]:
+        """Return functions that restore the settings, to be called after `reset_fsdp`."""
+        states = [*_fsdp_states(self._models)]
+        if [*map(id, states)] != [*map(id, self._states)]:
+            lay_out(self._models)
+            self._states, self._objects = states, [*_objects(states)]
+        return [partial(_restore, thing, *_copied(thing)) for thing in self._objects]
 
 
-def _objects(states: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each object of FSDP2 that the states refer to, with its attributes except data.
+def _copied(thing: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return the attributes, and pairs of a container among these and its content."""
+    before = vars(thing).copy()
+    return before, [(v, v.copy()) for v in before.values() if type(v) in _CONTAINERS]
 
-    The data of a parameter outlive the step, so they are left in, which is faster.
-    """
+
+def _objects(states: Iterable[Any]) -> Iterator[Any]:
+    """Yield each object of FSDP2 that the states refer to."""
     found, seen = [*states], set[int]()
     while found:
         thing = found.pop()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, FSDPParam):
-            yield thing, vars(thing).copy()
-            continue
-        flags: dict[str, Any] = {}
-        referred: list[Any] = []
-        for name, value in vars(thing).items():
-            if type(value) in _PLAIN:
-                flags[name] = value
-            elif not _is_data(value):
-                flags[name] = value
-                referred += value if isinstance(value, list | tuple) else [value]
-        yield thing, flags
-        found += [
-            each
-            for each in referred
-            if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
-        ]
+        yield thing
+        for value in () if isinstance(thing, FSDPParam) else vars(thing).values():
+            found += [
+                each
+                for each in (value if isinstance(value, list | tuple) else [value])
+                if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
+            ]
 
 
 def _is_data(value: Any) -> bool:
@@ -123,20 +127,16 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, _DATA)
 
 
-def _restoring(thing: Any, before: dict[str, Any]) -> Callable[[], None]:
-    contents = [(v, v.copy()) for v in before.values() if type(v) in (list, set, dict)]
-
-    def restore() -> None:
-        now = vars(thing)
-        for name in [n for n, value in now.items() if not _is_data(value)]:
-            del now[name]
-        now.update({n: v for n, v in before.items() if n not in now and not _is_data(v)})
-        for container, content in contents:
-            if not _is_data(content):
-                container.clear()
-                getattr(container, "extend" if isinstance(container, list) else "update")(content)
-
-    return restore
+def _restore(thing: Any, before: dict[str, Any], contents: list[Any]) -> None:
+    now = vars(thing)
+    for name in [n for n, value in now.items() if not _is_data(value)]:
+        del now[name]
+    now.update({n: v for n, v in before.items() if n not in now and not _is_data(v)})
+    for container, content in contents:
+        if _is_data(content):
+            continue
+        container.clear()
+        getattr(container, "extend" if isinstance(container, list) else "update")(content)
 
 
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
