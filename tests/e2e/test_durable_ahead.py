@@ -233,7 +233,7 @@ def test_killed_last_stage_resumes_after_the_first_stage_has_ended(
     plan = tmp_path / "plan.yaml"
     kill = "  - {{name: kill{0}, kind: kill, step: 7, group: {0}, rank: 1, phase: forward}}\n"
     plan.write_text("faults:\n" + "".join(kill.format(group) for group in range(2)))
-    output = run(tmp_path, 8, faults=plan, pause=[0.0, 0.3])
+    output = run(tmp_path, 8, faults=plan, waits=6)
     assert "the job starts again from the checkpoint of step 4" in output
     found = manifests(tmp_path)
     assert {step: cursors(m) for step, m in found.items()} == {4: [8, 8], 8: [16, 16]}

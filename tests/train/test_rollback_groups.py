@@ -66,6 +66,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     configure(group, port, "e1", rank, ranks)
     tensor = torch.full((1_000_000,), float(rank))
     if rank == ranks - 1:
+        store.set("last configured", "1")
         store.get("rank 0 is over")
         late = allreduce(group, tensor)
         store.set("late entered", "1")
@@ -86,7 +87,9 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     wait_until(lambda: group.pending() == 1, "the allreduce to start")
     assert waiter.is_alive()
     store.set(f"blocked {rank}", "1")
-    store.wait(["blocked 0", "blocked 1"])  # from here on the other rank's abort may free this one
+    # From here on the other rank's abort may free this one. It would also fail a configure() of the
+    # last rank that still waits for its connections.
+    store.wait(["blocked 0", "blocked 1", "last configured"])
     start = time.monotonic()
     group.abort("test")
     returned = time.monotonic()

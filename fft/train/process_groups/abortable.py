@@ -399,6 +399,7 @@ class AbortableGroup:
             if (error := why_no_route(address)) is not None:
                 raise ConnectionError(_unreached_text(generation, address, error))
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        sockets.keep_connections_alive(generation.own, generation.peers)
         with self._lock:
             self._devices = devices
         return made
