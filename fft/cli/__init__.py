@@ -43,6 +43,7 @@ app.command()(traces.report)
 app.command()(traces.audit)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(specs.config)
+app.command()(specs.doctor)
 
 dev = typer.Typer(
     help="Develop specs and FFT itself: search, simulate, draw, inject.", no_args_is_help=True

@@ -96,8 +96,8 @@ def test_run_shows_foreign_texts_as_signs(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "fft.cli", "run", "--no-lighthouse", "--no-auto-resume"]
     command += ["--max-restarts", "0", "--trace-dir", str(traces), str(script)]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
+    with (tmp_path / "said").open("w") as caught:
+        process = subprocess.Popen(command, stdout=caught, stderr=caught)
 
     def text() -> str:
         return (tmp_path / "said").read_text()

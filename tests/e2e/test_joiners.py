@@ -162,7 +162,7 @@ def changing(kind: str) -> Callable[[Member, fft.Transaction, Value], None]:
 
 @pytest.mark.parametrize("learners", ["auto", "always"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_joiner_has_the_state_of_the_others_whatever_step_functions_change(
+def test_joiner_has_the_peers_state_when_step_functions_change_values(
     tmp_path: Path, kind: str, learners: Any
 ) -> None:
     """A false declaration by ``learners`` costs a rollback, and no committed step."""
@@ -179,7 +179,7 @@ def test_joiner_has_the_state_of_the_others_whatever_step_functions_change(
     assert bool(joined[0]["learners"]) is (learners == "always")
 
 
-def test_change_that_a_process_makes_in_its_first_steps_ends_it_by_name(tmp_path: Path) -> None:
+def test_change_made_in_the_first_steps_ends_its_process_by_name(tmp_path: Path) -> None:
     """Its rate differs in each attempt, so that a second fetch cannot help."""
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
@@ -210,7 +210,7 @@ def test_modes_and_caches_may_differ_in_the_first_step_with_a_joiner(tmp_path: P
 @pytest.mark.parametrize(
     ("fault", "entry"), [({"forgets": True}, "value"), ({"counts": True}, "calls")]
 )
-def test_extra_that_does_not_load_ends_its_rank_by_name_after_a_second_fetch(
+def test_unloadable_extra_ends_its_rank_by_name_after_a_second_fetch(
     tmp_path: Path, fault: dict[str, bool], entry: str
 ) -> None:
     def body(member: Member, txn: fft.Transaction, value: Value) -> None:
@@ -233,7 +233,7 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
     begun: list[tuple[int, bool]] = []
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
-        if not member.manager._parts.rank.results.vetoes:
+        if not member.manager._parts.results.vetoes:
             raise AssertionError("no veto is registered")
         if member.group == "1":
             begun.append((txn.step, txn.contributes))
@@ -248,7 +248,7 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
     assert ("1", step + 1) in judged
 
 
-def test_joiner_of_a_torchft_loop_has_the_rate_that_its_peers_set_in_the_step(
+def test_joiner_of_a_torchft_loop_has_the_rate_set_by_its_peers(
     tmp_path: Path,
 ) -> None:
     """The loop sets a rate by the step and clamps the weights, before each backward pass."""

@@ -68,8 +68,8 @@ def test_ranks_on_two_hosts_heal_by_address(tmp_path: Path, families: str, liste
             both = [started(host, n, bus, tmp_path, 3) for n, host in enumerate((first, second))]
             with ranks(*both):
                 assert [one.wait(LONG_S) for one in both] == [0, 0], both[1].tail() + both[0].tail()
-        said = [re.findall(r"weights (\S+)", one.tail()) for one in both]
-        assert said[0] == said[1] != []
+        output = [re.findall(r"weights (\S+)", one.tail()) for one in both]
+        assert output[0] == output[1] != []
         assert [
             e["event"]["source"] for e in events(tmp_path, "healed") if e["event"]["bytes"]
         ] == ["0"]

@@ -476,7 +476,7 @@ def test_nan_of_a_local_step_stays_in_its_group(tmp_path: Path, policy: str, not
     assert "steps skipped" in str(refusals(tmp_path))
 
 
-def test_contribution_that_is_not_finite_is_computed_again_and_never_averaged(
+def test_non_finite_contribution_is_recomputed_and_never_averaged(
     tmp_path: Path,
 ) -> None:
     """The gradients were finite and the update was not."""

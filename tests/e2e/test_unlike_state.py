@@ -119,7 +119,7 @@ def test_buffers_that_count_locally_are_named_and_reduced_counts_are_not(
     assert unlike(tmp_path) == ([] if by_all else ["buffers 'bias'"] * 2)
 
 
-def test_extra_that_does_not_take_over_what_came_is_named(
+def test_extra_that_ignores_the_fetched_state_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from fft.train.state.step_state import StepState

@@ -135,7 +135,7 @@ def _metrics(
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager(**_functions(model=model, optimizer=inner))
     if at_phase is not None:
-        manager._parts.voter.inject = partial(at_phase, manager)
+        manager._parts.attempt.inject = partial(at_phase, manager)
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     once = job.folder / "was-killed"
     while manager.current_step() < job.steps:

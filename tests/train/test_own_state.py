@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import FftError, StateMismatch
+from fft.train.guard.torch_adapter import fsdp_groups, fsdp_state
 from fft.train.state.plain_state import refuse_unloadable
 from fft.train.state.step_state import StepState
 
@@ -200,7 +201,7 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
     state = StepState([joiner], [])
     state.load(sent)
     assert state.export()["flags"] == sent["flags"], "also what the first forward has changed"
-    inner, root = (m._get_fsdp_state()._fsdp_param_groups[0] for m in (joiner[0], joiner))
+    inner, root = (fsdp_groups(fsdp_state(m))[0] for m in (joiner[0], joiner))
     assert (inner.gradient_divide_factor, inner.reduce_grads) == (3.0, True)
     assert (root.gradient_divide_factor, root.reduce_grads) == (None, False)
     assert all(p.requires_grad for p in joiner.parameters())
@@ -264,7 +265,7 @@ def test_buffer_of_another_initial_shape_is_refused() -> None:
         theirs.load(sent)
 
 
-def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+def test_buffer_of_a_resized_rank_alone_is_removed_on_loading() -> None:
     donor, loading = nn.Module(), nn.Module()
     state, its = StepState([donor], []), StepState([loading], [])
     loading.register_buffer("cache", torch.ones(2))
@@ -371,21 +372,23 @@ def test_rollback_removes_parameter_groups_that_the_step_function_has_added() ->
 
 
 @pytest.mark.parametrize(
-    ("split", "told"),
+    ("split", "expected"),
     [
         ([["0.weight", "0.bias"]], r"param_groups\[0\]: expected 2 parameters .*, got 1 par"),
         ([["0.weight"], ["0.bias"], ["2.weight"]], r"\[2\]: expected 1 .*got no such group"),
         ([["0.weight"], ["2.weight"]], r"\[1\]: expected 1 .*2.weight.*, got 1 .*0.bias"),
     ],
 )
-def test_other_parameter_groups_are_refused_by_number(split: list[list[str]], told: str) -> None:
+def test_other_parameter_groups_are_refused_by_number(
+    split: list[list[str]], expected: str
+) -> None:
     def state_of(split: list[list[str]]) -> StepState:
         model = network()
         groups = [{"params": [model.get_parameter(n) for n in names]} for names in split]
         return StepState([model], [torch.optim.SGD(groups, lr=0.1)])
 
     sent = copy.deepcopy(state_of([["0.weight"], ["0.bias"]]).export())
-    with pytest.raises(StateMismatch, match=told):
+    with pytest.raises(StateMismatch, match=expected):
         state_of(split).load(sent)
     its = state_of([["0.weight"]])
     its.load(sent)

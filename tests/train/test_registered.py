@@ -174,7 +174,7 @@ def on(mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def test_buffers_and_optimizer_tensors_on_another_process_group_are_refused(world: None) -> None:
+def test_state_tensors_on_another_process_group_are_refused(world: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = linear()
     with pytest.raises(FftError, match="state of an optimizer"):

@@ -11,7 +11,7 @@ from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import STOP, Fault, NoStep, Peer, Token
 from fft.train.session.participation import Participation
-from fft.train.step.worker import StepPresence
+from fft.train.step.attempt import StepPresence
 
 A, B, C = (Peer(group, 0, 1) for group in "ABC")
 BLOCK = "entry of train.py:31"
@@ -52,7 +52,7 @@ def test_late_message_of_an_older_txn_replaces_no_newer_one() -> None:
     assert [f.code for f in faults] == [CauseCode.BLOCK_BESIDE_STEP]
 
 
-def test_running_step_hears_once_of_a_stop_after_a_live_block() -> None:
+def test_running_step_reports_a_stop_after_a_live_block_once() -> None:
     step, faults = presence()
     step.begin(TXN)
     for message in (OLDER, BLOCKED, BLOCKED, STOPPED, STOPPED, BLOCKED):

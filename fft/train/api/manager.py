@@ -28,15 +28,14 @@ from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train.api.parts import Parts
-from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
+from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.process_groups.mesh_layout import MeshLayout
-from fft.train.session.error_reports import QuietLogger
 from fft.train.session.lighthouse import init_torchft_manager
 from fft.train.session.settings import ManagerConfig, read_settings, refuse_unknown
 from fft.train.session.step_results import Veto
@@ -146,9 +145,8 @@ class ManagerFFT(TorchftInterface):
             self._torchft = TorchftAdapter(self)
             self._torchft.quorum_future = concurrent.futures.Future()
             self._torchft.quorum_future.set_result(None)
-            self._torchft.logger = QuietLogger(self, self._torchft.logger)
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
-            self._live = LiveBlocks(self._parts.rank, self._parts.loop)
+            self._live = LiveBlocks(self._parts, self._parts.loop)
             peer = self._parts.job.peer
             self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
@@ -239,20 +237,21 @@ class ManagerFFT(TorchftInterface):
         model = unwrapped(model)
         torch_ddp.refuse_unfit(model)
         self._parts.paradigm.refuse_sync()
-        reducers, own = self._parts.reductions.reducers, set(model.parameters())
+        reducers, own = self._parts.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
                 f"the gradients of this {type(model).__name__} are already averaged by an "
                 "earlier sync_gradients() or register_pipeline(); remove this call"
             )
         index, unused = len(reducers), find_unused_parameters
-        reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, index, unused))
+        reductions = self._parts.reductions
+        reducers.append(Reducer(model, reductions, bucket_cap_mb, reduce_dtype, index, unused))
         torch_ddp.take_over(model, reducers[-1])
 
     def _take_over(self, wrapper: nn.Module) -> None:
         """Average the gradients of a DistributedDataParallel wrapper in its place, unless
         `sync_gradients` covers the module already."""
-        reducers = self._parts.reductions.reducers
+        reducers = self._parts.reducers
         if (reducer := next((r for r in reducers if r.covers(wrapper)), None)) is None:
             self.sync_gradients(wrapper)
         else:
@@ -267,9 +266,9 @@ class ManagerFFT(TorchftInterface):
         ``manager.allreduce``, so pass the manager in ``state``. If the hook keeps state between
         steps, such as an error feedback, register it: ``register(..., extra=…)``.
         """
-        if not self._parts.reductions.reducers:
+        if not self._parts.reducers:
             raise FftError("call sync_gradients(model) before register_comm_hook()")
-        self._parts.reductions.reducers[-1].register_comm_hook(state, hook)
+        self._parts.reducers[-1].register_comm_hook(state, hook)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -278,7 +277,7 @@ class ManagerFFT(TorchftInterface):
         As ``DistributedDataParallel.no_sync``. Under FSDP2 shards are still reduced within the
         group, unless you also use ``set_requires_gradient_sync(False)``.
         """
-        before = [(reducer, reducer.quiet(True)) for reducer in self._parts.reductions.reducers]
+        before = [(reducer, reducer.quiet(True)) for reducer in self._parts.reducers]
         try:
             yield
         finally:
@@ -308,9 +307,9 @@ class ManagerFFT(TorchftInterface):
         """
         if self._parts.job.engine is not None:
             raise FftError("call manager.veto() before the first step, on all ranks alike")
-        self._parts.rank.results.vetoes.append(function)
+        self._parts.results.vetoes.append(function)
 
-    def initialize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_join(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` when this rank joins the job, and after each rollback.
 
         It runs before the health checks.
@@ -328,7 +327,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.initialize.add(function, limit_s)
+        self._parts.worker.hooks.on_join.add(function, limit_s)
 
     def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
         """Call ``function()`` in each rollback, after the process groups of FFT are aborted.
@@ -347,21 +346,21 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.worker.hooks.on_abort.add(function, limit_s)
 
-    def finalize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_unwound(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` in each rollback, on the main thread after the step function.
 
         All collectives of the attempt have ended then, and the state is not restored yet. Use it to
         wait for other asynchronous work of the step function, and to reset global variables. If it
-        raises, this rank leaves the job as with `initialize`, without a health check.
+        raises, this rank leaves the job as with `on_join`, without a health check.
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.finalize.add(function, limit_s)
+        self._parts.worker.hooks.on_unwound.add(function, limit_s)
 
     def health_check(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` before this rank joins the job, and after each rollback.
@@ -381,7 +380,7 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.worker.hooks.health_check.add(function, limit_s)
 
-    def completion(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_complete(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` once when the job is complete: `transactions` has made its last
         commit.
 
@@ -391,14 +390,14 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             function: Must be local to this process: the other ranks may have ended.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.completion.add(function, limit_s)
+        self._parts.worker.hooks.on_complete.add(function, limit_s)
 
-    def terminate(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_leave(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` once when this rank leaves for good before the job is complete.
 
         It runs after the rank has left, because it was drained, an error ended the script, or the
@@ -406,12 +405,12 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.termination.add(function, limit_s)
+        self._parts.worker.hooks.on_leave.add(function, limit_s)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
@@ -446,7 +445,7 @@ class ManagerFFT(TorchftInterface):
         def averaged(module: nn.Module) -> Reducer:
             unused = find_unused_parameters
             self.sync_gradients(module, bucket_cap_mb, find_unused_parameters=unused)
-            return self._parts.reductions.reducers[-1]
+            return self._parts.reducers[-1]
 
         self._parts.paradigm.register_pipeline(schedule, averaged)
 
@@ -488,7 +487,7 @@ class ManagerFFT(TorchftInterface):
             names, shape, same_batch, torchft.group_rank, torchft.group_world_size
         )
         if groups.layout is None:
-            if self._parts.reductions.reducers:
+            if self._parts.reducers:
                 raise FftError(
                     "manager.mesh() after sync_gradients(): sharding replaces the parameters whose "
                     "gradients are averaged; call mesh() first, shard the model, then call "

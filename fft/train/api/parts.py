@@ -40,7 +40,7 @@ from fft.bus.addresses import (
 from fft.bus.base import HEAD
 from fft.engine.calls import Buses
 from fft.engine.loop import Engine
-from fft.errors import ConfigError, FftError, NoState, TxnAborted
+from fft.errors import ConfigError, FftError, NoState
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Command, RollCall, fresh_id
 from fft.messages.protocol import Fault, NoStep, Peer, RankEntry, Record, Start
@@ -56,12 +56,12 @@ from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
 from fft.train.api.torchft_diloco import refuse_dropping
 from fft.train.checkpoint.checkpointer import Checkpointer
-from fft.train.gradients.recomputation import Recomputation
-from fft.train.gradients.reductions import TxnReductions
+from fft.train.gradients.reducer import Reducers
+from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.watchers import Watchers
 from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
 from fft.train.process_groups.epoch_groups import EpochGroups
-from fft.train.session.error_reports import Reported
+from fft.train.session.error_reports import QuietLogger
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import RankState
@@ -73,12 +73,12 @@ from fft.train.session.settings import (
 )
 from fft.train.session.step_results import ResultJudge
 from fft.train.state.transfer import StateTransfer
+from fft.train.step.attempt import Attempt
 from fft.train.step.commits import CommitExecutor
 from fft.train.step.healing import Healer
 from fft.train.step.leaving import Leaving
 from fft.train.step.operator_commands import OperatorCommands, make_injector
 from fft.train.step.transaction import TransactionLoop
-from fft.train.step.voting import Voter
 from fft.train.step.worker import Worker
 from fft.util.files import is_disk_full
 from fft.util.pidfd import is_there
@@ -94,7 +94,7 @@ _SHOWN = 5
 """Maximum number of parameter shapes that are listed in a warning."""
 
 
-class Parts:
+class Parts(RankContext):
     """The components of one manager, created after the torchft manager is constructed."""
 
     def __init__(
@@ -117,41 +117,42 @@ class Parts:
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
         traces = _traces_of(start, settings)
-        self.settings = settings = replace(settings, bus_url=start.url, trace_dir=traces)
+        settings = replace(settings, bus_url=start.url, trace_dir=traces)
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        self.scope = scope_of(settings, manager, bus, operation_s, undo)
-        trace = TraceWriter(self.scope.traces(traces), peer)
+        scope = scope_of(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(scope.traces(traces), peer)
         undo.callback(trace.close)
-        self.job = Participation(peer, bus, trace)
-        self.watchers = Watchers()
+        job, watchers = Participation(peer, bus, trace), Watchers()
         store = store_address(manager, settings.bus_url)
         is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
-        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
-        self.injector = make_injector(self.job, self.groups)
-        self.commands = OperatorCommands(self.job, self.injector)
-        recomputation = Recomputation(settings.config.recompute_every)
-        self.reductions = TxnReductions(manager, self.watchers, self.injector, recomputation)
-        self.state = RankState(manager, self.injector, settings)
-        nonfinite = settings.config.on_nonfinite
-        results = ResultJudge(self.job, self.groups, recomputation, nonfinite)
-        own = self.scope, self.job, self.watchers, self.groups, self.state, self.reductions
-        self.rank = rank = RankContext(manager, settings, limits, *own, results, self.injector)
-        self.paradigm = self.state.paradigm = paradigm_of(rank)
-        recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
+        groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
+        injector = make_injector(job, groups)
+        self.commands = OperatorCommands(job, injector)
+        txn = OpenTxn()
+        manager._torchft.logger = QuietLogger(txn, manager._torchft.logger)
+        every, nonfinite = settings.config.recompute_every, settings.config.on_nonfinite
+        reductions = Reductions(txn, manager, watchers, injector, every)
+        state = RankState(manager, injector, settings)
+        results = ResultJudge(job, groups, reductions.recomputation, nonfinite)
+        own = scope, job, watchers, groups, state, txn, reductions, Reducers(), results, injector
+        super().__init__(manager, settings, limits, *own)
+        self.paradigm = self.state.paradigm = paradigm_of(self)
+        reductions.recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoint is not None:
-            self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, rank)
-        host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
-        self.leaving = Leaving(self.job, self.watchers, host, margin_s)
+            self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, self)
+        self.leaving = Leaving(
+            self.job, self.watchers, EngineHost(self), limits["drain_margin"].seconds
+        )
         undo.callback(self.leaving.close)
-        self.healer = Healer(rank, transfer)
-        self.voter = Voter(rank, self.healer)
-        self.commits = CommitExecutor(rank)
-        begin = partial(join, manager, self)
-        self.worker = Worker(rank, self.healer, self.voter, self.leaving, self.commits, begin)
-        self.loop = TransactionLoop(rank, self.voter, self.commits, self.worker)
+        self.healer = Healer(self, transfer)
+        self.commits = commits = CommitExecutor(self)
+        self.attempt = Attempt(self, self.healer, self.leaving, commits)
+        begin = partial(join, self)
+        self.worker = Worker(self, self.healer, commits, self.attempt, begin)
+        self.loop = TransactionLoop(self, commits, self.attempt, self.worker)
 
     def handle_hang(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -161,7 +162,7 @@ class Parts:
         the thread returns. Otherwise the barrier of the next epoch would wait for it. A rank with a
         pending collective may only be waiting for the hung rank, so it is not excluded.
         """
-        job, plan, local = self.job, self.worker.txn, self.job.local
+        job, plan, local = self.job, self.txn.plan, self.job.local
         if local is not None and local.role == "apart":  # lets waiting groups continue
             job.broadcast_hang(reason)
         if job.executor.role == "applying":
@@ -169,7 +170,7 @@ class Parts:
         if plan is None or job.executor.role == "applying":
             return
         waits = self.groups.pending()
-        if self.reductions.raises or waits or not job.broadcast_hang(reason):
+        if self.txn.by_fft or waits or not job.broadcast_hang(reason):
             job.post(Fault(plan.token, f"hangs: {reason}", CauseCode.HANG, "Hang"))
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class Parts:
         with self.watchers.waiting():
             self.worker.hooks.terminate()
         self.paradigm.left(_is_failing())
-        for each in self.voter.preconditions:
+        for each in self.attempt.preconditions:
             each.close()
         self.healer.cancel_fetch()
         self.paradigm.close()
@@ -195,7 +196,7 @@ class Parts:
                 self.checkpointer.close(serves=not _is_failing())
         self.watchers.end_reports()
         self.commands.close()
-        self.reductions.close()
+        self.reducers.close()
         self.state.close()
         self.commits.close()
         self.groups.close()
@@ -326,43 +327,43 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
     return Peer(group, manager._torchft.group_rank, incarnation)
 
 
-def join(manager: Manager, parts: Parts) -> Engine:
-    """Join the job: start the engine of ``manager``. Called on the thread that trains."""
+def join(parts: Parts) -> Engine:
+    """Join the job: start the engine of this rank. Called on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.checkpoints.resume()
-    config = _config(manager, parts)
+    config = _config(parts)
     _refuse_unfit(parts)
     parts.worker.hooks.begin()
-    refuse_other_settings(job.bus, _common_settings(manager, parts, config))
+    refuse_other_settings(job.bus, _common_settings(parts, config))
     scope = parts.scope
     participant = Participant(Table(scope.spec), config)
-    local = _initial(manager, parts, participant)
+    local = _initial(parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
     more = {"reforms": reforms, "owes": {DIGESTS: parts.state.traces_digests}}
     more["batches"] = parts.paradigm.batches
     job.trace.write("header", header(scope.spec, config, local, **more))
-    limit_s = parts.rank.limits["quorum"].seconds
+    limit_s = parts.limits["quorum"].seconds
     wait_for_donor(job, settings, limit_s, lambda: parts.leaving.is_asked)
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
     if config.world > 1:
-        job.open_group_bus(config.store, settings.token, parts.rank.limits["bus_operation"].seconds)
-    monitor = monitor_config(parts.rank.limits) if settings.monitor else None
+        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
+    monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
-    atexit.register(manager._at_exit)
+    atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,
         local,
         Buses(scope.bus, job.bus, job.group_bus),
         job.trace,
-        EngineHost(manager, parts),
+        EngineHost(parts),
         scope.others,
     )
     engine.start()
     parts.paradigm.joined(config)
-    for each in parts.voter.preconditions:
+    for each in parts.attempt.preconditions:
         each.start()
     speed = watchers.report_speed(
         job.bus, job.peer, settings.config.progress_interval, scope.reported_as
@@ -380,7 +381,7 @@ def _refuse_rules(parts: Parts) -> None:
     if not (rules := parts.settings.config.active):
         return
     parts.paradigm.refuse_unless_lockstep("ManagerConfig(active=…)")
-    most, least = at_most(rules), parts.rank.manager._torchft.min_replica_size
+    most, least = at_most(rules), parts.manager._torchft.min_replica_size
     if most is not None and most < least:
         raise ConfigError(
             f"ManagerConfig(active=…): max_active({most}) is less than min_replica_size={least}, "
@@ -398,7 +399,7 @@ def _refuse_unfit(parts: Parts) -> None:
     parts.state.refuse_unsendable()
     for function in parts.state.users.values():
         refuse_dropping(function)
-    for reducer in parts.reductions.reducers:
+    for reducer in parts.reducers:
         reducer.update_layout()
 
 
@@ -428,39 +429,40 @@ def _transport(manager: Manager, bus_url: str) -> Any:
     return reachable_url(served, bus_url) if isinstance(served, str) else served
 
 
-def _config(manager: Manager, parts: Parts) -> Config:
-    settings, mode = parts.settings, manager._torchft.replica_world_size_mode
+def _config(parts: Parts) -> Config:
+    settings, torchft = parts.settings, parts.manager._torchft
+    mode = torchft.replica_world_size_mode
     return Config(
         me=parts.job.peer,
         store=parts.groups.store,
-        transport=_transport(manager, settings.bus_url),
+        transport=_transport(parts.manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
-        timeouts=timers(settings.spec, parts.rank.limits),
-        min_groups=manager._torchft.min_replica_size,
+        timeouts=timers(settings.spec, parts.limits),
+        min_groups=torchft.min_replica_size,
         expected_groups=settings.expected_groups,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
         fixed_slices=parts.loop.fixed_slices,
         rules=settings.config.active,
         place=settings.config.place if settings.config.active else "",
-        **parts.scope.terms(manager._torchft.group_world_size),
+        **parts.scope.terms(torchft.group_world_size),
     )
 
 
-def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str, Any]:
+def _common_settings(parts: Parts, config: Config) -> dict[str, Any]:
     """Return the settings that must be equal in all processes of the job."""
     return common_settings(
         parts.settings.spec,
-        ranks_of_a_group=manager._torchft.group_world_size,
+        ranks_of_a_group=parts.world,
         min_replica_size=config.min_groups,
-        world_size_mode=manager._torchft.replica_world_size_mode.name,
+        world_size_mode=parts.manager._torchft.replica_world_size_mode.name,
         on_divergence=config.on_divergence,
         membership=parts.settings.config.membership,
         on_nonfinite=parts.settings.config.on_nonfinite,
         recompute_every=parts.settings.config.recompute_every,
         check_buffers=parts.settings.config.check_buffers,
-        vetoes=len(parts.rank.results.vetoes),
+        vetoes=len(parts.results.vetoes),
         slices_of_a_global_batch=config.fixed_slices,
         mesh=parts.groups.mesh_text,
         active=list(map(str, parts.settings.config.active)),
@@ -468,25 +470,26 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
     )
 
 
-def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
+def _initial(parts: Parts, participant: Participant) -> Local:
     """Return the initial state of this rank: a fresh one, or that of the loaded checkpoint."""
-    state, step = parts.state, manager._torchft.step
+    state, torchft = parts.state, parts.manager._torchft
+    step = torchft.step
     own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
-    fresh = own if manager._torchft.init_sync else GENESIS
+    fresh = own if torchft.init_sync else GENESIS
     if parts.settings.is_replacement:  # the process initialized its weights without its group
         fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
         step=step,
         cursor=state.cursor,
-        batches=manager._torchft.batches_committed,
+        batches=torchft.batches_committed,
         returned=state.returned,
     )
 
 
 def _can_reform(parts: Parts, config: Config) -> bool:
     """Return whether a replacement process may take over from a lost rank of this group."""
-    may = parts.paradigm.can_reform and not parts.voter.preconditions
+    may = parts.paradigm.can_reform and not parts.attempt.preconditions
     return config.world > 1 and may and parts.groups.can_reform
 
 
@@ -495,7 +498,7 @@ def _warn_of_unreduced_parameters(parts: Parts) -> None:
 
     Also warn about reduced parameters that no optimizer steps.
     """
-    reducers = parts.reductions.reducers
+    reducers = parts.reducers
     reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
     stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
     if unreduced := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
@@ -527,59 +530,35 @@ def _warn_of_other_generators(parts: Parts) -> None:
 
 
 class EngineHost:
-    """The engine's callbacks into this process; implements `fft.engine.core.Host`."""
+    """The engine's callbacks into this process; implements `fft.engine.core.Host`.
 
-    def __init__(self, manager: Manager, parts: Parts) -> None:
-        self._manager, self._parts = weakref.ref(manager), weakref.ref(parts)
+    `Worker` has both halves of a rollback, on the engine's thread and on the main thread.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.ref(parts)
+
+    def _run(self, callback: Callable[[Parts], None]) -> None:
+        if (parts := self._parts()) is not None:
+            callback(parts)
 
     def cancel_futures(self, cause: str) -> None:
-        manager, parts = self._manager(), self._parts()
-        if manager is None or parts is None:
-            return
-        if manager._torchft.errored is None:
-            manager._torchft.errored = Reported(TxnAborted(cause))
-        parts.reductions.cancel()
+        self._run(lambda parts: parts.reductions.cancel(cause))
 
     def abort_groups(self, cause: str) -> None:
-        if (parts := self._parts()) is not None:
-            parts.groups.abort(cause, may_defer=lambda: _may_run_collectives(parts.job))
-            parts.healer.exchange.interrupt()
-            parts.worker.hooks.on_abort.run_all()
-            parts.paradigm.interrupted(cause)  # the call may come from a failing engine
+        self._run(lambda parts: parts.worker.abort(cause))
 
     def members_lost(self) -> None:
-        if (parts := self._parts()) is not None and not _may_run_collectives(parts.job):
-            parts.groups.run_deferred_abort()
+        self._run(lambda parts: parts.worker.members_lost())
 
     def interrupt(self, cause: str) -> None:
-        if (parts := self._parts()) is None:
-            return
-        parts.voter.end()
-        if parts.job.executor.role != "applying":  # otherwise the command waits for the update
-            parts.watchers.interrupt(cause)
-        parts.paradigm.interrupted(cause)
+        self._run(lambda parts: parts.worker.interrupt(cause))
 
     def decided(self, record: Record) -> None:
-        if (parts := self._parts()) is not None:
-            parts.commits.on_record(record)
+        self._run(lambda parts: parts.commits.on_record(record))
 
     def no_step(self, message: NoStep) -> None:
-        if (parts := self._parts()) is not None:
-            parts.worker.step.receive(message)
+        self._run(lambda parts: parts.attempt.presence.receive(message))
 
     def command(self, command: Command) -> None:
-        if (parts := self._parts()) is not None:
-            parts.commands.execute(command)
-
-
-def _may_run_collectives(job: Participation) -> bool:
-    """Return whether the ranks of this group may still run collectives between two txns.
-
-    The script may run an evaluation there, which FFT would not repeat after an abort. Until all
-    ranks of the group have completed its collectives, no rank has started the aborted txn.
-    """
-    local, me = job.local, job.peer
-    if local is None or local.role != "rolling_back" or job.executor.role != "idle":
-        return False
-    gone = local.dead | local.suspected
-    return not any(peer.group == me.group and peer != me for peer in gone)
+        self._run(lambda parts: parts.commands.execute(command))

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
-from torchft.manager import Manager
+from torchft.manager import ExceptionWithTraceback, Manager
 
 from fft.errors import Drained, FftError
 from fft.train.api.parts import Parts
-from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_diloco import refuse_dropping
+from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.guard.unsafe_places import guarded
-from fft.train.step.worker import Limit
+from fft.train.session.error_reports import Reported
+from fft.train.step.attempt import Limit
 
 
 class ShutDownAtExit:
@@ -68,23 +69,24 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             TimeoutError: ``timeout`` has expired; the message names what is missing. Call it again.
             FftError: the last vote is undecided: call ``should_commit()`` again.
         """
-        worker = self._parts.worker
+        attempt, txn = self._parts.attempt, self._parts.txn
         self._parts.paradigm.refuse_torchft_loop()
-        self._parts.rank.results.refuse_torchft_loop()
+        self._parts.results.refuse_torchft_loop()
         limit = None if timeout is None else Limit("start_quorum", timeout)
-        if worker.txn is not None and worker.voted != "skip":
-            self._refuse_in_doubt("start_quorum()")
-            if self._torchft.errored is None and self._parts.reductions.manifest.empty:
+        if txn.plan is not None and txn.voted != "skip":
+            txn.refuse_in_doubt("start_quorum()")
+            if txn.failure is None and self._parts.reductions.manifest.empty:
                 return
-        if worker.txn is not None:
+        if txn.plan is not None:
             # The loop skips this step, as after a scaler that found an inf: vote to skip it on all
             # ranks.
-            command = worker.vote_and_wait(skip=True, limit=limit)
+            command = attempt.vote(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
                 self._parts.commits.apply(command)
-        if worker.begin(limit) is None:
+        if (plan := self._parts.worker.begin(limit)) is None:
             raise Drained("this replica group has drained")
+        attempt.enter_by_torchft(plan)
 
     def wait_quorum(self) -> None:
         """Return at once: membership is known when a txn begins."""
@@ -103,7 +105,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
         limit = None if timeout is None else Limit("should_commit", timeout)
-        command = self._parts.worker.vote_and_wait(limit=limit)
+        command = self._parts.attempt.vote(limit=limit)
         if command is not None and command.skip:  # another rank skips this step
             self._parts.commits.apply(command)
             return False
@@ -119,14 +121,6 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             )
         return False
 
-    def _refuse_in_doubt(self, what: str) -> None:
-        """Raise FftError in doubt: no other call would be correct for both decisions."""
-        if self._parts.worker.voted is not None:
-            raise FftError(
-                f"{what} while the decision of step {self._torchft.step} is not known, after a "
-                "should_commit() that has timed out: call should_commit() again, until it answers"
-            )
-
     @guarded
     def report_error(self, e: Exception) -> None:
         """Report an error of this rank: the txn is rolled back on every rank of every group.
@@ -136,74 +130,36 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         ``should_commit()`` loses this rank's state.
         """
         if self._parts.job.engine is None:
-            super().report_error(e)
+            self._parts.txn.failure = e
         else:
-            self._parts.worker.report_error(e)
+            self._parts.attempt.report(e)
 
     @guarded
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> Work:
         """Reduce as torchft does, and add the reduction to the manifest of the vote."""
-        self._refuse_in_doubt("allreduce()")
-        if self._parts.worker.txn is None and self._parts.reductions.raises:
-            raise FftError(
-                "allreduce() between two transactions: a fault of another group would fail it, "
-                "and FFT would not repeat it. Move it into the step function, inside `with txn:`"
-            )
-        if self._parts.worker.txn is None:
+        if self._parts.txn.plan is None and not self._parts.txn.by_fft:
             # complete the update first, so that a rollback can release ranks that wait in this
             # reduction
             self._parts.commits.finish()
-        return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)
+        return self._parts.reductions.all_reduce(tensor, reduce_op, should_quantize=should_quantize)
 
-    def reduce_gradients(
-        self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
-    ) -> Work:
-        """All-reduce a bucket; ``layout`` describes its gradients for the manifest."""
-        return self._parts.reductions.reduce_gradients(tensor, layout, op)
-
-    def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
-        """Let a recomputed step compare a bucket that a communication hook is about to reduce."""
-        self._parts.reductions.note_gradients(bucket, layout)
-
-    def results_used(self) -> None:
-        """From now on, the step function may use reduced gradients; see `Recomputation`."""
-        self._parts.reductions.results_used()
-
-    def raise_if_failed(self) -> None:
-        """Forget the completed reductions of a reducer; raise TxnAborted if one has failed."""
-        self._parts.reductions.raise_if_failed()
+    def errored(self) -> ExceptionWithTraceback | None:
+        """Return the last error that was reported in this txn, or None."""
+        error = self._parts.txn.failure
+        return None if error is None else Reported(error)
 
     def wrap_future(
         self, fut: torch.futures.Future[Any], default: Any, timeout: timedelta | None = None
     ) -> torch.futures.Future[Any]:
         """Wrap a future as torchft does; a rollback completes it with ``default`` at once."""
-        return self._parts.reductions.wrap(super().wrap_future, fut, default, timeout)
-
-    def num_participants(self) -> int:
-        """Number of groups whose gradients count in the current txn."""
-        return self._torchft.participating_replica_world_size
-
-    @property
-    def fixed_slices(self) -> int:
-        """Number of slices of the data in each step, or 0 if each group takes one."""
-        return self._parts.loop.fixed_slices
-
-    @property
-    def contributes(self) -> bool:
-        """Whether the gradients of this rank count in the current txn, and no error was reported
-        in it."""
-        return self.participating_rank() is not None and self._torchft.errored is None
+        return self._parts.reductions.wrap_future(fut, default, timeout)
 
     @property
     def is_in_txn(self) -> bool:
         """Whether a transaction is open on this rank, in which gradients can be reduced."""
-        return self._parts.worker.txn is not None
-
-    def participating_rank(self) -> int | None:
-        """Index of this group among the participating groups, or None for a spare."""
-        return self._torchft.participating_replica_rank
+        return self._parts.txn.plan is not None
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

@@ -31,7 +31,7 @@ from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
 from fft.train.checkpoint.loading import Loader, refuse_at_once
-from fft.train.checkpoint.writer import NAME, Attempt, RankWriter, WriterContext, Writers
+from fft.train.checkpoint.writer import NAME, RankWriter, WriteAttempt, WriterContext, Writers
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import CheckpointHooks
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class _Pending(NamedTuple):
     """A checkpoint that is due but whose copy has not been started."""
 
-    attempt: Attempt | None
+    attempt: WriteAttempt | None
     """The attempt, or None if the stage has ended and takes part in later checkpoints only."""
     work: Callable[[], None]
     """Starts the copy, or the equivalent work of a stage that has ended."""
@@ -207,9 +207,9 @@ class Checkpointer(CheckpointHooks):
             alone = replace(local.epoch, members=(GroupEntry(self._job.peer.group, "", ()),))
             self._begin(self._attempt(named, record, alone))
 
-    def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
+    def _attempt(self, named: Named, record: Record, epoch: Record) -> WriteAttempt:
         rank, spec = self._rank, self._rank.settings.spec
-        return Attempt(
+        return WriteAttempt(
             named,
             record,
             epoch,
@@ -223,14 +223,14 @@ class Checkpointer(CheckpointHooks):
             rank.state.paradigm.items_per_step,
         )
 
-    def _leave_out(self, attempt: Attempt, why: str, too_often: bool = False) -> None:
+    def _leave_out(self, attempt: WriteAttempt, why: str, too_often: bool = False) -> None:
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
         report_skipped(self._job.report_checkpoint, attempt.named.step, why, too_often)
         self._writers.decline(attempt)
 
-    def _decline_for_absent(self, attempt: Attempt) -> None:
+    def _decline_for_absent(self, attempt: WriteAttempt) -> None:
         """Write "declined" receipts for ranks of this stage that are not in its txn.
 
         The receipts prevent other ranks from waiting for them.
@@ -238,7 +238,7 @@ class Checkpointer(CheckpointHooks):
         for group in self._due.absent(attempt.named, attempt.epoch):
             self._writers.decline(attempt, group)
 
-    def _begin(self, attempt: Attempt) -> None:
+    def _begin(self, attempt: WriteAttempt) -> None:
         if attempt.record.last:  # no rank waits for this thread any longer
             self._await_delivery()
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
@@ -252,7 +252,7 @@ class Checkpointer(CheckpointHooks):
         if not self._writers.await_delivery():
             self._copies.leave_memory()
 
-    def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
+    def _copy_of(self, attempt: WriteAttempt, shared: bool) -> Snapshot | None:
         """Start the copy of the committed state, or return None if it is not serializable."""
         self.before_change()
         step, began = attempt.named.step, time.monotonic()

@@ -69,7 +69,7 @@ Receipts = dict[tuple[str, int], Receipt]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class WriteAttempt:
     """A checkpoint that all ranks of an epoch take together, each writing its own part."""
 
     named: Named
@@ -172,7 +172,7 @@ class Gathering:
     """
 
     def __init__(
-        self, context: WriterContext, attempt: Attempt, superseded: threading.Event
+        self, context: WriterContext, attempt: WriteAttempt, superseded: threading.Event
     ) -> None:
         self._context, self._attempt, self._superseded = context, attempt, superseded
         self._checkpoints, self._closing = context.checkpoints, context.closing
@@ -273,7 +273,7 @@ class Gathering:
         return awaited <= found.keys()
 
 
-def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
+def decline(checkpoints: Checkpoints, attempt: WriteAttempt, place: tuple[str, int]) -> None:
     """Write a "declined" receipt: this rank delivers no files for ``attempt``. Thread-safe."""
     group, rank = place
     receipt = Receipt(attempt=attempt.named.name, group=group, rank=rank, files=())
@@ -303,7 +303,7 @@ class RankWriter:
     def __init__(
         self,
         context: WriterContext,
-        attempt: Attempt,
+        attempt: WriteAttempt,
         snapshot: Snapshot | None = None,
         group: str = "",
     ) -> None:
@@ -608,12 +608,12 @@ class Writers:
         self._at_work = {over: w for over, w in self._at_work.items() if not over.is_set()}
         return any(not writer.is_over for writer in self._at_work.values())
 
-    def write(self, attempt: Attempt, snapshot: Snapshot) -> None:
+    def write(self, attempt: WriteAttempt, snapshot: Snapshot) -> None:
         """Write this rank's part of ``attempt`` on a background thread."""
         writer = RankWriter(self.context, attempt, snapshot)
         self._start(writer, writer.run)
 
-    def decline(self, attempt: Attempt, group: str = "") -> None:
+    def decline(self, attempt: WriteAttempt, group: str = "") -> None:
         """Decline for this rank, or for the same rank of ``group``, so that no rank waits for it.
 
         A background thread writes the receipt, so the main thread does not wait for the disk.

@@ -24,13 +24,12 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import Work
 from torch.nn.parameter import is_lazy
 
 from fft.errors import FftError, GradientMissing
@@ -44,46 +43,7 @@ from fft.train.gradients.buckets import (
     fill,
     sparse_parameters,
 )
-
-
-class Reductions(Protocol):
-    """The interface of the manager that a reducer uses."""
-
-    def num_participants(self) -> int:
-        """Return the number of groups whose gradients are averaged in this txn."""
-
-    @property
-    def fixed_slices(self) -> int:
-        """Number of batches of a step, of which a group may have several, or 0: one each."""
-
-    @property
-    def contributes(self) -> bool:
-        """Whether the gradients of this rank count in this txn, in which no reduction failed."""
-
-    @property
-    def is_in_txn(self) -> bool:
-        """Whether a transaction is open, so that gradients can be reduced."""
-
-    def note_gradients(self, bucket: torch.Tensor, layout: str) -> None:
-        """Let a recomputed step compare a bucket that a communication hook is about to reduce."""
-
-    def results_used(self) -> None:
-        """From now on, the script may use the reduced gradients."""
-
-    def reduce_gradients(
-        self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
-    ) -> Work:
-        """Start to reduce ``tensor`` in place across the participating groups.
-
-        Args:
-            tensor: The tensor to reduce.
-            layout: Digest of the layout. A txn with different digests is not committed.
-            op: Reduction operation.
-        """
-
-    def raise_if_failed(self) -> None:
-        """Mark all issued reductions as completed; in FFT's own loop, raise if one failed."""
-
+from fft.train.gradients.reductions import Reductions
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -217,7 +177,7 @@ class Reducer:
     Args:
         model: A plain model, or an FSDP2 model (``fully_shard``), whose sharded gradients are
             reduced.
-        manager: Executes the reductions.
+        reductions: Executes the reductions.
         bucket_mb: Maximum size of a bucket in MiB, in the dtype of the reduction.
         dtype: The dtype of the reduction, such as ``torch.bfloat16``; None keeps the gradient's.
         index: Index of the model among the reduced models; the same in all groups.
@@ -233,7 +193,7 @@ class Reducer:
     def __init__(
         self,
         model: nn.Module,
-        manager: Reductions,
+        reductions: Reductions,
         bucket_mb: float = BUCKET_MB,
         dtype: torch.dtype | None = None,
         index: int = 0,
@@ -242,7 +202,7 @@ class Reducer:
         self.finds_unused = finds_unused
         self._model = model
         self._index = index
-        self._manager = manager
+        self._reductions, self._txn = reductions, reductions.txn
         self._cap = bucket_mb
         self._dtype = dtype
         self._hook: tuple[Any, CommHook] | None = None
@@ -427,7 +387,7 @@ class Reducer:
 
     def _check(self, nested: bool) -> None:
         """Raise FftError for a backward whose gradients cannot be reduced."""
-        if not self._manager.is_in_txn:
+        if self._txn.plan is None:
             raise FftError(
                 f"backward() of a {type(self._model).__name__} outside of a transaction: "
                 "sync_gradients(model) reduces its gradients across the groups, and no group takes "
@@ -456,7 +416,7 @@ class Reducer:
 
     def _start_over(self) -> None:
         self._next = 0
-        groups, fixed = self._manager.num_participants(), self._manager.fixed_slices
+        groups, fixed = self._txn.participants, self._txn.fixed_slices
         if fixed and self._is_reduced:
             self._refuse_another()
         # a communication hook does the whole averaging, as in DDP
@@ -473,8 +433,8 @@ class Reducer:
 
         It makes that average the mean over the batches of a step.
         """
-        fixed = self._manager.fixed_slices
-        return self._manager.num_participants() / fixed if fixed else 1.0
+        fixed = self._txn.fixed_slices
+        return self._txn.participants / fixed if fixed else 1.0
 
     def _refuse_another(self) -> None:
         """Raise FftError: with ``global_batch=`` it would weight gradients again."""
@@ -495,10 +455,11 @@ class Reducer:
                 tail.fill_(1)
             else:
                 tail.copy_(torch.tensor(used, dtype=flat.dtype))
-            bucket.work = self._manager.reduce_gradients(flat, self._layout.digest, ReduceOp.SUM)
+            bucket.work = self._reductions.reduce_gradients(flat, self._layout.digest, ReduceOp.SUM)
             return
         state, hook = self._hook
-        self._manager.note_gradients(flat, self._layout.digest)  # before the hook changes them
+        # before the hook changes them
+        self._reductions.recomputation.before_reduction(flat, self._layout.digest)
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
         self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
         bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._layout.buckets)))
@@ -516,7 +477,7 @@ class Reducer:
             self._issue(bucket)
         self._complete([b for b in self._layout.buckets if b.work is not None])
         late = [b for b in self._layout.buckets if b.again]
-        if late and self._manager.fixed_slices:
+        if late and self._txn.fixed_slices:
             self._is_eager = False
             raise FftError(
                 "a module ran twice in one backward, so its gradients came in two parts; from now "
@@ -530,15 +491,15 @@ class Reducer:
         self._refuse_unknown()
         self._is_unreduced, self._is_reduced = self._is_unreduced and nested, True
         if not nested:
-            self._manager.results_used()
+            self._reductions.recomputation.results_used()
         self._forget()
 
     def _complete(self, buckets: list[Bucket]) -> None:
         if self._flags is not None:
-            self._manager.reduce_gradients(self._flags, self._layout.digest).wait()
+            self._reductions.reduce_gradients(self._flags, self._layout.digest).wait()
         for bucket in buckets:
             bucket.wait()
-        self._manager.raise_if_failed()
+        self._reductions.raise_if_failed()
         offset = 0
         for bucket in buckets:
             flags, count = self._flags, len(bucket.slots)
@@ -550,7 +511,7 @@ class Reducer:
     @property
     def _permits_missing(self) -> bool:
         """Whether a gradient of this rank may be missing: a joiner's first one does not count."""
-        return self.finds_unused or not self._manager.contributes
+        return self.finds_unused or not self._txn.contributes
 
     def _reduce_sparse(self) -> None:
         """Reduce sparse gradients one by one. Gloo reduces their entries, not their shapes."""
@@ -562,11 +523,11 @@ class Reducer:
                 grad = torch.zeros_like(parameter).to_sparse(1)  # rows, as of an embedding
             grad = grad.coalesce()
             grad = parameter.grad = grad if self._weight == 1.0 else grad * self._weight
-            works.append(self._manager.reduce_gradients(grad, self._layout.digest))
+            works.append(self._reductions.reduce_gradients(grad, self._layout.digest))
         for work in works:
             work.wait()
         if works:
-            self._manager.raise_if_failed()
+            self._reductions.raise_if_failed()
         for name, parameter in [] if self._permits_missing else missing:
             if parameter.grad is not None and parameter.grad._nnz() > 0:
                 _refuse_missing(name)
@@ -583,6 +544,35 @@ class Reducer:
         self._backward, self._flags = None, None
         for bucket in self._layout.buckets:
             bucket.work = None
+
+
+class Reducers(list[Reducer]):
+    """The reducers of a rank, in the order in which the models were given.
+
+    Their hooks reference the manager in a cycle that the garbage collector cannot see; `close`
+    breaks it.
+    """
+
+    @property
+    def models(self) -> str:
+        """Names of the models that the reducers reduce."""
+        return ", ".join(reducer.model for reducer in self)
+
+    def begin(self) -> None:
+        """Prepare the reducers for a step function."""
+        for reducer in self:
+            reducer.begin()
+
+    def reset(self) -> None:
+        """Reset the reducers after a rollback."""
+        for reducer in self:
+            reducer.reset()
+
+    def close(self) -> None:
+        """Take the reducers' hooks off the parameters. Idempotent."""
+        for reducer in self:
+            reducer.close()
+        self.clear()
 
 
 def _refuse_missing(name: str) -> NoReturn:

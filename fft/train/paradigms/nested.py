@@ -7,8 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fft.bus import open_job_bus
 from fft.engine.calls import Buses
@@ -383,29 +382,22 @@ class SharedInnerTransaction(InnerTransaction):
         self._inner = inner
 
     @guarded
-    def __enter__(self) -> Self:
-        super().__enter__()
+    def _enter(self) -> None:
+        super()._enter()
         self._inner.enter_step()
-        return self
 
     @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        periodic = self._periodic
-        self._loop.exit_step()
+    def _exit(self) -> None:
+        super()._exit()
         self._inner.exit_step()
-        self.closed = True
-        if error is not None and not isinstance(error, Exception | Interrupted):
-            return self._loop.handle_exception(self._plan, self._drawn, error)
-        periodic.watchers.body_done()
-        if error is None:
-            error = self._left_undone() or self._vote()
-        if error is not None:
-            self._give_up(error)
+
+    def _complete(self) -> Exception | None:
+        return self._left_undone() or self._vote()
+
+    def _fail(self, error: BaseException) -> bool:
+        if not isinstance(error, Exception | Interrupted):
+            return super()._fail(error)
+        self._give_up(error)
         return True
 
     def _vote(self) -> Exception | None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 import traceback
-import weakref
 from typing import Any
 
-from torchft.manager import ExceptionWithTraceback, Manager
+from torchft.manager import ExceptionWithTraceback
 
 import fft.errors
 from fft.errors import (
@@ -24,6 +23,7 @@ from fft.errors import (
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Finish
 from fft.train.gradients.recomputation import Recompute
+from fft.train.gradients.reductions import OpenTxn
 from fft.util.error_places import comes_from_peers, first_line, words_of
 
 _LONGEST = 500
@@ -48,18 +48,15 @@ class Reported(ExceptionWithTraceback):  # type: ignore[misc]
 class QuietLogger:
     """torchft's logger of a manager, without stack traces of errors that an abort caused."""
 
-    def __init__(self, manager: Manager, inner: Any) -> None:
-        self._manager = weakref.ref(manager)
-        self._inner = inner
+    def __init__(self, txn: OpenTxn, inner: Any) -> None:
+        self._txn, self._inner = txn, inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def exception(self, message: str) -> None:
         """Log with the stack trace, unless the txn is being rolled back anyway."""
-        manager = self._manager()
-        error = manager._torchft.errored if manager is not None else None
-        if error is not None:
+        if self._txn.failure is not None:
             self._inner.info(message)
         else:
             self._inner.exception(message)

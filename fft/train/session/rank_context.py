@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torchft.manager import Manager
 
 from fft.protocol.timeouts import Timeout
-from fft.train.gradients.reductions import TxnReductions
+from fft.train.gradients.reducer import Reducers
+from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.injector import Injector
 from fft.train.guard.watchers import Watchers
 from fft.train.process_groups.epoch_groups import EpochGroups
@@ -19,7 +20,7 @@ from fft.train.session.settings import Settings
 from fft.train.session.step_results import ResultJudge
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankContext:
     """One rank of a job.
 
@@ -32,7 +33,9 @@ class RankContext:
         watchers: Interrupter, monitor and speed reports of the main thread.
         groups: The process groups.
         state: The registered state, its position, and the data source.
+        txn: The open txn.
         reductions: The reductions of the open txn.
+        reducers: The reducers, which issue some of them during backward.
         results: Judges the results of steps.
         injector: Triggers planned and commanded faults, or None.
     """
@@ -45,7 +48,9 @@ class RankContext:
     watchers: Watchers
     groups: EpochGroups
     state: RankState
-    reductions: TxnReductions
+    txn: OpenTxn
+    reductions: Reductions
+    reducers: Reducers
     results: ResultJudge
     injector: Injector | None
 

@@ -52,7 +52,7 @@ from fft.train.state.plain_state import (
     with_layout_of,
 )
 from fft.train.state.random_states import capture_random
-from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
+from fft.train.state.sharded import FsdpSettings, reset_fsdp, reshard
 from fft.train.state.tensor_subclasses import copy_into, exported, refuse_misfit
 
 logger = logging.getLogger(__name__)
@@ -168,6 +168,7 @@ class StepState:
     ) -> None:
         self._models = list(models)
         self._flags = Flags(self._models)
+        self._fsdp = FsdpSettings(self._models)
         self._first_shapes = {name: list(b.shape) for name, b in self._buffers().items()}
         """Shapes of the buffers before the first forward, which may resize and add some."""
         self._optimizers = list(optimizers)
@@ -202,7 +203,7 @@ class StepState:
             versions={name: version_of(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
-            settings=[*capture_settings(self._models), _capture_grad_mode()],
+            settings=[*self._fsdp.capture(), _capture_grad_mode()],
             buffers=list(capture_buffers(modules)),
             rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],

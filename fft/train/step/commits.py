@@ -31,7 +31,7 @@ class CommitExecutor:
     def __init__(self, rank: RankContext) -> None:
         self._torchft, self._injector = rank.manager._torchft, rank.injector
         self._job, self._watchers, self._state = rank.job, rank.watchers, rank.state
-        self._reductions = rank.reductions
+        self._txn = rank.txn
         self.by_loop = LoopUpdates()
         self._committed: tuple[Record, Record | None] | None = None  # commit and epoch
         self._done_at: float | None = None
@@ -48,7 +48,7 @@ class CommitExecutor:
             consumes: Whether the commit consumes the data of the txn.
         """
         # An error that was reported after the decision does not belong to the next step.
-        self._torchft.errored = None
+        self._txn.failure = None
         self._torchft.commit_failures = 0
         self.by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
@@ -56,9 +56,7 @@ class CommitExecutor:
         if consumes:
             self._state.consumed(plan)
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
-        if self._state.registered_state is not None and not (
-            record.skip and self._reductions.raises
-        ):
+        if self._state.registered_state is not None and not (record.skip and self._txn.by_fft):
             self._state.registered_state.forget()
         if self._state.checks is not None:
             self._state.checks.committed()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from fft.bus import BusError
 from fft.errors import (
@@ -30,6 +30,7 @@ from fft.train.guard.interrupt import Interrupted
 from fft.train.guard.unsafe_places import guarded
 from fft.train.session.error_reports import different_blocks
 from fft.train.session.rank_context import RankContext
+from fft.train.step.attempt import AttemptContext
 from fft.train.step.transaction import TransactionLoop
 
 LIVE = "live_block"
@@ -45,14 +46,15 @@ class LiveBlocks:
     def __init__(self, rank: RankContext, loop: TransactionLoop) -> None:
         self._manager, self._limits = rank.manager, rank.limits
         self._job, self._watchers = rank.job, rank.watchers
-        self._reductions, self._paradigm = rank.reductions, rank.state.paradigm
+        self._txn, self._paradigm = rank.txn, rank.state.paradigm
         self._loop, self._worker, self._commits = loop, loop.worker, loop.commits
+        self._attempt = loop.attempt
         self._open = ""
         """Place of the open block, or empty."""
         self._plan: StartTxn | None = None
         self._members: tuple[Peer, ...] = ()
-        self._raised_before = False
-        """The value of ``reductions.raises`` before the open block, which `_close` restores."""
+        self._before = False
+        """The value of ``txn.by_fft`` before the open block, which `_close` restores."""
 
     def block(self, frame: FrameType | None) -> LiveBlock:
         """Return a block that the code of ``frame`` enters."""
@@ -73,7 +75,7 @@ class LiveBlocks:
         """
         self._raise_if_nested(place)
         self._open = place
-        self._raised_before, self._reductions.raises = self._reductions.raises, True
+        self._before, self._txn.by_fft = self._txn.by_fft, True
         try:
             self._members = self._commit_entry(place)
             self._note("entered", place)
@@ -91,19 +93,16 @@ class LiveBlocks:
         return self._members
 
     @guarded
-    def enable_interrupts(self) -> None:
-        """Allow interruptions of the block by a rollback."""
+    def start(self) -> None:
+        """Allow interruptions of the block by a rollback. A block has no usual duration."""
         if self._watchers.monitor is not None:
-            self._watchers.monitor.pulse.atomic.__enter__()  # a block has no usual duration
-        interrupter, engine = self._watchers.interrupter, self._job.engine
-        if interrupter is not None and engine is not None:
-            interrupter.enter(engine.superseded)
+            self._watchers.monitor.pulse.atomic.__enter__()
+        self._attempt.allow_interrupts()
 
     @guarded
-    def disable_interrupts(self) -> None:
+    def end(self) -> None:
         """Disable interruptions: the block has returned or raised."""
-        if self._watchers.interrupter is not None:
-            self._watchers.interrupter.leave()
+        self._attempt.exit()
         if self._watchers.monitor is not None:
             self._watchers.monitor.pulse.atomic.__exit__()
 
@@ -134,7 +133,7 @@ class LiveBlocks:
 
     def _vote(self, block: str, last: bool = False) -> Apply | None:
         at = block if block.startswith(ENTRY) else ""
-        command = self._worker.vote_and_wait(skip=True, last=last, block=block, place=at)
+        command = self._attempt.vote(skip=True, last=last, block=block, place=at)
         if command is not None:
             self._commits.apply_block(command)
         return command
@@ -159,7 +158,7 @@ class LiveBlocks:
                 error = self._synchronize()
             if error is None:
                 if self._vote(f"end of {place}", is_final) is not None:
-                    self._loop.step_failures.committed()
+                    self._attempt.failures.committed()
                     self._note("finished", place)
                     if is_final:
                         self._worker.begin()  # waits until this rank has left
@@ -190,10 +189,8 @@ class LiveBlocks:
     def _report(self, error: BaseException) -> None:
         """Report an exception that left the block, which rolls it back on all members."""
         assert self._plan is not None, "the block is open"
-        self._worker.step_aborted()
-        if isinstance(error, Exception):
-            self._loop.step_failed(self._plan, None, error)
-        elif not isinstance(error, Interrupted):
+        self._attempt.fail(self._plan, None, error)
+        if not isinstance(error, Exception | Interrupted):
             self._manager.report_error(RuntimeError(f"{type(error).__name__} left a live block"))
 
     def _rolled_back(self, following: StartTxn | Record | None) -> tuple[Record, Cause]:
@@ -203,7 +200,7 @@ class LiveBlocks:
         """
         if not isinstance(following, Record):
             raise Drained("this replica group has drained")
-        return following, self._worker.take_rollback().cause
+        return following, self._attempt.take_rollback().cause
 
     def _failure(
         self, following: Record, cause: Cause, place: str
@@ -248,7 +245,7 @@ class LiveBlocks:
 
     def _close(self) -> None:
         self._open, self._plan = "", None
-        self._reductions.raises = self._raised_before
+        self._txn.by_fft = self._before
 
     def _note(self, what: str, place: str, **more: object) -> None:
         members = list(map(str, self._members))
@@ -264,7 +261,7 @@ class LiveBlocks:
                 f"live block at {place} inside the live block at {self._open}: blocks cannot be "
                 "nested. Move the inner code into the outer block, or the inner block behind it"
             )
-        if self._worker.txn is not None and self._worker.voted is None:
+        if self._txn.plan is not None and self._txn.voted is None:
             raise LiveBlockMisuse(
                 f"live block at {place} inside an open transaction: enter it between two "
                 "transactions, after `with txn:` or after should_commit()"
@@ -283,7 +280,7 @@ class LiveBlocks:
         if cause.code == CauseCode.BLOCK_BESIDE_STEP:
             self._members = members
             failure = self._failure(following, cause, place)
-            self._loop.raise_if_retries_exceeded(
+            self._attempt.raise_if_retries_exceeded(
                 plan, None, failure, plan.step, f"live block at {place}"
             )
             raise failure
@@ -300,24 +297,25 @@ class LiveBlocks:
             )
 
 
-class LiveBlock:
+class LiveBlock(AttemptContext):
     """One use of ``with manager.live() as members:``."""
 
     def __init__(self, blocks: LiveBlocks, place: str, is_final: bool = False) -> None:
         self._blocks, self._place, self._is_final = blocks, place, is_final
 
     @guarded
-    def __enter__(self) -> tuple[Peer, ...]:
+    def __enter__(self) -> tuple[Peer, ...]:  # type: ignore[override]
         members = self._blocks.enter(self._place, self._is_final)
-        self._blocks.enable_interrupts()
+        self._blocks.start()
         return members
 
     @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._blocks.disable_interrupts()
+    def _exit(self) -> None:
+        self._blocks.end()
+
+    def _complete(self) -> None:
+        self._blocks.leave(self._place, None, self._is_final)
+
+    def _fail(self, error: BaseException) -> bool:
         self._blocks.leave(self._place, error, self._is_final)
+        return False

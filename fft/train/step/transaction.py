@@ -10,22 +10,19 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchft.manager import WorldSizeMode
 
 from fft.errors import (
-    DeviceLost,
     Drained,
     FftError,
     GradientMissing,
     GradientsDiffer,
     GradientsNotReproducible,
     ResultRefused,
-    TxnAborted,
     UnequalData,
 )
 from fft.messages.causes import CauseCode
@@ -38,19 +35,15 @@ from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
 from fft.train.data.step_input import StepInput
-from fft.train.gradients.reductions import TxnReductions
-from fft.train.guard import accelerator
-from fft.train.guard.interrupt import Interrupted
-from fft.train.guard.unsafe_places import guarded
-from fft.train.process_groups import GroupAborted
+from fft.train.gradients.reducer import Reducers
 from fft.train.session.error_reports import different_blocks
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import RankState
+from fft.train.step.attempt import Attempt, AttemptContext, Rollback
 from fft.train.step.commits import CommitExecutor, nothing
-from fft.train.step.step_failures import StepFailures, retries_exceeded
-from fft.train.step.voting import Voter
-from fft.train.step.worker import Rollback, Worker
+from fft.train.step.step_failures import retries_exceeded
+from fft.train.step.worker import Worker
 from fft.util.error_places import traceback_of_caller
 
 logger = logging.getLogger(__name__)
@@ -84,11 +77,14 @@ class TransactionLoop:
     """The loop of one manager over its data."""
 
     def __init__(
-        self, rank: RankContext, voter: Voter, commits: CommitExecutor, worker: Worker
+        self,
+        rank: RankContext,
+        commits: CommitExecutor,
+        attempt: Attempt,
+        worker: Worker,
     ) -> None:
         self.job = rank.job
-        self.commits, self.worker = commits, worker
-        self.step_failures = StepFailures(rank.settings.config.max_body_failures)
+        self.commits, self.attempt, self.worker = commits, attempt, worker
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
         """The last txn of the job has committed."""
@@ -98,12 +94,12 @@ class TransactionLoop:
         self._txn: Transaction | None = None
         """The newest txn that was yielded."""
         self._manager, self._watchers = rank.manager, rank.watchers
-        self._state, self._reductions, self._groups = rank.state, rank.reductions, rank.groups
-        self._voter, self._settings = voter, rank.settings
+        self._state, self._open, self._groups = rank.state, rank.txn, rank.groups
+        self._reductions, self._reducers = rank.reductions, rank.reducers
+        self._settings = rank.settings
         self._left_at: int | None = None
         """The step after which the loop was left early, or None."""
         self._guard: UnregisteredStepGuard | None = None
-        self._warned_of_signal = False
         self.fixed_slices = 0
         """`Config.fixed_slices` of this rank; known before it joins."""
 
@@ -127,18 +123,18 @@ class TransactionLoop:
                 "transactions() once, with the total number of steps; do the work of an "
                 "epoch between two transactions"
             )
-        self._reductions.raises = True
+        self._open.by_fft = True
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
-        self._guard = UnregisteredStepGuard(state, self._reductions, self.job)
+        self._guard = UnregisteredStepGuard(state, self._reducers, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
-            self._voter.announce(self._goal(loader, source, max_steps))
+            self.attempt.announce(self._goal(loader, source, max_steps))
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
-            self._reductions.raises = False  # torchft's loop may follow
+            self._open.by_fft = False  # torchft's loop may follow
             self.close()
             state.close_source()
         state.checkpoints.before_change()  # the script may change the state after its loop
@@ -181,7 +177,7 @@ class TransactionLoop:
             why = "groups that read shards cannot take the batches of others; remove sharded="
         elif mode == WorldSizeMode.FIXED_WITH_SPARES:
             why = "world_size_mode=FIXED_WITH_SPARES fixes the number of groups; remove one of both"
-        elif not self._reductions.reducers:
+        elif not self._reducers:
             why = "FFT must weight the gradients; call manager.sync_gradients(model) before"
         if why:
             raise FftError(f"transactions(loader, global_batch=…): {why}")
@@ -232,7 +228,7 @@ class TransactionLoop:
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
-                self.worker.step_aborted()
+                self.attempt.step_aborted()
                 continue
             if drawn is None:
                 if isinstance(source, ShardedSource):
@@ -242,10 +238,10 @@ class TransactionLoop:
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
             is_last = drawn.is_last or last_step or bool(self._stops)
-            self._voter.note_data(drawn)
+            self.attempt.note_data(drawn)
             txn = Transaction(self, plan, drawn, is_last, _place(drawn))
             if is_last:
-                self._voter.compare_now()
+                self.attempt.compare_now()
             if self._stops:
                 self._end_without_step(txn)
                 continue
@@ -273,7 +269,7 @@ class TransactionLoop:
                 "is the last one of all; call manager.drain(), which leaves with the next commit"
             )
         self._stop_with_next()
-        if self._txn is not None and self._manager.is_in_txn:
+        if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)
 
     def _stop_with_next(self) -> None:
@@ -296,8 +292,8 @@ class TransactionLoop:
     def _drop_step(self, txn: Transaction) -> None:
         """Let the open txn end the job without a step."""
         txn.is_stop = txn.is_last = True
-        self.worker.step.end()
-        self._voter.compare_now()
+        self.attempt.presence.end()
+        self.attempt.compare_now()
         # the vote's manifest must contain a reduction; no tensor is sent
         self._reductions.manifest.add(torch.empty(0), "stop")
 
@@ -307,6 +303,7 @@ class TransactionLoop:
         Raises:
             StepRetriesExceeded: Each of several attempts was rolled back.
         """
+        txn.is_stop = True
         with txn:
             self._drop_step(txn)
         if txn.committed:
@@ -315,7 +312,7 @@ class TransactionLoop:
             f"manager.stop() after step {txn.step}: the groups did not leave together, because "
             "other ranks do not vote in this transaction, or each attempt was rolled back"
         )
-        if (why := self.step_failures.failed(txn.step, txn.epoch, error)) is not None:
+        if (why := self.attempt.failures.failed(txn.step, txn.epoch, error)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
 
@@ -347,7 +344,7 @@ class TransactionLoop:
 
         The groups keep reducing different gradients, or a result was refused again or for good.
         """
-        rollback = self.worker.take_rollback()
+        rollback = self.attempt.take_rollback()
         cause = rollback.cause
         if not cause.code.is_counted:
             return
@@ -378,7 +375,7 @@ class TransactionLoop:
                 "function must call backward() of the same models; multiply the loss of a batch "
                 "that must not count by 0"
             ).with_traceback(traceback_of_caller())
-        why = self.step_failures.failed(rollback.step, rollback.members, error)
+        why = self.attempt.failures.failed(rollback.step, rollback.members, error)
         if why is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
@@ -399,7 +396,7 @@ class TransactionLoop:
         error = kind(
             f"step {rollback.step} was not committed: {cause.finding}. {reason}"
         ).with_traceback(traceback_of_caller())
-        failed = self.step_failures.failed
+        failed = self.attempt.failures.failed
         if (why := failed(rollback.step, rollback.members, error, most=_MOST_WRONG)) is not None:
             self.job.note_error(error)
             raise retries_exceeded(why, error) from error
@@ -447,40 +444,7 @@ class TransactionLoop:
                 at,
             )
 
-    def compare_now(self) -> None:
-        """The txn is the last of the job: compare the replicas."""
-        self._voter.compare_now()
-
     # --- for Transaction ---
-
-    @guarded
-    def enter_step(self, plan: StartTxn) -> None:
-        """Prepare the step function: start the reducers, and allow interruptions."""
-        self._state.updates.begin_step()
-        self.results.begin(plan)
-        if not self._stops:
-            self.worker.step.begin(plan)
-        # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
-        self._voter.begin_reducers()
-        interrupter, engine = self._watchers.interrupter, self.job.engine
-        if interrupter is None or engine is None:
-            return
-        if interrupter.is_replaced and not self._warned_of_signal:
-            self._warned_of_signal = True
-            logger.warning(
-                "the handler of %s was replaced after the first transaction: a rollback can no "
-                "longer interrupt the step function, and waits until it ends. Install your handler "
-                "before the first transaction; FFT then calls it for signals that are not FFT's",
-                interrupter.signal_name,
-            )
-        interrupter.enter(engine.superseded)
-
-    @guarded
-    def exit_step(self) -> None:
-        """Disable interruptions: the step function has returned or raised."""
-        self._state.updates.in_body = False
-        if self._watchers.interrupter is not None:
-            self._watchers.interrupter.leave()
 
     @property
     def completes_job(self) -> bool:
@@ -492,18 +456,12 @@ class TransactionLoop:
         """Whether the newest txn of the script was not committed on this rank."""
         return self._txn is not None and self._txn.closed and not self._txn.committed
 
-    @property
-    def reported(self) -> Exception | None:
-        """The error reported in the open txn, which will be rolled back; None if there is none."""
-        error = self._manager._torchft.errored
-        return None if error is None else error.original_exception
-
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `Transaction.mean`."""
         tensor = torch.as_tensor(value).detach().clone()
         if not tensor.is_floating_point():
             tensor = tensor.double()
-        plan = self.worker.txn
+        plan = self._open.plan
         if plan is not None and plan.fixed_slices and plan.index is not None:
             # 1 exactly if the groups take equal numbers of slices
             tensor *= len(plan.slices) * plan.participants / plan.fixed_slices
@@ -519,7 +477,7 @@ class TransactionLoop:
         own with weights that are not the job's.
         """
         tensors = self._state.registered.statistics()
-        if not tensors or self.reported is not None or not self.paradigm.steps_together:
+        if not tensors or self._open.failure is not None or not self.paradigm.steps_together:
             return
         # as bytes, whose sum with zeros is exact for all types
         parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -550,85 +508,11 @@ class TransactionLoop:
         """See `Transaction.batches`."""
         if drawn.dealt is None:
             return iter([drawn.batch])
-        return Batches(drawn.batch, self._reductions.reducers)
-
-    def handle_exception(
-        self, plan: StartTxn, drawn: StepInput | None, error: BaseException
-    ) -> bool:
-        """Handle an exception that left the step function. Return whether to suppress it."""
-        self.worker.step_aborted()
-        if isinstance(error, Exception):
-            self.step_failed(plan, drawn, error)
-        return isinstance(error, Exception | Interrupted)
-
-    def step_failed(self, plan: StartTxn, drawn: StepInput | None, error: Exception) -> None:
-        """Report an exception of the step function.
-
-        Raises:
-            StepRetriesExceeded: The exception keeps coming at one step.
-            DeviceLost: The device of this process has failed for good, so it cannot compute a
-                replay.
-        """
-        try:
-            accelerator.refuse_lost(error)
-        except DeviceLost as lost:
-            self.job.note_error(lost)
-            raise
-        if (
-            isinstance(error, (TxnAborted, GroupAborted))
-            or self._manager._torchft.errored is not None
-        ):
-            return
-        # counted on all ranks after the rollback
-        if isinstance(error, (ResultRefused, GradientMissing)):
-            self._manager.report_error(error)
-            return
-        self.raise_if_retries_exceeded(plan, drawn, error, plan.step)
-        self._manager.report_error(error)
-
-    def raise_if_retries_exceeded(
-        self,
-        plan: StartTxn,
-        drawn: StepInput | None,
-        error: Exception,
-        number: int,
-        where: str = "",
-        counted: StepFailures | None = None,
-    ) -> None:
-        """Raise StepRetriesExceeded if ``error`` recurred too many times at step ``number``.
-
-        Args:
-            where: Description of the step for the message; empty names its number.
-            counted: The earlier failures of the same kind; None: those of step functions.
-        """
-        failures = counted or self.step_failures
-        why = failures.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else drawn.describe(plan.step, self.job.peer)
-        if batch and batch not in getattr(error, "__notes__", ()):
-            error.add_note(batch)
-        if why is not None:
-            self.job.note_error(error)
-            raise retries_exceeded(why, error) from error
-
-    def raise_incomplete(
-        self, plan: StartTxn, drawn: StepInput | None, mistake: FftError
-    ) -> NoReturn:
-        """Raise StepRetriesExceeded for a step function that returned before its ``backward()``.
-
-        It is raised at once, because a replay of the same batch would end the same way, and because
-        Python ignores the errors of an iterator that a script drops by leaving its loop.
-        """
-        mistake = mistake.with_traceback(traceback_of_caller())
-        if drawn is not None and (batch := drawn.describe(plan.step, self.job.peer)):
-            mistake.add_note(batch)
-        self.job.note_error(mistake)
-        raise retries_exceeded(
-            f"a replay of step {plan.step} would end the same way", mistake
-        ) from mistake
+        return Batches(drawn.batch, self._reducers)
 
     def find_incomplete(self) -> FftError | None:
         """Return the mistake of a step function that returned incompletely, or None."""
-        if self._manager._torchft.errored is not None:
+        if self._open.failure is not None:
             return None
         if self._reductions.manifest.empty and self._settings.spec.policies.min_reductions:
             return FftError(
@@ -640,12 +524,12 @@ class TransactionLoop:
             )
         if (mistake := self._state.updates.scheduled_in_body()) is not None:
             return mistake
-        for reducer in self._reductions.reducers:
+        for reducer in self._reducers:
             if (why := reducer.unfinished) is not None:
                 return FftError(f"{why}: these gradients differ from those of the other groups")
         updates = self._state.updates
         is_idle = updates.has_optimizers and not updates.have_gradients
-        if is_idle and self._reductions.reducers and self._settings.spec.policies.min_reductions:
+        if is_idle and self._reducers and self._settings.spec.policies.min_reductions:
             return FftError(
                 "gradients were reduced, but no parameter of a registered optimizer has one "
                 "at the end of the step function (zero_grad() after backward()?), so the "
@@ -665,7 +549,7 @@ def _place(drawn: StepInput) -> dict[str, Any]:
     return place
 
 
-class Transaction:
+class Transaction(AttemptContext):
     """One attempt at one step. ``with txn:`` runs the step function; leaving it votes and decides.
 
     Attributes:
@@ -693,18 +577,16 @@ class Transaction:
         consumes: dict[str, Any],
     ) -> None:
         """``consumes`` holds further fields for the trace entry of the consumed data."""
+        super().__init__(loop.attempt, plan)
         self.step = plan.step
         self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
         self.committed = self.skipped = False
         self.logged: dict[str, float] = {}
-        self.closed = False
         self.inner_step = 0
-        self.is_stop = False
         self._loop = loop
-        self._plan = plan
         self.is_last = last
-        self._drawn = drawn
+        self._drawn: StepInput = drawn
         self._consumes = consumes
 
     @property
@@ -813,45 +695,30 @@ class Transaction:
             "with weighted=True"
         )
 
-    @guarded
-    def __enter__(self) -> Self:
-        self._loop.enter_step(self._plan)
-        return self
-
-    @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        loop = self._loop
-        loop.exit_step()
-        self.closed = True
-        if error is not None:
-            return loop.handle_exception(self._plan, self._drawn, error)
+    def _complete(self) -> Exception | None:
+        loop, attempt = self._loop, self._attempt
         if not self.is_stop:
             if (mistake := loop.find_incomplete()) is not None:
-                loop.worker.step_aborted()
-                loop.raise_incomplete(self._plan, self._drawn, mistake)
+                attempt.step_aborted()
+                attempt.raise_incomplete(self._plan, self._drawn, mistake)
             try:
                 loop.share_statistics()
             except Exception as failed:  # noqa: BLE001 - handled like one of the step function
-                return loop.handle_exception(self._plan, self._drawn, failed)
-        command = loop.worker.vote_and_wait(
+                return failed
+        command = attempt.vote(
             skip=self.is_stop,
             last=self.is_last and loop.completes_job,
             consumes=self._consumption(),
             place=STOP if self.is_stop else "",
         )
         if command is not None:
-            loop.step_failures.committed()
+            attempt.failures.committed()
             loop.is_over = self.is_stop or (self.is_last and not command.skip)
             skip = nothing if self.is_stop else loop.paradigm.skip_step
             self.committed = loop.commits.apply(command, skip)
             self.skipped = command.skip
             loop.paradigm.txn_committed(self)
-        return True
+        return None
 
     def _consumption(self) -> dict[str, Any]:
         plan, drawn = self._plan, self._drawn
@@ -868,9 +735,9 @@ class UnregisteredStepGuard:
     """A hook that rejects steps of unregistered optimizers on the job's parameters inside a step
     function, and warns about others."""
 
-    def __init__(self, state: RankState, reductions: TxnReductions, job: Participation) -> None:
+    def __init__(self, state: RankState, reducers: Reducers, job: Participation) -> None:
         self._state, self._job = state, job
-        self._reductions = reductions
+        self._reducers = reducers
         self._thread = threading.get_ident()
         self._has_warned = False
         self._hook = register_optimizer_step_pre_hook(self._check_step)
@@ -912,6 +779,6 @@ class UnregisteredStepGuard:
             )
 
     def _of_the_job(self) -> set[torch.Tensor]:
-        reduced = (p for r in self._reductions.reducers for p in r.parameters())
+        reduced = (p for r in self._reducers for p in r.parameters())
         step = self._state.registered_state
         return {*reduced, *(() if step is None else step.parameters())}

@@ -11,20 +11,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
-from typing import Self
 
 from fft.errors import DataError, FftError, ResultRefused
 from fft.messages.effects import StartTxn
 from fft.train.data.source import LeasedInputs
 from fft.train.data.step_input import StepInput
-from fft.train.guard.interrupt import Interrupted
-from fft.train.guard.unsafe_places import guarded
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.session.error_reports import text_of
 from fft.train.session.rank_context import RankContext
 from fft.train.session.step_results import NOT_FINITE
 from fft.train.state.step_state import TornState
+from fft.train.step.attempt import AttemptContext
 from fft.train.step.step_failures import StepFailures
 from fft.train.step.transaction import Transaction, TransactionLoop
 
@@ -68,7 +65,7 @@ class PeriodicLoop:
             is_last = max_steps is not None and plan.step + 1 >= max_steps
             is_last = is_last or not inputs.has_slices_after(plan)
             if is_last:
-                loop.compare_now()
+                loop.attempt.compare_now()
             try:
                 waited_ms = yield from self._inner_steps(plan, inputs)
             finally:
@@ -117,7 +114,7 @@ class PeriodicLoop:
         engine = self.job.engine
         if engine is None or not engine.has_command():
             return False
-        self.loop.worker.step_aborted()
+        self.loop.attempt.step_aborted()
         return True
 
     def _launched_in_time(self, plan: StartTxn) -> bool:
@@ -126,7 +123,7 @@ class PeriodicLoop:
         is_due = synchronizer.phase.position >= synchronizer.schedule.launch_at
         if synchronizer.is_launched or not is_due:
             return True
-        with JobsPart(self.loop, plan) as part:
+        with JobsPart(self.loop.attempt, plan) as part:
             self._launch(plan)
         return not part.failed
 
@@ -185,34 +182,18 @@ class InnerSteps:
         return InnerTransaction(loop, plan, drawn)
 
 
-class JobsPart:
+class JobsPart(AttemptContext):
     """Context manager for code of the job's txn that runs before the inner steps end.
 
     Attributes:
         failed: Whether the code raised an exception, so the txn is rolled back.
     """
 
-    def __init__(self, loop: TransactionLoop, plan: StartTxn) -> None:
-        self.failed = False
-        self._loop, self._plan = loop, plan
+    failed = False
 
-    @guarded
-    def __enter__(self) -> Self:
-        self._loop.enter_step(self._plan)
-        return self
-
-    @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self._loop.exit_step()
-        if error is None:
-            return False
+    def _fail(self, error: BaseException) -> bool:
         self.failed = True
-        return self._loop.handle_exception(self._plan, None, error)
+        return super()._fail(error)
 
 
 class InnerTransaction(Transaction):
@@ -244,26 +225,15 @@ class InnerTransaction(Transaction):
             raise FftError(f"txn.weigh({weight}): give a positive number")
         self._weight = float(weight)
 
-    @guarded
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        loop = self._loop
-        loop.exit_step()
-        self.closed = True
-        if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
-            self.interrupted = True
-            return loop.handle_exception(self._plan, self._drawn, error)
-        self._periodic.watchers.body_done()
-        mistake = self._left_undone() if error is None else error
-        if isinstance(mistake, Exception):
-            self._roll_back(mistake)
-        else:
-            self._commit()
-        return True
+    def _complete(self) -> Exception | None:
+        return self._left_undone() or self._commit()
+
+    def _fail(self, error: BaseException) -> bool:
+        if isinstance(error, Exception):
+            self._roll_back(error)
+            return True
+        self.interrupted = True
+        return super()._fail(error)
 
     def _left_undone(self) -> Exception | None:
         """Return the reported error of a step function that ended without an exception, or None.
@@ -272,8 +242,9 @@ class InnerTransaction(Transaction):
             StepRetriesExceeded: The step function ended too early or stepped a scheduler.
         """
         updates = self._periodic.state.updates
-        if self._loop.worker.step.has_reported and (reported := self._loop.reported) is not None:
-            return reported  # excludes errors of the overlapped reduction
+        failure = self._attempt.txn.failure
+        if self._attempt.presence.has_reported and failure is not None:
+            return failure  # excludes errors of the overlapped reduction
         mistake = updates.scheduled_in_body()
         if mistake is None and not updates.have_gradients:
             mistake = FftError(
@@ -282,11 +253,11 @@ class InnerTransaction(Transaction):
                 "the step would change nothing. Leave the loop between two transactions"
             )
         if mistake is not None:
-            self._loop.raise_incomplete(self._plan, self._drawn, mistake)
+            self._attempt.raise_incomplete(self._plan, self._drawn, mistake)
         return None
 
-    def _commit(self) -> None:
-        """Apply the update, unless the result of the step is refused."""
+    def _commit(self) -> Exception | None:
+        """Apply the update, unless the result of the step is refused; then return the refusal."""
         self._periodic.state.registered.note_edits()
         try:
             self.carry_out(self.must_skip)
@@ -294,7 +265,8 @@ class InnerTransaction(Transaction):
             if refused.ends_job:
                 self._periodic.job.note_error(refused)
                 raise
-            self._roll_back(refused)
+            return refused
+        return None
 
     def must_skip(self) -> bool:
         """Return whether the step must be skipped. Raises ResultRefused as `ResultJudge`."""
@@ -321,7 +293,7 @@ class InnerTransaction(Transaction):
             return False
         self.committed = True
         state.registered.forget()
-        periodic.loop.step_failures.committed()
+        self._attempt.failures.committed()
         self._note("inner_commit", skipped=self.skipped)
         periodic.watchers.committed(self.step, len(self._plan.members))
         periodic.watchers.txn_ended(committed=True)
@@ -353,7 +325,9 @@ class InnerTransaction(Transaction):
         number += 0 if in_update else self.inner_step
         where = f"step {self.step}, inner step {self.inner_step}"
         counted = self._periodic.update_failures if in_update else None
-        self._loop.raise_if_retries_exceeded(self._plan, self._drawn, error, number, where, counted)
+        self._attempt.raise_if_retries_exceeded(
+            self._plan, self._drawn, error, number, where, counted
+        )
 
     def _begin_anew(self, error: Exception) -> None:
         """Restart from the last synchronization, because the state of the step is lost."""

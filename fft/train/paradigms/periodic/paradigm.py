@@ -53,7 +53,7 @@ class Periodic(Lockstep):
         """
         self.synchronizer = synchronizer
         self._rank.state.compare_by(synchronizer.shared.fingerprint)
-        if self._rank.reductions.reducers:
+        if self._rank.reducers:
             self.refuse_sync()
 
     # --- the job ---

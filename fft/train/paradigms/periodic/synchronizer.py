@@ -11,12 +11,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
 from fft.errors import FftError
@@ -152,7 +150,7 @@ class Synchronizer(ABC):
         packing: Packing,
         storage: Storage,
     ) -> None:
-        rank: RankContext = manager._parts.rank
+        rank: RankContext = manager._parts
         self._rank, self.schedule, self.packing = rank, schedule, packing
         self._refuse_unfit(inner_optimizer, outer_optimizers)
         self.plan = {
@@ -337,8 +335,8 @@ class Synchronizer(ABC):
         assert self._due is not None, "a txn is open"
         self.is_launched = True
         self._due.refuse_thawed()
-        reduce = partial(self._rank.manager.reduce_gradients, op=ReduceOp.AVG)
-        self.prepare().launch(reduce, f"{self.plan}{self._due.name}")
+        text = f"{self.plan}{self._due.name}"
+        self.prepare().launch(self._rank.reductions.reduce_gradients, text)
 
     def prepare(self) -> Contribution:
         """Return the contribution of this group, which is computed once for all attempts."""
@@ -362,7 +360,7 @@ class Synchronizer(ABC):
                 "the pending reduction is void, because this group has discarded its contribution"
             )
         self._contribution.wait()
-        self._rank.manager.raise_if_failed()
+        self._rank.reductions.raise_if_failed()
 
     def reduced(self) -> list[torch.Tensor]:
         """Return the averages that the open txn commits, in buckets; empty if there are none."""

@@ -53,7 +53,7 @@ class StageInput:
     in_any_order = True
 
     def __init__(self, manager: Manager, loader: Any) -> None:
-        rank: RankContext = manager._parts.rank
+        rank: RankContext = manager._parts
         refuse_other_spec(rank)
         self._manager, self._rank = manager, rank
         before = [other.scope for other in rank.scope.flow if not other.ahead]
@@ -125,7 +125,7 @@ class StageInput:
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
-        plan = self._manager._parts.worker.txn
+        plan = self._manager._parts.txn.plan
         assert plan is not None, "the txn is open"
         told = {"slice": due.number, "version": found["version"], "token": list(plan.token)}
         self._rank.job.note(ENTRY, told)

@@ -168,7 +168,7 @@ class StageOutput:
     """
 
     def __init__(self, manager: Manager, produce: Callable[[Any], Any]) -> None:
-        rank: RankContext = manager._parts.rank
+        rank: RankContext = manager._parts
         refuse_other_spec(rank)
         self._manager, self._rank = manager, rank
         after = [other.scope for other in rank.scope.flow if other.ahead]
