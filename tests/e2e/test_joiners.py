@@ -194,11 +194,13 @@ def test_change_made_in_the_first_steps_ends_its_process_by_name(tmp_path: Path)
     assert len(refusals(tmp_path)) == 2
 
 
-def test_training_modes_may_differ_in_the_first_step_with_a_joiner(tmp_path: Path) -> None:
-    """A validation that only one group runs leaves its model in evaluation mode."""
+def test_modes_and_caches_may_differ_in_the_first_step_with_a_joiner(tmp_path: Path) -> None:
+    """A validation that only one group runs leaves its model in evaluation mode, with a cache."""
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
         member.model.train(member.group == "1")
+        if member.group == "1":
+            member.model.register_buffer("cache", torch.zeros(1), persistent=False)
 
     ends, *members = run(tmp_path, body)
     assert [m.error for m in members] == [None, None]

@@ -287,6 +287,8 @@ def test_stream_that_depends_on_its_first_item_is_refused() -> None:
         shuffled(None).fingerprint(0, 2)
     assert shuffled(7).fingerprint(0, 2) == shuffled(7).fingerprint(2, 2)
     assert shuffled(7).fingerprint(0, 2) != shuffled(8).fingerprint(0, 2), "other data"
+    single = fft.StreamLoader(lambda _first, _stride: iter([1.0]), items=1)
+    assert single.fingerprint(0, 2) is not None, "there is no item 1"
     loader = shuffled(None)
     loader.identify = lambda _: 0
     assert loader.fingerprint(0, 2) is not None
