@@ -111,14 +111,15 @@ def test_loaders_take_several_batches_per_txn_as_groups_come_and_go(
     take(one, [*both, *alone, *again])
     stream = opened(fft.StreamLoader, Log(tmp_path / "log"), num_workers=workers)
     take(stream, both)
-    found = (tmp_path / "log").read_text().split()
+    # the first two streams are those of the comparison between the groups
+    found = [line for line in (tmp_path / "log").read_text().split() if not line.endswith("+1")]
     # two batches in a txn of three: two streams, on one worker or with one on each of two
     assert sorted(found)[:2] == ["0+3", "2+3"] and len(found) == 2
     take(stream, [*alone, *again])
     evenly = opened(fft.StreamLoader, Log(tmp_path / "evenly"), num_workers=workers)
     take(evenly, [plan(n, 1, 2, 4) for n in range(0, 20, 4)])
     steps = {line.partition("+")[2] for line in (tmp_path / "evenly").read_text().split()}
-    assert steps == {str(2 * max(1, workers))}, "one stream for all batches of a worker"
+    assert steps - {"1"} == {str(2 * max(1, workers))}, "one stream for all batches of a worker"
 
 
 def loader(**options: Any) -> fft.CursorLoader:

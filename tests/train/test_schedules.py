@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +129,8 @@ def test_transaction_has_its_data_epoch() -> None:
     plan = StartTxn(Token(1, 1), 0, "l", 1, 0, 1, ("0",), 0, next_cursor=2)
     drawn = Inputs(fft.CursorLoader(list(range(8)), 4), 1, 0).draw(plan)
     assert drawn is not None
-    txn = Transaction(None, plan, drawn, False, {})  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(attempt=None)
+    txn = Transaction(loop, plan, drawn, False, {})
     assert (txn.data_epoch, txn.ends_data_epoch) == (1, True)
 
 
